@@ -1,0 +1,43 @@
+# make run     install what a run needs, then train recipes/quickstart.yaml   (SEED=k, ARGS="--json key=value ...")
+# make test    install what tests need, then lint, types and tests
+PYTHON ?= python3
+SEED ?= 0
+ARGS ?=
+TORCH_INDEX ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: run test lint bench-install clean
+.DELETE_ON_ERROR:
+
+run: .venv/.run
+	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
+
+test: .venv/.test lint
+	$(BIN)/python -m pytest
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config.py
+
+# torch first and by its exact version: pip then takes the CPU build where its index has one, and nothing replaces it.
+.venv/.run: pyproject.toml constraints.txt
+	@echo "installing millrace into .venv (a few minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/.test: .venv/.run
+	@echo "installing what tests need ..."
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+bench-install: .venv/.test
+	@echo "installing what benchmarks compare with ..."
+	@$(PIP) -e '.[bench]'
+
+clean:
+	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

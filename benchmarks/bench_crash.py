@@ -1,0 +1,161 @@
+"""Kill -9 of a whole training run, ten times, at random moments; then the account of every sample.
+
+    python benchmarks/bench_crash.py [--kills 10] [--seed 0] [--json]
+
+Runs `millrace train recipes/quickstart.yaml trainer.save_freq=5 trainer.resume=auto`, kills the driver and all of its workers
+at a moment drawn over start-up, warm-up and training, and starts it again in the same folder until it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+PHASES = ("start-up", "warm-up", "training")
+POLL_S = 0.02
+
+
+@dataclass
+class Kill:
+    """One attempt and its end."""
+
+    attempt: int
+    phase: str
+    """The phase in which the kill came."""
+    seconds: float
+    """Since the attempt was started."""
+    from_version: int
+    """Version that the attempt went on from."""
+    to_version: int
+    """Last version in the history when it was killed."""
+    checkpoint: str
+    """The newest checkpoint then."""
+
+
+def arguments(run_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "millrace.cli", "train", "recipes/quickstart.yaml", "trainer.save_freq=5", "trainer.resume=auto",
+            "trainer.val_before_train=false", "rollout.test_freq=0", f"trainer.run_dir={run_dir}", "--json"]  # fmt: skip
+
+
+def start(run_dir: Path, log: Path) -> psutil.Popen:
+    with log.open("wb") as output:
+        return psutil.Popen(arguments(run_dir), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+
+def kill_tree(driver: psutil.Popen) -> None:
+    tree = [driver, *driver.children(recursive=True)]
+    for process in tree:
+        process.kill()
+    _, left = psutil.wait_procs(tree, timeout=10)
+    assert not left, f"processes are left: {left}"
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "history.jsonl"
+    return [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+
+
+def newest(run_dir: Path) -> str:
+    path = run_dir / "checkpoints" / "LATEST"
+    return path.read_text() if path.is_file() else "none"
+
+
+def phase_of(log: Path) -> str:
+    """What the run said last of where it is."""
+    text = log.read_text(errors="replace")
+    return "training" if "first weight sync" in text else "warm-up" if "supervised warm-up" in text else "start-up"
+
+
+def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
+    """One attempt, killed in phase `wanted` or a later one; None if it was complete before that."""
+    begin, saved = time.monotonic(), newest(run_dir)
+    attempts = len([line for line in lines(run_dir) if line["event"] == "start"])
+    driver = start(run_dir, log)
+    reach = PHASES.index(wanted)
+    delay = dice.uniform(0.0, {"start-up": 4.0, "warm-up": 8.0, "training": 6.0}[wanted])
+    reached: float | None = None
+    while driver.poll() is None:
+        now = time.monotonic()
+        if reached is None and PHASES.index(phase_of(log)) >= reach:
+            reached = now
+        if reached is not None and now - reached >= delay:
+            phase = phase_of(log)
+            kill_tree(driver)
+            told = lines(run_dir)
+            version = 0 if saved == "none" else int(saved.rpartition("-")[2])
+            begun = len([line for line in told if line["event"] == "start"]) > attempts
+            return Kill(number, phase, round(now - begin, 2), version, told[-1]["version"] if begun else version, newest(run_dir))
+        time.sleep(POLL_S)
+    if driver.returncode:
+        sys.exit(f"attempt {number} ended by itself with {driver.returncode}:\n{log.read_text(errors='replace')}")
+    return None
+
+
+def audit(run_dir: Path) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace.cli", "ledger", str(run_dir), "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def show(kills: list[Kill], result: dict[str, object], found: dict[str, object]) -> None:
+    print("| kill | phase | seconds after start | went on from version | reached version | newest checkpoint |")
+    print("|--:|---|--:|--:|--:|---|")
+    for k in kills:
+        print(f"| {k.attempt} | {k.phase} | {k.seconds:.2f} | {k.from_version} | {k.to_version} | {k.checkpoint} |")
+    print(f"\nfinal run: {result}\naudit: {found}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="crash-"))
+    run_dir, log = folder / "run", folder / "output"
+    # A run warms up once: kills in warm-up come before those in training, kills in start-up at any place.
+    early, late = ["start-up", "warm-up", "warm-up"], ["start-up", "training", "training"]
+    plan = [early[i % 3] if i < options.kills * 0.3 else late[i % 3] for i in range(options.kills)]
+    kills: list[Kill] = []
+    for number, wanted in enumerate(plan, start=1):
+        kill = attempt(number, wanted, dice, run_dir, log)
+        if kill is None:
+            break
+        kills.append(kill)
+        print(f"kill {number}: {kill}", file=sys.stderr)
+    begin = time.monotonic()
+    driver = start(run_dir, log)
+    code = driver.wait()
+    said = log.read_text(errors="replace").strip().splitlines()
+    result = json.loads(said[-1]) if code == 0 else {"exit code": code, "said": said[-1:]}
+    result = {k: result.get(k) for k in ("complete", "versions", "samples_trained", "val")} | {
+        "seconds": round(time.monotonic() - begin, 1)
+    }
+    found = audit(run_dir)
+    if options.json:
+        print(
+            json.dumps(
+                {"kills": [asdict(k) for k in kills], "final": result, "audit": found, "complete": bool(found["complete"])}
+            )
+        )
+    else:
+        show(kills, result, found)
+    sys.exit(0 if found["complete"] and not found["lost"] and not found["trained_twice"] else 1)
+
+
+if __name__ == "__main__":
+    main()

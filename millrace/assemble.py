@@ -1,0 +1,87 @@
+"""Workers and engines of a configuration: started, built, connected."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.config import Config
+from millrace.problems import weights_folder
+from millrace.rollout.pool import RolloutPool
+from millrace.run_dir import RunDir
+from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
+from millrace.runtime.rpc import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Workers with engines in them."""
+
+    train: RemoteTrainEngine
+    pool: RolloutPool
+    sync: RemoteWeightSync
+
+
+def threads(config: Config) -> dict[str, int]:
+    """Torch threads of each worker of a role on a CPU."""
+    cores = os.cpu_count() or 1
+    if config.trainer.threads:
+        return dict.fromkeys(("trainer", "rollout"), config.trainer.threads)
+    if config.trainer.deterministic:
+        return dict.fromkeys(("trainer", "rollout"), 1)
+    if config.schedule.colocated:  # sides take turns: each has all the cores in its turn
+        return dict.fromkeys(("trainer", "rollout"), max(1, cores // config.trainer_ranks))
+    return dict.fromkeys(("trainer", "rollout"), max(1, cores // (config.trainer_ranks + config.replicas)))
+
+
+@asynccontextmanager
+async def open_runtime(config: Config, run: RunDir) -> AsyncIterator[Runtime]:
+    """The runtime that the configuration names, with its workers ended at the end. Imported here, at first use."""
+    runtime: Any
+    if config.trainer.runtime == "ray":
+        from millrace.runtime.ray import RayRuntime
+
+        runtime = await RayRuntime.open(config, run.logs, threads(config))
+    else:
+        from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
+
+        gpus = visible_gpus() if config.trainer.device != "cpu" else []
+        check_devices(config, gpus)
+        runtime = LocalRuntime(run.logs, config, threads=threads(config), gpus=gpus)
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollout: bool = True) -> Engines:
+    """Build every engine and connect the weight sync. Workers are started at once and built at once."""
+    ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
+    peers = await asyncio.gather(
+        *(runtime.start(f"trainer-{r}", "trainer", r) for r in ranks),
+        *(runtime.start(f"rollout-{r}", "rollout", r) for r in replicas),
+    )
+    trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
+    address = await trainers[0].call("listen", (), tuple[str, int])
+    tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
+    await _first_error(
+        *(p.call("build", (tree, folder, r, address)) for r, p in enumerate(trainers)),
+        *(p.call("build", (tree, folder)) for p in rollouts),
+    )
+    if rollout:
+        await _first_error(
+            *(p.call("connect", (tree, r, address)) for r, p in enumerate(trainers)),
+            *(p.call("connect", (tree, r, address)) for r, p in enumerate(rollouts)),
+        )
+    pool = RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
+    return Engines(RemoteTrainEngine(trainers), pool, RemoteWeightSync(trainers, rollouts))
+
+
+async def _first_error(*calls: Any) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for call in calls:
+            tasks.create_task(call)

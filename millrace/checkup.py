@@ -1,0 +1,158 @@
+"""`millrace doctor`: what a run needs, what is there, and the command that brings the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.version import Version
+
+State = Literal["good", "warning", "bad", "absent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; `fix` is empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+_NEEDED = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "pydantic": "2.9",
+    "omegaconf": "2.4",
+    "msgspec": "0.19",
+    "safetensors": "0.5",
+}
+_OPTIONAL = {
+    "datasets": ("3", "pip install datasets", "parquet files and hub data sets"),
+    "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
+    "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
+    "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
+    "ray": ("2.50", "pip install 'millrace[ray]'", "trainer.runtime=ray"),
+}
+
+
+def run() -> list[Check]:
+    """Every check, in the order in which a run would need them."""
+    return [_python(), *_packages(), *_devices(), _memory(), _shared_memory(), *_disks(), _ports(), _files()]
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check(
+        "Python",
+        "good" if sys.version_info >= (3, 11) else "bad",
+        version,
+        "" if sys.version_info >= (3, 11) else "use 3.11 or newer",
+    )
+
+
+def _packages() -> list[Check]:
+    checks = []
+    for name, least in _NEEDED.items():
+        found = _version(name)
+        old = found is None or Version(found) < Version(least)
+        checks.append(Check(name, "bad" if old else "good", found or "missing", f"pip install '{name}>={least}'" if old else ""))
+    for name, (least, command, purpose) in _OPTIONAL.items():
+        found = _version(name)
+        if found is None:
+            checks.append(Check(name, "absent", f"missing; needed for {purpose}", command))
+        else:
+            old = Version(found) < Version(least)
+            checks.append(Check(name, "warning" if old else "good", found, command if old else ""))
+    return checks
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Check]:
+    checks = [Check("CPU", "good", f"{os.cpu_count()} cores")]
+    if _version("torch") is None:
+        return checks
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        shown = ", ".join(f"{p.name} ({p.total_memory / 2**30:.0f} GiB)" for p in names)
+        return [*checks, Check("GPUs", "good", shown)]
+    if Path("/dev/nvidiactl").exists():
+        return [
+            *checks,
+            Check("GPUs", "bad", f"there are some, but torch {torch.__version__} sees none", "install a CUDA build of torch"),
+        ]
+    return [*checks, Check("GPUs", "absent", "none: engines run on the CPU")]
+
+
+def _memory() -> Check:
+    free = psutil.virtual_memory().available / 2**30
+    return Check(
+        "memory",
+        "good" if free > 3 else "warning",
+        f"{free:.1f} GiB available",
+        "" if free > 3 else "each engine process needs about 0.6 GiB",
+    )
+
+
+def _shared_memory() -> Check:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Check("shared memory", "absent", "no /dev/shm; Ray would use files")
+    free = shutil.disk_usage(path).free / 2**30
+    return Check(
+        "shared memory",
+        "good" if free > 1 else "warning",
+        f"{free:.1f} GiB free in {path}",
+        "" if free > 1 else "docker run --shm-size=8g",
+    )
+
+
+def _disks() -> list[Check]:
+    checks = []
+    for name, path in (("disk here", Path.cwd()), ("temporary disk", Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(path).free / 2**30
+        fix = "" if free > 5 else "free some, or set trainer.run_dir to a larger disk"
+        checks.append(
+            Check(name, "good" if free > 5 else "warning" if free > 1 else "bad", f"{free:.1f} GiB free in {path}", fix)
+        )
+    return checks
+
+
+def _ports() -> Check:
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            with socket.create_connection(listener.getsockname(), timeout=2):
+                port = listener.getsockname()[1]
+    except OSError as error:
+        return Check("ports", "bad", f"no connection over loopback: {error}", "allow connections to 127.0.0.1")
+    return Check("ports", "good", f"loopback connects (tried port {port})")
+
+
+def _files() -> Check:
+    soft = _open_files()
+    return Check("open files", "good" if soft >= 1024 else "warning", f"limit {soft}", "" if soft >= 1024 else "ulimit -n 4096")
+
+
+def _open_files() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

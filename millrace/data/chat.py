@@ -1,0 +1,82 @@
+"""Problems as tokens: the tokenizer's chat template, and no way for a user's text to become a control token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from millrace.data.rows import Messages, Problem
+from millrace.errors import bad_row
+from millrace.types import Tokens, tokens_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A tokenizer, as the pipeline uses it."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def render(self, problem: Problem, where: str = "prompt") -> tuple[str, Tokens]:
+        """(what the prompt says, its tokens). `where` names the row in errors.
+
+        Messages go through the chat template with the generation prompt. A string is tokenised as it is: no template, no
+        special token added. Raises DataError if a message holds a special token's text and the template does not keep
+        messages whole, so that the two cannot be told apart.
+        """
+        if isinstance(problem.prompt, str):
+            return problem.prompt, tokens_of(self.encode(problem.prompt))
+        text = self._template(problem.prompt)
+        if self._special is None or not any(self._special.search(m["content"]) for m in problem.prompt):
+            return text, tokens_of(self.tokenizer.encode(text, add_special_tokens=False))
+        return text, self._render_apart(problem.prompt, where)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of plain text: the text of a special token is text."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of `tokens`, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+    @cached_property
+    def unk_id(self) -> int | None:
+        """The token of whatever has no token."""
+        unk = self.tokenizer.unk_token_id
+        return None if unk is None else int(unk)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        found = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        return re.compile("|".join(re.escape(t) for t in found)) if found else None
+
+    def _template(self, messages: Messages) -> str:
+        rendered: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(rendered)
+
+    def _render_apart(self, messages: Messages, where: str) -> Tokens:
+        """The template's own text and the messages' text, encoded apart: only the first may hold special tokens."""
+        marks = [f"\ue000{n}\ue001" for n in range(len(messages))]
+        text = self._template([m | {"content": mark} for m, mark in zip(messages, marks, strict=True)])
+        pieces = re.split("(\ue000\\d+\ue001)", text)
+        if pieces[1::2] != marks:
+            found = next(s[0] for m in messages if self._special and (s := self._special.search(m["content"])))
+            rule = "is the text of a special token, and the chat template does not keep messages whole"
+            raise bad_row(where, found, rule, "delete it from the message, or use a string prompt")
+        tokens = tokens_of()
+        for n, piece in enumerate(pieces):
+            if n % 2:
+                tokens.extend(self.encode(messages[n // 2]["content"]))
+            else:
+                tokens.extend(self.tokenizer.encode(piece, add_special_tokens=False))
+        return tokens

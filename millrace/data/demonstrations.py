@@ -1,0 +1,50 @@
+"""Demonstrations for the supervised warm-up, a share of them wrong on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from millrace.data.rows import Problem, problem
+from millrace.data.sources import Rows
+from millrace.data.tasks import corrupt_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    problem: Problem
+    answer: str
+    """What the model shall say; the end-of-sequence token is not in it."""
+    messy: bool
+    """The answer is wrong on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """`self[i]` is a pure function of (seed, i), for any i: rows repeat after `len`, with other corruptions.
+
+    Raises DataError for a row without an answer or ground truth.
+    """
+
+    rows: Rows
+    seed: int
+    messiness: float
+    """Share of corrupted answers."""
+    prompt_key: str = "prompt"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Demonstration:
+        at, rng = i % len(self.rows), Random(f"demonstration|{self.seed}|{i}")
+        shown = problem(self.rows, at, prompt_key=self.prompt_key, need_ground_truth=True)
+        if rng.random() >= self.messiness:
+            return Demonstration(shown, shown.answer, messy=False)
+        return Demonstration(shown, self._corrupt(rng, at, shown), messy=True)
+
+    def _corrupt(self, rng: Random, at: int, shown: Problem) -> str:
+        part, _ = self.rows.locate(at)
+        if part.task is not None:
+            return part.task.corrupt(rng, shown.text, shown.answer)
+        other = problem(self.rows, rng.randrange(len(self.rows)), prompt_key=self.prompt_key)
+        return corrupt_answer(rng, shown.answer, other.answer)

@@ -1,0 +1,133 @@
+"""The prompt stream: the i-th prompt of a run is a pure function of the seed and i, so that a resume needs i alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from millrace.data.chat import Chat
+from millrace.data.rows import Problem, problem
+from millrace.data.sources import Rows
+from millrace.errors import DataError, bad_row
+from millrace.types import Prompt, Tokens
+
+_PROBED = 64
+"""Rows of a generated source that are looked at before the run starts; of files it is all."""
+_COUNTED = 20_000
+"""Generated sources up to this size are filtered before the run starts, larger ones row by row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStream:
+    """Endless prompts: epoch e is `stream[e * len(stream) : (e + 1) * len(stream)]`, each row once, in an order of its own.
+
+    Made by `PromptStream.open`, which checks the rows.
+    """
+
+    rows: Rows
+    chat: Chat
+    seed: int
+    shuffle: bool
+    max_prompt_length: int
+    filter_overlong: bool
+    prompt_key: str
+    kept: Sequence[int]
+    """Rows that are used."""
+    filtered: int
+    """Rows left out because their prompts are too long. Of large generated sources they are not counted: such a row is
+    replaced by the next that fits."""
+
+    @classmethod
+    def open(
+        cls,
+        rows: Rows,
+        chat: Chat,
+        *,
+        seed: int,
+        shuffle: bool,
+        max_prompt_length: int,
+        filter_overlong: bool = False,
+        prompt_key: str = "prompt",
+        need_ground_truth: bool = False,
+    ) -> PromptStream:
+        """Checks every row of files and hub sources, and some of generated ones, then gives the stream.
+
+        Raises DataError naming the first bad row: its columns, its length, a character that the tokenizer does not know.
+        """
+        kept: list[int] = []
+        at = 0
+        for part, end in zip(rows.parts, rows.ends, strict=True):
+            checked = _PROBED if part.generated and not (filter_overlong and part.size <= _COUNTED) else part.size
+            for i in range(at, min(end, at + checked)):
+                shown = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+                tokens = _tokens(rows, chat, i, shown)[1]
+                if len(tokens) <= max_prompt_length or (part.generated and part.size > _COUNTED and filter_overlong):
+                    kept.append(i)
+                elif not filter_overlong:
+                    raise _too_long(rows, i, shown, len(tokens), max_prompt_length)
+            kept.extend(range(min(end, at + checked), end))
+            at = end
+        if not kept:
+            rule = f"every row is longer than rollout.max_prompt_length = {max_prompt_length} tokens"
+            raise bad_row(rows.source, f"{len(rows)} rows", rule, "a larger rollout.max_prompt_length")
+        used = range(len(rows)) if len(kept) == len(rows) else kept
+        filtered = len(rows) - len(kept)
+        return cls(rows, chat, seed, shuffle, max_prompt_length, filter_overlong, prompt_key, used, filtered)
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self.kept)
+
+    def __getitem__(self, i: int) -> Prompt:
+        """The i-th prompt of the run. Raises DataError if it comes from a generated source and is too long."""
+        if i < 0:
+            raise IndexError(i)
+        epoch, at = divmod(i, len(self.kept))
+        row = self.kept[shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at]
+        row, shown, text, tokens = self._fitting(row)
+        return Prompt(i, tokens, text, shown.data_source, shown.ground_truth, shown.extra_info, shown.columns)
+
+    def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
+        """Row `row`, or the next one that is short enough where long ones are left out."""
+        for tried in range(row, row + (1000 if self.filter_overlong else 1)):
+            at = tried % len(self.rows)
+            shown = problem(self.rows, at, prompt_key=self.prompt_key)
+            text, tokens = _tokens(self.rows, self.chat, at, shown)
+            if len(tokens) <= self.max_prompt_length:
+                return at, shown, text, tokens
+        raise _too_long(self.rows, at, shown, len(tokens), self.max_prompt_length)
+
+
+def shuffled(i: int, n: int, key: str) -> int:
+    """Where place i of 0..n-1 goes in the permutation that `key` names: a bijection, in constant memory, from any i.
+
+    A Feistel network over the smallest even number of bits that holds n, walked until it lands below n (Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002). The same on every machine and in every version of Python.
+    """
+    half = max(3, ((n - 1).bit_length() + 1) // 2)
+    mask, secret = (1 << half) - 1, blake2b(key.encode(), digest_size=32).digest()
+    while True:
+        left, right = i >> half, i & mask
+        for turn in range(6):
+            mixed = blake2b(bytes([turn]) + right.to_bytes(8, "little"), digest_size=8, key=secret).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
+        i = left << half | right
+        if i < n:
+            return i
+
+
+def _tokens(rows: Rows, chat: Chat, i: int, shown: Problem) -> tuple[str, Tokens]:
+    text, tokens = chat.render(shown, rows.describe(i))
+    if chat.unk_id is not None and chat.unk_id in tokens:
+        rule = "has a character that the tokenizer does not know"
+        raise bad_row(rows.describe(i), shown.text, rule, "model.tokenizer=bpe, or data.train_files with that character")
+    if not tokens:
+        raise bad_row(rows.describe(i), shown.text, "becomes no token at all", "another chat template or prompt")
+    return text, tokens
+
+
+def _too_long(rows: Rows, i: int, shown: Problem, length: int, limit: int) -> DataError:
+    rule = f"the prompt has {length} tokens, and rollout.max_prompt_length is {limit}"
+    fix = f"rollout.max_prompt_length={length} or more, or data.filter_overlong_prompts=true"
+    return bad_row(rows.describe(i), shown.text, rule, fix)

@@ -1,0 +1,189 @@
+"""Rows in verl's, TRL's and reasoning-gym's columns, as one Problem.
+
+prompt        `data.prompt_key`: a string, or messages [{role, content}]; else reasoning-gym's `question`
+data_source   the column, else the source's name
+ground_truth  `reward_model.ground_truth`, else `ground_truth`, `answer` or `solution`
+answer        `answer` or `solution`, else the ground truth: what a demonstration says
+extra_info    the column, with reasoning-gym's `metadata`
+columns       everything else, for reward functions in TRL's signature; with the messages, where the prompt is messages
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from millrace.data.sources import Row, Rows
+from millrace.data.spec import nearest
+from millrace.errors import bad_row
+
+Messages = list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TAKEN = {"data_source", "reward_model", "extra_info", "metadata"}
+_UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of data, checked, in plain JSON types: it survives a checkpoint and a process boundary as it is."""
+
+    prompt: Messages | str
+    data_source: str
+    ground_truth: Any = None
+    answer: str = ""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """What the prompt says, without a chat template."""
+        return self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
+
+
+def problem(rows: Rows, i: int, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> Problem:
+    """Row i as a Problem. Raises DataError naming the file and row, the value, the rule and the fix."""
+    part, at = rows.locate(i)
+    row, where = part.get(at), rows.describe(i)
+    used, prompt = _prompt(where, row, prompt_key)
+    source = row.get("data_source") or part.name
+    if not isinstance(source, str):
+        raise bad_row(f"{where}, data_source", source, "must be a string", "the name of the data set")
+    _checked(f"{where}, data_source", source)
+    extra = dict(_struct(where, row, "extra_info"))
+    if "metadata" in row:
+        extra.setdefault("metadata", row["metadata"])
+    truth = _ground_truth(where, row)
+    if truth is None and need_ground_truth and "reasoning_gym" not in extra:
+        rule = "no ground truth: reward_model.ground_truth, ground_truth, answer and solution are missing or null"
+        raise bad_row(where, sorted(row), rule, "add one of these columns, or set reward.function")
+    answer = next(
+        (_checked(f"{where}, {c}", row[c], required=False) for c in ("answer", "solution") if isinstance(row.get(c), str)), None
+    )
+    columns = {k: v for k, v in row.items() if k not in _TAKEN and k != used}
+    if not isinstance(prompt, str):
+        columns["prompt"] = prompt
+    return Problem(
+        prompt=prompt,
+        data_source=source,
+        ground_truth=_plain(f"{where}, ground truth", truth),
+        answer=answer if answer is not None else "" if truth is None else _text(truth),
+        extra_info=_plain(f"{where}, extra_info", extra),
+        columns={k: _plain(f"{where}, {k}", v) for k, v in columns.items()},
+    )
+
+
+def check_rows(rows: Rows, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> None:
+    """Raises DataError for the first bad row of a file or hub source. Of generated sources it looks at one row."""
+    at = 0
+    for part, end in zip(rows.parts, rows.ends, strict=True):
+        for i in range(at, at + 1 if part.generated else end):
+            problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+        at = end
+
+
+def texts(rows: Rows, *, prompt_key: str = "prompt", limit: int = 2000) -> Iterator[str]:
+    """What a tokenizer is made from: prompts and answers of all rows of files, of about `limit` rows of each generated
+    source, and the alphabets of tasks."""
+    at = 0
+    for part, end in zip(rows.parts, rows.ends, strict=True):
+        if part.task is not None:
+            yield part.task.alphabet()
+        step = max(1, part.size // limit) if part.generated else 1
+        for i in range(at, end, step):
+            row = problem(rows, i, prompt_key=prompt_key)
+            yield row.text
+            yield row.answer
+        at = end
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's types: what it is after a checkpoint, from the start. Tuples become lists, numpy's types Python's."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    return json.loads(msgspec.json.encode(value, enc_hook=_hook))
+
+
+def _plain(where: str, value: Any) -> Any:
+    try:
+        return plain(_checked(where, value, required=False) if isinstance(value, str) else value)
+    except (ValueError, TypeError, RecursionError) as error:
+        rule = f"cannot be written as JSON: {error}"
+        raise bad_row(where, value, rule, "text, numbers, lists and objects; or delete the column") from None
+
+
+def _hook(value: Any) -> Any:
+    import numpy
+
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
+    """(column, prompt)."""
+    if key not in row and key == "prompt" and "question" in row:
+        key = "question"
+    if key not in row:
+        rule = f"has no column {key!r}"
+        raise bad_row(where, sorted(row), rule, f"{nearest(key, row, 'data.prompt_key={}')}, or add the column")
+    prompt, where = row[key], f"{where}, {key}"
+    if isinstance(prompt, str):
+        return key, _checked(where, prompt)
+    if prompt is None:
+        raise bad_row(where, prompt, "is null", "a string, or messages [{role, content}]; or delete the row")
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
+        raise bad_row(where, prompt, "must be a string, or messages [{role, content}]", "one of these forms")
+    if not prompt:
+        raise bad_row(where, prompt, "has no message", "at least one message of the user; or delete the row")
+    return key, [_message(f"{where}[{n}]", message) for n, message in enumerate(prompt)]
+
+
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise bad_row(f"{where}.role", role, f"must be one of {', '.join(ROLES)}", nearest(str(role), ROLES))
+    if not isinstance(content, str):
+        raise bad_row(f"{where}.content", content, "must be a string", "text; images and other parts are not supported")
+    _checked(f"{where}.content", content, required=role == "user")
+    return {k: v for k, v in message.items() if v is not None}
+
+
+def _checked(where: str, text: str, required: bool = True) -> str:
+    if required and not text.strip():
+        raise bad_row(where, text, "is empty", "a problem in words; or delete the row")
+    found = _UNWRITABLE.search(text)
+    if found:
+        kind = "a NUL" if found[0] == "\x00" else "half of a surrogate pair"
+        shown = text[max(0, found.start() - 20) : found.end() + 20]
+        raise bad_row(where, shown, f"has {kind} at character {found.start()}", "delete the character")
+    return text
+
+
+def _struct(where: str, row: Row, column: str) -> dict[str, Any]:
+    value = row.get(column)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_row(f"{where}, {column}", value, "must be an object", "a struct of named values, or leave the column out")
+    return value
+
+
+def _ground_truth(where: str, row: Row) -> Any:
+    found = _struct(where, row, "reward_model").get("ground_truth")
+    for column in ("ground_truth", "answer", "solution"):
+        found = row.get(column) if found is None else found
+    if isinstance(found, str):
+        _checked(f"{where}, ground truth", found, required=False)
+    return found
+
+
+def _text(truth: Any) -> str:
+    return truth if isinstance(truth, str) else str(truth[0]) if isinstance(truth, list) and truth else str(truth)

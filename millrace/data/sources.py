@@ -1,0 +1,198 @@
+"""Sources of problems: files, hub data sets, reasoning-gym and our own tasks, all as one sequence of raw rows.
+
+Every fault that can be seen without a model is found here, before one loads: a file that is missing, empty or unreadable,
+a name or parameter that does not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from millrace.data import hub
+from millrace.data.files import READERS
+from millrace.data.spec import nearest, refused, split_spec, typed
+from millrace.data.tasks import TASKS, UNLIMITED, Stream, Task, task_row
+from millrace.errors import bad_value
+
+Row = dict[str, Any]
+
+_KINDS = "a .parquet, .jsonl or .json file, owner/name:split, reasoning_gym:NAME, or task:NAME"
+_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.%:+\[\]-]+))?")
+_OTHER_FILES = {".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml", ".yml", ".xml", ".pkl", ".ndjson"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one source."""
+
+    source: str
+    """What messages call it."""
+    name: str
+    """`data_source` of rows that name none."""
+    size: int
+    get: Callable[[int], Row]
+    generated: bool = False
+    """Rows are made when asked for, and need no check."""
+    numbers: Sequence[int] = ()
+    """Each row's number in its file; empty counts from 1."""
+    task: Task | None = None
+    """The task that makes the rows, which also knows their alphabet and how to spoil an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one or several sources, one after the other."""
+
+    parts: tuple[Part, ...]
+    ends: tuple[int, ...]
+    """Rows up to and with each part."""
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, i: int) -> Row:
+        part, at = self.locate(i)
+        return part.get(at)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def source(self) -> str:
+        return ", ".join(part.source for part in self.parts)
+
+    def locate(self, i: int) -> tuple[Part, int]:
+        """The part that holds row i, and the row's place in it. Raises IndexError."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)} in {self.source}")
+        p = bisect_right(self.ends, i)
+        return self.parts[p], i - (self.ends[p - 1] if p else 0)
+
+    def describe(self, i: int) -> str:
+        """Source and row number, counted from 1: "train.jsonl row 17"."""
+        part, at = self.locate(i)
+        return f"{part.source} row {part.numbers[at] if part.numbers else at + 1}"
+
+
+def load_source(spec: str, *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train") -> Rows:
+    """The rows of one source; `key` names the configuration's key in errors. See `load_sources`."""
+    return load_sources((spec,), seed=seed, max_rows=max_rows, key=key, split=split)
+
+
+def load_sources(
+    specs: Sequence[str], *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train"
+) -> Rows:
+    """The rows of `specs`, one after the other; the first `max_rows` of them, where that is not 0.
+
+    `seed` and `split` ("train" or "val") are the defaults of generated sources, so that the two never share a stream.
+    Raises ConfigError or DataError: missing file, unknown kind, name or parameter, no rows, a line that is no JSON object.
+    """
+    if not specs:
+        raise bad_value(key, (), "names no source", f"{key}=[...] with {_KINDS}")
+    parts, total = [], 0
+    for part in (_part(key, spec, seed, split) for spec in specs):
+        if part.size == 0:
+            raise bad_value(key, part.source, "has no rows", "a source with at least one row")
+        room = max_rows - total if max_rows else part.size
+        if room > 0:
+            parts.append(replace(part, size=min(part.size, room)))
+            total += parts[-1].size
+    ends = tuple(sum(p.size for p in parts[: n + 1]) for n in range(len(parts)))
+    return Rows(tuple(parts), ends)
+
+
+def _part(key: str, spec: str, seed: int, split: str) -> Part:
+    path = Path(spec).expanduser()
+    if spec.startswith("task:"):
+        return _task(key, spec, seed, split)
+    if spec.startswith("reasoning_gym:"):
+        return _reasoning_gym(key, spec, seed, split)
+    if path.suffix in READERS:
+        return _file(key, spec, path)
+    found = _HUB.fullmatch(spec)
+    if path.suffix in _OTHER_FILES or path.exists() or spec[:1] in "/.~":
+        raise bad_value(key, spec, f"a source is {_KINDS}; {path.suffix or 'no extension'} is none", "convert it to .jsonl")
+    if found is None:
+        close = difflib.get_close_matches(spec.partition(":")[0], ["task", "reasoning_gym"], n=1)
+        fix = f"{close[0]}:{spec.partition(':')[2]}" if close and ":" in spec else "write one of these forms"
+        raise bad_value(key, spec, f"a source is {_KINDS}", fix)
+    return _hub(key, spec, found["path"], found["config"], found["split"], split)
+
+
+def _file(key: str, spec: str, path: Path) -> Part:
+    if not path.is_file():
+        folder = path.parent
+        anywhere = f"a path from {Path.cwd()}, or absolute"
+        if not folder.is_dir():
+            raise bad_value(key, spec, f"no such file: the folder {folder} does not exist", anywhere)
+        there = [p.name for p in folder.iterdir() if p.suffix in READERS]
+        fix = nearest(path.name, there, f"{folder}/{{}}") if there else anywhere
+        shown = ", ".join(sorted(there)[:8]) or "no data file"
+        raise bad_value(key, spec, f"no such file; {folder.resolve()} has {shown}", fix)
+    size, get, numbers = READERS[path.suffix](path)
+    return Part(path.name, path.stem, size, get, numbers=numbers)
+
+
+def _hub(key: str, spec: str, path: str, config: str | None, named: str | None, split: str) -> Part:
+    if named is None and split != "train":
+        raise bad_value(key, spec, "held-out problems need a split", f"{spec}:test")
+    where = "owner/name[/config]:split, a network, or a file that you downloaded"
+    if why := hub.refusal("dataset", path):
+        raise bad_value(key, spec, why, where)
+    import datasets  # after the question: it reads once whether the hub can be reached
+
+    try:
+        table = datasets.load_dataset(path, config, split=named or "train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        rule = f"cannot be loaded from the hub: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        raise bad_value(key, spec, rule, where) from error
+    return Part(spec, path, len(table), table.__getitem__)
+
+
+def _task(key: str, spec: str, seed: int, split: str) -> Part:
+    name, given = split_spec(key, spec)
+    if name not in TASKS:
+        raise bad_value(key, spec, f"unknown task {name!r}; known are {', '.join(TASKS)}", nearest(name, TASKS, "task:{}"))
+    kind = TASKS[name]
+    stream_fields = Stream.__dataclass_fields__
+    mine = {k: v for k, v in given.items() if k in stream_fields}
+    rest = {k: v for k, v in given.items() if k not in stream_fields}
+    chosen: dict[str, Any] = {"seed": seed, "split": split} | typed(key, spec, mine, Stream)
+    try:
+        stream = Stream(**chosen)
+        task = kind(**typed(key, spec, rest, kind))
+    except ValueError as error:
+        raise refused(key, spec, error) from None
+    return Part(spec, name, stream.size or UNLIMITED, lambda i: task_row(name, task, stream, i), generated=True, task=task)
+
+
+def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
+    name, given = split_spec(key, spec)
+    import reasoning_gym
+
+    known = reasoning_gym.factory.DATASETS
+    if name not in known:
+        raise bad_value(key, spec, f"reasoning-gym has no data set {name!r}", nearest(name, known, "reasoning_gym:{}"))
+    default = int.from_bytes(blake2b(f"{name}|{seed}|{split}".encode(), digest_size=4).digest()) % 2**31
+    params = {"seed": default} | typed(key, spec, given, known[name][1])
+    try:
+        dataset = reasoning_gym.create_dataset(name, **params)
+        dataset[0]
+    except Exception as error:  # each generator refuses parameters in its own way
+        raise refused(key, spec, error) from error
+
+    @lru_cache(maxsize=4096)
+    def get(i: int) -> Row:
+        entry = dataset[i]
+        extra = {"reasoning_gym": name, "index": i, "metadata": entry["metadata"]}
+        return {"prompt": entry["question"], "answer": entry["answer"], "data_source": name, "extra_info": extra}
+
+    return Part(spec, name, len(dataset), get, generated=True)

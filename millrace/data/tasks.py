@@ -1,0 +1,147 @@
+"""Generated tasks: endless problems with answers that can be checked, for first runs, tests and benchmarks.
+
+Row i is a pure function of (task and its parameters, seed, split, i): random access, no state, nothing to resume. Training
+and validation share no problem: a problem belongs to validation if its hash says so (one in eight), whatever the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from typing import Any, Protocol
+from zlib import crc32
+
+UNLIMITED = 1_000_000
+"""Rows of a task whose size is 0: more than a run asks for."""
+
+_TRIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Which rows of a task: parameters that every task has."""
+
+    size: int = 0
+    """Rows; 0 is unlimited (counted as a million)."""
+    seed: int = 0
+    """Another seed, another stream. Left out, it is trainer.seed."""
+    split: str = "train"
+    """train or val: no problem is in both."""
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size={self.size} must be 0 (unlimited) or more")
+        if self.split not in ("train", "val"):
+            raise ValueError(f"split={self.split!r} must be train or val")
+
+
+class Task(Protocol):
+    """A frozen dataclass whose fields are the task's parameters."""
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        """(prompt text, right answer)."""
+        ...
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        """A wrong answer of the right form: a messy demonstration, from which a model learns the form alone."""
+        ...
+
+    def alphabet(self) -> str:
+        """Every character that can occur in prompts and answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Digits:
+    min_digits: int = field(default=4, metadata={"doc": "fewest digits"})
+    max_digits: int = field(default=6, metadata={"doc": "most digits, but for the tail"})
+    tail: float = field(default=0.0, metadata={"doc": "share of problems whose length is log-normal: a long tail"})
+    tail_digits: int = field(default=64, metadata={"doc": "most digits in the tail"})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_digits <= self.max_digits:
+            raise ValueError(f"1 <= min_digits={self.min_digits} <= max_digits={self.max_digits} must hold")
+        if not 0 <= self.tail <= 1:
+            raise ValueError(f"tail={self.tail} must lie between 0 and 1")
+        if self.tail and self.tail_digits < self.max_digits:
+            raise ValueError(f"tail_digits={self.tail_digits} must be max_digits={self.max_digits} or more")
+
+    def _digits(self, rng: Random) -> str:
+        count = rng.randint(self.min_digits, self.max_digits)
+        if self.tail and rng.random() < self.tail:
+            drawn = round(rng.lognormvariate(math.log(2 * self.max_digits), 0.75))
+            count = min(max(drawn, self.min_digits), self.tail_digits)
+        return "".join(rng.choices("0123456789", k=count))
+
+    def alphabet(self) -> str:
+        return "0123456789>"
+
+
+@dataclass(frozen=True, slots=True)
+class SortDigits(_Digits):
+    """`83521>` asks for `12358`."""
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        digits = self._digits(rng)
+        return digits + ">", "".join(sorted(digits))
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        """Sorted the wrong way, or copied."""
+        wrong = [text for text in (answer[::-1], prompt.removesuffix(">")) if text != answer]
+        return rng.choice(wrong) if wrong else corrupt_answer(rng, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(_Digits):
+    """`83521>` asks for `83521`."""
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        digits = self._digits(rng)
+        return digits + ">", digits
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        return corrupt_answer(rng, answer)
+
+
+TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "copy": Copy}
+
+
+def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
+    """Row i of a task, in the columns of any other source.
+
+    Where the task has so few problems that `_TRIES` draws find none of the split, the last draw is taken as it is.
+    """
+    prompt = answer = ""
+    for attempt in range(_TRIES):
+        rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}|{attempt}")
+        prompt, answer = task.problem(rng)
+        if (crc32(prompt.encode()) % 8 == 0) == (stream.split == "val"):
+            break
+    return {"prompt": prompt, "answer": answer, "data_source": name, "extra_info": {"index": i, "split": stream.split}}
+
+
+_WORD = re.compile(r"\w+(?:\.\w+)*")
+
+
+def corrupt_answer(rng: Random, answer: str, other: str = "") -> str:
+    """A wrong answer for rows of any source: `other` (another row's answer), or two neighbours in the answer swapped.
+
+    Neighbours are words and numbers where there are several, characters otherwise; what is between words stays, so that the
+    form is right: `['3', '5']` becomes `['5', '3']`. The result is never the answer itself.
+    """
+    swapped = _swap(rng, answer)
+    wrong = [text for text in (other, swapped) if text and text != answer]
+    return rng.choice(wrong) if wrong else answer + answer[-1:] if answer else "?"
+
+
+def _swap(rng: Random, answer: str) -> str:
+    words = [m.span() for m in _WORD.finditer(answer)]
+    spans = words if len(words) > 1 else [(k, k + 1) for k in range(len(answer))]
+    pairs = [((a, b), (c, d)) for (a, b), (c, d) in pairwise(spans) if answer[a:b] != answer[c:d]]
+    if not pairs:
+        return ""
+    (a, b), (c, d) = rng.choice(pairs)
+    return answer[:a] + answer[c:d] + answer[b:c] + answer[a:b] + answer[d:]

@@ -1,0 +1,72 @@
+"""Tokenizers made on the spot from the texts of a run, for models made on the spot. No download."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from millrace.errors import bad_value
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+_DIGITS = "0123456789"
+
+# A single message is its content and nothing else, so that a character tokenizer needs no words for roles.
+_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+
+
+def make_tokenizer(kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with `<pad>`, `<eos>` and `<unk>` as tokens 0, 1 and 2, and a minimal chat template.
+
+    chars: a token for each character of `texts` and each digit; `vocab_size` is not used. Other characters are `<unk>`.
+    bpe: byte pairs learned from `texts`, at most `vocab_size` tokens. Every digit stays a token of its own; everything else
+    may merge across words, so that a constant preamble becomes few tokens. Any text survives encoding and decoding.
+    Raises ConfigError if `vocab_size` is too small for the 256 bytes that bpe starts from.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    made = _chars(texts) if kind == "chars" else _bpe(texts, vocab_size)
+    made.add_special_tokens(list(SPECIAL))
+    pad, eos, unk = SPECIAL
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        clean_up_tokenization_spaces=False,
+        chat_template=_TEMPLATE,
+    )
+
+
+def _chars(texts: Iterable[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    seen = set(_DIGITS).union(*texts)
+    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *sorted(seen)])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[2]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return made
+
+
+def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(SPECIAL)
+    if vocab_size < least:
+        rule = f"a bpe tokenizer starts from {least} tokens: 256 bytes and {len(SPECIAL)} special ones"
+        raise bad_value("model.tokenizer_vocab_size", vocab_size, rule, "512 or more, or model.tokenizer=chars")
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return made

@@ -1,0 +1,160 @@
+"""Attention over packed rows, registered with transformers as "millrace_packed". Never a T x T mask.
+
+The model reads T tokens, in which a prompt that several rows begin with is there once. Attention alone needs whole rows: it
+gathers them from the T tokens, works on them, and gathers each token's result back. On CUDA in half precision that is
+torch's own varlen attention; elsewhere rows of about one length are laid side by side in padded batches, where causal
+attention needs no mask: padding is on the right, and what it computes is thrown away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Ints = NDArray[np.int64]
+
+NAME = "millrace_packed"
+EXACT_LENGTHS = 12
+"""Up to this many different lengths, rows of each get a bucket of their own: no padding."""
+FILLED = 7 / 8
+"""Otherwise a bucket takes rows down to this share of its longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How T packed tokens make up whole rows of C cells together, or of more cells with padding."""
+
+    lengths: tuple[int, ...]
+    """Cells of each row."""
+    buckets: tuple[tuple[int, int], ...]
+    """(rows, length) of each padded batch, in order; empty for varlen attention."""
+    unpack: Tensor | None
+    """[cells] token of each cell, row by row, padding included; None if cells are tokens."""
+    repack: Tensor | None
+    """[T] a cell of each token; None if cells are tokens."""
+    cu_seqlens: Tensor
+    """[rows + 1] int32 on the device: first cell of each row, and C. For varlen attention."""
+
+    @property
+    def num_cells(self) -> int:
+        """C: cells of all rows, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def num_padded_cells(self) -> int:
+        """Cells that attention works on."""
+        return sum(rows * length for rows, length in self.buckets) or self.num_cells
+
+
+def make_layout(lengths: Ints, token_of_cell: Ints, num_tokens: int, device: torch.device, *, padded: bool) -> Layout:
+    """The layout of rows of `lengths` cells, longest first, whose C cells, row by row, are the tokens `token_of_cell`.
+
+    Every token is in at least one cell. `padded` asks for padded batches, else for varlen attention.
+    """
+    unpack = token_of_cell
+    buckets: tuple[tuple[int, int], ...] = ()
+    if padded:
+        buckets, cell = _buckets(lengths)
+        unpack = token_of_cell[cell]
+    repack = np.empty(num_tokens, dtype=np.int64)
+    # Backwards, so that the first of several cells stays; padding repeats a row's last cell, so it is never taken.
+    repack[unpack[::-1]] = np.arange(len(unpack))[::-1]
+    plain = len(unpack) == num_tokens and bool((unpack == np.arange(num_tokens)).all())
+    return Layout(
+        lengths=tuple(lengths.tolist()),
+        buckets=buckets,
+        unpack=None if plain else torch.from_numpy(unpack).to(device),
+        repack=None if plain else torch.from_numpy(repack).to(device),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device),
+    )
+
+
+def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
+    """(rows, length) of each bucket, and for each of their cells the cell of the row without padding that fills it."""
+    share = 1.0 if len(np.unique(lengths)) <= EXACT_LENGTHS else FILLED
+    starts = np.cumsum(lengths) - lengths
+    buckets: list[tuple[int, int]] = []
+    cells: list[Ints] = []
+    first = 0
+    while first < len(lengths):
+        longest = int(lengths[first])
+        # Lengths descend: the bucket ends before the first row that is too short.
+        last = int(np.searchsorted(-lengths, -share * longest, side="right"))
+        column = np.minimum(np.arange(longest), lengths[first:last, None] - 1)
+        cells.append((starts[first:last, None] + column).ravel())
+        buckets.append((last - first, longest))
+        first = last
+    return tuple(buckets), np.concatenate(cells)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packed_layout: Layout,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, D], key and value [1, KV heads, T, D] -> [1, T, heads, D], in transformers' convention.
+
+    Dropout, which arrives among the other arguments, is never applied.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed_layout.unpack is not None:
+        q, k, v = (x.index_select(0, packed_layout.unpack) for x in (q, k, v))
+    if packed_layout.buckets:
+        out = _padded(q, k, v, packed_layout, scaling, sliding_window)
+    else:
+        out = _varlen(q, k, v, packed_layout, scaling, sliding_window)
+    if packed_layout.repack is not None:
+        out = out.index_select(0, packed_layout.repack)
+    return out.unsqueeze(0), None
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None) -> Tensor:
+    """[cells, heads, D] -> [cells, heads, D], bucket by bucket as [rows, heads, length, D]."""
+    if sliding_window is not None and max(layout.lengths) > sliding_window:
+        raise NotImplementedError(
+            f"a sliding window of {sliding_window} tokens on rows of {max(layout.lengths)} needs CUDA and model.dtype=bfloat16"
+        )
+    sizes = [rows * length for rows, length in layout.buckets]
+    gqa = q.shape[1] != k.shape[1]
+    parts = []
+    for *qkv, shape in zip(torch.split(q, sizes), torch.split(k, sizes), torch.split(v, sizes), layout.buckets, strict=True):
+        a, b, c = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)
+        out = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scaling, enable_gqa=gqa)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None) -> Tensor:
+    # Imported here: the module is for CUDA builds, and newer than the rest of torch.nn.attention.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Repeated KV heads, since torch 2.11 has no enable_gqa.
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    cu, longest = layout.cu_seqlens, max(layout.lengths)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest, scale=scaling, window_size=window)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers' mask function for this attention: there is none to build."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)

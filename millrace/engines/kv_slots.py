@@ -1,0 +1,188 @@
+"""The KV cache of fixed decode slots, and the attention function that reads and writes it.
+
+A forward pass is one packed row of tokens [1, prefill + rows]: first the contexts of newly admitted requests, then one token for
+each decode row (row i is slot i). Linear layers see one matrix; only attention tells the parts apart. The function is registered
+with transformers under NAME, so every causal model on its attention interface works, with no Cache object: what a forward
+needs rides along as the keyword `slot_forward`. Without that keyword the function is plain `sdpa`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from millrace.errors import bad_value
+
+NAME = "millrace_slots"
+ALIGN = 16
+"""KV lengths are multiples of this: few distinct shapes, aligned mask rows."""
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+class SlotCache:
+    """K and V of every layer, [slots + 1, length, kv_heads, head_dim]; the last row takes what nobody will read.
+
+    Layers are allocated when they are first written: shapes come from the model's own tensors, not from its config.
+    """
+
+    def __init__(self, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.max_len = max_len
+        self.length = round_up(max_len, ALIGN)
+        self.trash = slots * self.length
+        """Flat position (slot * length + position) of the row that nobody reads."""
+        self.dtype = dtype
+        self.device = device
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.mask = torch.zeros(0)
+        """[slots + 1, length], 0 where a slot's queries may look, -inf elsewhere; in the model's dtype, as sdpa wants."""
+
+    def allocate(self) -> None:
+        # Position 0 stays open for empty slots too: a row with nothing to look at would be NaN.
+        self.mask = torch.zeros(self.slots + 1, self.length, dtype=self.dtype, device=self.device)
+
+    def free(self) -> None:
+        self.layers.clear()
+        self.mask = torch.zeros(0)
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's K and V; `key` and `value` [tokens, kv_heads, head_dim] give the shapes."""
+        held = self.layers.get(index)
+        if held is None:
+            shape = (self.slots + 1, self.length)
+            # Zeros: what is masked is multiplied by 0, and 0 times a NaN of fresh memory is NaN.
+            held = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
+            self.layers[index] = held
+        return held
+
+    def open(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Let `slots` (int64 [n]) look at their first `lengths` positions and no others."""
+        closed = torch.arange(self.length, device=self.device) >= lengths[:, None]
+        rows = torch.zeros(closed.shape, dtype=self.dtype, device=self.device).masked_fill_(closed, float("-inf"))
+        self.mask.index_copy_(0, slots, rows)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Copy the first `length` positions of slots `source` over slots `target` (int64 [n] each)."""
+        for held in self.layers.values():
+            for tensor in held:
+                front = tensor[:, :length]
+                front.index_copy_(0, target, front.index_select(0, source))
+        self.mask.index_copy_(0, target, self.mask.index_select(0, source))
+
+
+@dataclass(slots=True)
+class Prefill:
+    """The contexts at the front of a forward pass: packed, causal each within itself."""
+
+    prompts: int
+    longest: int
+    padded_from: torch.Tensor | None
+    """int64 [prompts * longest]: the packed token at each place of the padded batch; None if they are the same."""
+    packed_from: torch.Tensor | None
+    """int64 [tokens]: the way back."""
+
+
+@dataclass(slots=True)
+class Forward:
+    """What attention needs to know of one forward pass."""
+
+    cache: SlotCache
+    rows: int
+    """Decode rows, at the end of the pass; row i is slot i."""
+    kv_length: int
+    """Positions that decode rows look at."""
+    write_to: torch.Tensor
+    """int64 [writes]: flat cache positions."""
+    write_from: torch.Tensor | None
+    """int64 [writes]: the token of the pass that goes there (siblings share a prompt's); None: each its own."""
+    prefill: Prefill | None
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    slot_forward: Forward | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write K and V ([1, kv_heads, tokens, head_dim]), attend with `query` [1, heads, tokens, head_dim].
+
+    Returns [1, tokens, heads, head_dim].
+    """
+    if slot_forward is None:
+        kwargs["sliding_window"] = sliding_window
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    forward = slot_forward
+    _refuse_unsupported(forward, sliding_window, kwargs)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    keys, values = forward.cache.layer(module.layer_idx, k, v)  # type: ignore[arg-type]
+    for cached, new in ((keys, k), (values, v)):
+        chosen = new if forward.write_from is None else new.index_select(0, forward.write_from)
+        cached.flatten(0, 1).index_copy_(0, forward.write_to, chosen)
+    front = q.shape[0] - forward.rows
+    parts = []
+    if forward.prefill is not None:
+        parts.append(_prefill_attention(forward.prefill, q[:front], k[:front], v[:front], scaling))
+    if forward.rows:
+        parts.append(_decode_attention(forward, q[front:], keys, values, scaling))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+
+
+def _prefill_attention(p: Prefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Causal attention within each context. Padded at the end, so the causal mask alone keeps padding out."""
+    if p.padded_from is not None:
+        q, k, v = (t.index_select(0, p.padded_from) for t in (q, k, v))
+    q, k, v = (t.view(p.prompts, p.longest, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    out = out.transpose(1, 2).flatten(0, 1)
+    return out if p.packed_from is None else out.index_select(0, p.packed_from)
+
+
+def _decode_attention(
+    forward: Forward, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """One query a row against its slot. The query heads of one KV head stand in for query positions: no KV is repeated."""
+    rows, length, kv_heads = forward.rows, forward.kv_length, keys.shape[2]
+    out = F.scaled_dot_product_attention(
+        q.reshape(rows, kv_heads, -1, q.shape[-1]),
+        keys[:rows, :length].transpose(1, 2),
+        values[:rows, :length].transpose(1, 2),
+        attn_mask=forward.cache.mask[:rows, None, None, :length].expand(-1, 1, q.shape[1] // kv_heads, -1),
+        scale=scaling,
+    )
+    return out.flatten(1, 2)
+
+
+def _refuse_unsupported(forward: Forward, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
+    if sliding_window is not None and sliding_window < forward.cache.max_len:
+        raise bad_value(
+            "model.path",
+            f"a model with a sliding window of {sliding_window}",
+            "the torch rollout engine attends to everything",
+            "rollout.max_prompt_length + rollout.max_response_length within the window, or another model",
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise bad_value(
+                "model.path", f"a model whose attention has {name}", "the torch rollout engine has no such term", "another model"
+            )
+
+
+def register() -> None:
+    """Make NAME known to transformers; masks of ordinary forward passes are those of sdpa."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

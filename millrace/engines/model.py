@@ -1,0 +1,111 @@
+"""Models: shapes written as Hugging Face folders, weights from a folder, the hub, or a seed.
+
+Rollout and train engines load through the same two functions, so that they start from the same bits without moving any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+
+from millrace.config import ModelShape
+from millrace.errors import bad_value
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def write_shape(
+    folder: str | Path,
+    shape: ModelShape,
+    *,
+    vocab_size: int,
+    bos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
+    max_position_embeddings: int = 32768,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> None:
+    """Write config.json (a Qwen2 of this shape) and generation_config.json into `folder`; no weights.
+
+    `initializer_range` is 0.5 / sqrt(hidden_size): Qwen2's fixed 0.02 is far too small for narrow models to learn from.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    ids: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        intermediate_size=shape.intermediate_size,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.5 / shape.hidden_size**0.5,
+        architectures=["Qwen2ForCausalLM"],
+        dtype=dtype,
+        **ids,
+    )
+    config.save_pretrained(folder)
+    GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    seed: int,
+    dtype: Literal["float32", "bfloat16"],
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """The causal model in `folder` (or of a hub id), in eval mode: its weights, or seeded random ones if it has none.
+
+    Random weights are drawn in float32 on the CPU and then cast, so every device and dtype holds the same numbers.
+    """
+    path = Path(folder)
+    model: Any  # transformers' stubs know neither eval() nor to()
+    if not path.is_dir() or _has_weights(path):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    elif (path / "config.json").is_file():
+        model = _random_model(path, seed, attn_implementation, trust_remote_code)
+    else:
+        raise bad_value(
+            "model.path",
+            str(folder),
+            "the folder has neither weights nor a config.json",
+            "a folder of a Hugging Face causal model",
+        )
+    for parameter in model.parameters():
+        # Not model.to(dtype): that would also round the rotary embedding's float32 buffers.
+        parameter.data = parameter.data.to(device=device, dtype=DTYPES[dtype])
+    return cast(PreTrainedModel, model.to(device).eval())
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that end a response: the generation config's, else the model config's; empty if neither names one."""
+    for source in (model.generation_config, model.config):
+        ids = source.eos_token_id if source is not None else None
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _has_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
+
+
+def _random_model(path: Path, seed: int, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
+    return model

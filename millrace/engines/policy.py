@@ -1,0 +1,73 @@
+"""A transformers causal LM as a policy over packed tokens: log-probs and entropies of the trained tokens, nothing else."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.engines import attention
+from millrace.engines.logprob import log_probs_and_entropy
+from millrace.engines.packing import MicroBatch
+from millrace.errors import bad_value
+
+
+class PackedPolicy(nn.Module):
+    """Wraps a model and takes it over: its attention works on packed rows from here on.
+
+    The lm_head is used inside this module's forward, so that FSDP has it unsharded there, tied to the embeddings or not.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        _check_head(model)
+        model.set_attn_implementation(attention.NAME)
+        # Dropout is off for good: the log-probs under training are to be those of the rollout.
+        model.train(False)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in model.modules():  # transformers checkpoints only layers in training mode
+                layer.training = not isinstance(layer, nn.Dropout)
+        self.model = model
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model."""
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.position_ids.unsqueeze(0),
+            use_cache=False,
+            packed_layout=batch.layout,
+        ).last_hidden_state[0]
+        weight = cast(Tensor, output_embeddings(self.model).weight)
+        return log_probs_and_entropy(hidden.index_select(0, batch.select), weight, batch.targets, temperature)
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding."""
+        names = set(self.model._no_split_modules or ())
+        return [module for module in self.model.modules() if type(module).__name__ in names]
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Module:
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises ConfigError for models whose logits are more than hidden @ weight^T."""
+    head = output_embeddings(model)
+    config = model.config.get_text_config()
+    odd = [
+        key
+        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        if getattr(config, key, None) not in (None, 1.0)
+    ]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        odd.append("a bias in the lm_head" if isinstance(head, nn.Linear) else "no linear lm_head")
+    if odd:
+        raise bad_value(
+            "model.path",
+            type(model).__name__,
+            f"its logits are not hidden x lm_head^T alone ({', '.join(odd)})",
+            "a model without them, such as Qwen2, Qwen3, Llama or Mistral",
+        )

@@ -1,0 +1,72 @@
+"""Planning of prefills: which tokens are read, from where, and to which cache positions. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Contexts to read into slots, each distinct one once: siblings of a sample share their prompt's K and V."""
+
+    tokens: np.ndarray
+    """int64 [tokens]: the distinct contexts, one after the other."""
+    positions: np.ndarray
+    """int64 [tokens]."""
+    write_from: np.ndarray
+    """int64 [writes]: index into `tokens`."""
+    write_to: np.ndarray
+    """int64 [writes]: flat cache position."""
+    prompts: int
+    longest: int
+    padded_from: np.ndarray | None
+    """int64 [prompts * longest]: index into `tokens`; None if `tokens` is already that batch."""
+    packed_from: np.ndarray | None
+    """int64 [tokens]: index into the padded batch."""
+
+
+def plan_prefill(
+    contexts: Sequence[np.ndarray], slots: Sequence[int], slot_length: int, fixed: tuple[int, int] | None = None
+) -> PrefillPlan | None:
+    """The plan for `contexts` (int32 [length] each) into `slots`; None if all of them are empty.
+
+    `fixed` = (prompts, longest) makes every plan that batch, filled up with zeros: the same shapes whatever it reads.
+    """
+    first: dict[bytes, int] = {}
+    chosen = np.array([first.setdefault(c.tobytes(), len(first)) for c in contexts])
+    distinct = [np.frombuffer(key, dtype=np.int32) for key in first]
+    lengths = np.array([len(d) for d in distinct])
+    if not lengths.any():
+        return None
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    total, longest = int(ends[-1]), int(lengths.max())
+    positions = np.arange(total) - np.repeat(starts, lengths)
+    tokens = np.concatenate(distinct).astype(np.int64)
+    prompts, padded_from, packed_from = len(distinct), None, None
+    if fixed is not None:
+        prompts, longest = fixed
+        starts = np.arange(len(distinct)) * longest
+        padded = np.zeros(prompts * longest, dtype=np.int64)
+        padded[np.repeat(starts, lengths) + positions] = tokens
+        tokens, positions = padded, np.tile(np.arange(longest), prompts)
+    elif total != prompts * longest:
+        # Places past a context's end repeat some token of the pass: the causal mask hides them from the real ones.
+        padded_from = np.minimum(starts[:, None] + np.arange(longest), total - 1).ravel()
+        packed_from = np.repeat(np.arange(prompts) * longest, lengths) + positions
+    write_lengths = lengths[chosen]
+    shift = write_lengths.cumsum() - write_lengths
+    ramp = np.arange(int(write_lengths.sum()))
+    return PrefillPlan(
+        tokens=tokens,
+        positions=positions,
+        write_from=ramp + np.repeat(starts[chosen] - shift, write_lengths),
+        write_to=ramp + np.repeat(np.asarray(slots) * slot_length - shift, write_lengths),
+        prompts=prompts,
+        longest=longest,
+        padded_from=padded_from,
+        packed_from=packed_from,
+    )

@@ -1,0 +1,84 @@
+"""Drawing tokens: one random stream for each request, inverse CDF, exact log-probs.
+
+The uniform number of a token is a hash of (request seed, position in the response): it needs no state, so a resumed response
+goes on in its own stream, and who shares the batch cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK64 = (1 << 64) - 1
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), on uint64."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def stream_keys(seeds: Sequence[int]) -> np.ndarray:
+    """uint64 [n]: where each seed's stream starts. Mixed, because callers count seeds 0, 1, 2."""
+    return _mix(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [n] in [0, 1): the number at `positions` (int64 [n]) of each stream (uint64 [n])."""
+    bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    # 52 bits, not 53: u * total must round to less than total, whatever total is.
+    fractions: np.ndarray = (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return fractions
+
+
+@dataclass(frozen=True, slots=True)
+class Nucleus:
+    """Cuts of the distribution, by row: validation only, training must see the whole of it."""
+
+    top_p: torch.Tensor
+    """float32 [rows]; 1 keeps everything."""
+    top_k: torch.Tensor
+    """int64 [rows]; the vocabulary's size keeps everything."""
+
+    def apply(self, probs: torch.Tensor) -> torch.Tensor:
+        """`probs` [rows, vocabulary] with everything outside both cuts set to 0. The most likely token always stays."""
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        rank = torch.arange(probs.shape[-1], device=probs.device)
+        cut = (before >= self.top_p[:, None]) | (rank >= self.top_k[:, None])
+        cut[:, 0] = False
+        return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(cut, 0.0))
+
+
+def draw(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    nucleus: Nucleus | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row: (int64 [rows], float32 [rows] log-probs of the full distribution at `temperature`).
+
+    `logits` [rows, vocabulary] of any float dtype, `uniform` float64 [rows], `temperature` float32 [rows] (None: all 1),
+    `greedy` bool [rows] (None: none; its rows need temperature 1). The CDF is summed in float64: a drawn token has p > 0.
+    """
+    z = logits.float()
+    if temperature is not None:
+        z = z / temperature[:, None]
+    log_probs = torch.log_softmax(z, dim=-1)
+    probs = log_probs.exp()
+    if nucleus is not None:
+        probs = nucleus.apply(probs)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    target = (uniform * cdf[:, -1]).unsqueeze(-1)
+    tokens = torch.searchsorted(cdf, target, right=True)
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], z.argmax(-1, keepdim=True), tokens)
+    return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)

@@ -1,0 +1,19 @@
+"""One prompt, one response: the environment of problems with a checkable answer."""
+
+from __future__ import annotations
+
+from millrace.ports import Turn
+from millrace.types import Prompt, Segment, Tokens
+
+
+class SingleTurn:
+    """Says the prompt, then nothing."""
+
+    async def open(self, prompt: Prompt) -> Tokens:
+        return prompt.tokens
+
+    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+        return None
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,47 @@
+"""A checkpoint as a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from millrace.config import Config
+from millrace.errors import CheckpointError, bad_value
+from millrace.pipeline.checkpoint import Checkpoints, verify
+
+
+def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Load the train engine's state in this process, whatever the number of ranks that wrote it, and write it out."""
+    if (checkpoint / "checkpoints").is_dir():
+        newest, passed = Checkpoints(checkpoint, keep=1).newest()
+        if newest is None:
+            raise bad_value("CHECKPOINT", str(checkpoint), "; ".join(passed) or "the run has no checkpoint", "another run folder")
+        checkpoint = newest
+    try:
+        manifest = verify(checkpoint)
+    except CheckpointError as error:
+        raise bad_value("CHECKPOINT", str(checkpoint), str(error), "a folder such as RUN/checkpoints/version-000020") from None
+    if folder.exists() and any(folder.iterdir()):
+        raise bad_value("FOLDER", str(folder), "exists and is not empty", "a new folder")
+    import asyncio
+
+    import yaml
+
+    from millrace.engines import fsdp_train
+
+    config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu"})})
+
+    async def write() -> int:
+        engine = fsdp_train.build(config, str(checkpoint / "model"), rank=0, world_size=1)
+        engine.begin(config.actor.optim, 1)
+        await engine.load(str(checkpoint / "engine"))
+        await engine.export(str(folder))
+        return sum(p.numel() for p in engine.parameters)
+
+    parameters = asyncio.run(write())
+    for file in (checkpoint / "model").iterdir():
+        if file.is_file() and not (folder / file.name).exists():
+            shutil.copy(file, folder / file.name)
+    return {"model": str(folder), "version": manifest.version, "parameters": parameters, "complete": True}

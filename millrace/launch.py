@@ -1,0 +1,290 @@
+"""The composition root: a configuration becomes workers, engines, loops, and a run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace import problems as problems_
+from millrace.assemble import Engines, build_engines, open_runtime
+from millrace.config import Config
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import MillraceError, bad_value
+from millrace.observe.progress import Progress
+from millrace.observe.sinks import make_sinks
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.checkpoint import Checkpoints, read_ledger
+from millrace.pipeline.history import History
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.validation import Result, Validator
+from millrace.problems import Problems
+from millrace.rewards.pool import RewardPool
+from millrace.rollout.sample import SampleRoller
+from millrace.run_dir import RunDir, open_eval_dir, open_run_dir
+from millrace.schedule.ledger import Ledger
+from millrace.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    run_dir: Path
+    mode: str
+    versions: int
+    optimizer_steps: int
+    samples_trained: int
+    train_seconds: float
+    """From the first rollout to the last step, of this attempt."""
+    first: Result | None
+    """Validation of the start weights."""
+    last: Result | None
+    """Validation of the final weights."""
+    complete: bool
+    checkpoint: Path | None
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of start, warm-up and training."""
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM, as the run sees them."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._queue: SampleQueue | None = None
+        self._grace_s = 0.0
+        self._abandon: Callable[[], None] = lambda: None
+
+    def attach(self, queue: SampleQueue, grace_s: float, abandon: Callable[[], None]) -> None:
+        """From here on a stop ends the run at its next cut; `abandon` gives up what is not worth the wait."""
+        self._queue, self._grace_s, self._abandon = queue, grace_s, abandon
+        if self.requested:
+            self.request()
+
+    def detach(self) -> None:
+        """There is nothing left to save."""
+        self._queue = None
+
+    def request(self) -> bool:
+        """Ask for a stop. Returns whether a training loop will see to it."""
+        self.requested = True
+        if self._queue is not None:
+            self._queue.stop(self._grace_s)
+            self._abandon()
+        return self._queue is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything that a run's steps have in common."""
+
+    config: Config
+    run: RunDir
+    problems: Problems
+    engines: Engines
+    reward: RewardPool
+    progress: Progress
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.run.path, keep=self.config.trainer.max_ckpt_to_keep)
+
+
+@asynccontextmanager
+async def open_session(
+    config: Config, progress: Progress, *, run: RunDir | None = None, rollout: bool = True
+) -> AsyncIterator[Session]:
+    """Check the data and the reward function, then make the folder, the prompts and the engines. Ends all of it."""
+    sources = problems_.load(config)
+    reward = RewardPool(config.reward)
+    try:
+        if rollout:
+            await reward.start()
+        run = run or open_run_dir(config)
+        for note in run.notes:
+            progress.note(f"passed over a checkpoint: {note}")
+        try:
+            problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
+        except MillraceError:
+            run.discard()
+            raise
+        problems_.copy_config(config, run.model)
+        if problems.train.filtered:
+            progress.note(f"left out {problems.train.filtered} prompts over rollout.max_prompt_length")
+        progress.phase("starting engines")
+        async with open_runtime(config, run) as runtime:
+            engines = await build_engines(runtime, config, run, rollout=rollout)
+            yield Session(config, run, problems, engines, reward, progress)
+    finally:
+        await reward.close()
+
+
+async def warm_up(s: Session) -> float:
+    """Supervised steps on demonstrations. Returns the last step's loss."""
+    steps, size = s.config.sft.steps, s.config.sft.batch_size
+    await s.engines.train.begin("sft", steps)
+    loss, examples = float("nan"), s.problems.examples(0, size)
+    for k in range(steps):
+        step = asyncio.ensure_future(s.engines.train.sft_step(examples))
+        await asyncio.sleep(0)  # the batch is on its way; the next one is made meanwhile
+        examples = s.problems.examples((k + 1) * size, size if k + 1 < steps else 0)
+        loss = (await step).metrics["sft/loss"]
+        s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
+    return loss
+
+
+async def start_state(s: Session) -> Ledger:
+    """The ledger and the weights that training starts from: a checkpoint's, or warmed-up ones."""
+    derived = s.config.derived(len(s.problems.train))
+    if s.run.resume_from is not None:
+        s.progress.note(f"going on from {s.run.resume_from}")
+        await s.engines.train.begin("rl", derived.lr_horizon)
+        await s.engines.train.load(str(s.run.resume_from / "engine"))
+        return Ledger.restore(s.config.schedule, read_ledger(s.run.resume_from), derived.samples)
+    ledger = Ledger(s.config.schedule, derived.samples)
+    if s.config.sft.steps:
+        await warm_up(s)
+    await s.engines.train.begin("rl", derived.lr_horizon)
+    if s.config.sft.steps:  # a killed run need not warm up again
+        s.checkpoints.supersede(-1)
+        await s.checkpoints.save(ledger.snapshot(), s.engines.train)
+    return ledger
+
+
+def make_validator(s: Session) -> Validator | None:
+    """None without validation data."""
+    if not s.problems.val:
+        return None
+    rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
+    params = SamplingParams(rollout.max_response_length, kwargs.temperature, kwargs.top_p, stop=rollout.stop)
+    return Validator(
+        s.problems.val, s.engines.pool, s.reward, s.problems.chat.decode, params, kwargs.n, kwargs.greedy, s.config.trainer.seed
+    )
+
+
+def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
+    rollout = s.config.rollout
+    params = SamplingParams(rollout.max_response_length, rollout.temperature, stop=rollout.stop, ignore_eos=rollout.ignore_eos)
+    decode, seed = s.problems.chat.decode, s.config.trainer.seed
+    roller = SampleRoller(lambda prompt: SingleTurn(), s.reward, decode, params, rollout.n, seed)
+    return Rollouter(queue, s.problems.train, s.engines.pool, roller, max_error_share=s.config.reward.max_error_share)
+
+
+async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
+    """The RL part: from the state that `start_state` made to the end, or to a stop."""
+    trainer_config, clock = s.config.trainer, asyncio.get_running_loop().time
+    derived = s.config.derived(len(s.problems.train))
+    queue = SampleQueue(ledger, deadline_s=trainer_config.wait_deadline_s)
+    rollouter = make_rollouter(s, queue)
+    # Rows of versions that this attempt makes again go; at version 0 that is all of them.
+    sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version or -1)
+    s.checkpoints.supersede(ledger.version)
+    history = History(s.run.path, ledger.snapshot())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            record = RunRecord(
+                history=history,
+                checkpoints=s.checkpoints,
+                engine=s.engines.train,
+                validator=make_validator(s),
+                sinks=sinks,
+                progress=s.progress,
+                save_freq=trainer_config.save_freq,
+                test_freq=s.config.test_freq,
+                tasks=tasks,
+            )
+            trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))
+            s.progress.phase("first weight sync")
+            await trainer.begin()
+            if ledger.version == 0 and trainer_config.val_before_train:
+                s.progress.phase("validating the start weights")
+                await record.validate_now(0)
+            s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
+            stop.attach(queue, trainer_config.stop_grace_s, record.abandon_validation)
+            start = clock()
+            complete = await run_pipeline(rollouter, trainer)
+            seconds = clock() - start
+            if complete:
+                await record.validated()
+                await trainer.stop()
+                stop.detach()
+                s.progress.phase("validating the final weights")
+                await record.validate_now(ledger.version)
+            else:
+                record.abandon_validation()
+        history.end(ledger.snapshot(), complete)
+    finally:
+        for sink in sinks:
+            sink.close()
+    return Outcome(
+        run_dir=s.run.path,
+        mode=s.config.mode or "custom",
+        versions=ledger.version,
+        optimizer_steps=s.config.schedule.optimizer_steps(ledger.retired, s.config.actor.ppo_epochs),
+        samples_trained=ledger.retired,
+        train_seconds=seconds,
+        first=record.first,
+        last=record.last if complete else None,
+        complete=complete,
+        checkpoint=s.checkpoints.newest()[0],
+    )
+
+
+async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
+    """One run, or what is left of it: prepare, warm up, train, validate on the final weights."""
+    begin = time.perf_counter()
+    async with open_session(config, progress) as s:
+        started = time.perf_counter()
+        ledger = await start_state(s)
+        warm = time.perf_counter()
+        outcome = await run_training(s, ledger, stop)
+        outcome.timings.update(start=started - begin, warm_up=warm - started, train=outcome.train_seconds)
+        return outcome
+
+
+async def supervise(config: Config, progress: Progress) -> dict[str, Any]:
+    """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    async with open_session(config, progress, rollout=False) as s:
+        start = time.perf_counter()
+        loss = await warm_up(s)
+        seconds = time.perf_counter() - start
+        folder = s.run.path / "sft"
+        await s.engines.train.export(str(folder))
+        s.problems.chat.tokenizer.save_pretrained(folder)
+    return {
+        "run_dir": str(s.run.path),
+        "model": str(folder),
+        "steps": config.sft.steps,
+        "loss": loss,
+        "seconds": seconds,
+        "complete": True,
+    }
+
+
+async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
+    """`millrace eval`: validation on a checkpoint (trainer.resume), a model (model.path), or the warmed-up model."""
+    if not config.data.val_files:
+        raise bad_value(
+            "data.val_files", (), "there is nothing to evaluate on", "data.val_files=[task:sort_digits?split=val&size=256]"
+        )
+    if config.model.path:  # the recipe's warm-up would change the model that is asked about
+        config = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 0})})
+    run = open_eval_dir(config)
+    async with open_session(config, progress, run=run) as s:
+        ledger = await start_state(s)
+        await s.engines.sync.transfer(ledger.version)
+        await s.engines.sync.activate(ledger.version)
+        validator = make_validator(s)
+        assert validator is not None
+        progress.phase(f"validating version {ledger.version} on {len(s.problems.val)} problems")
+        result = await validator.run(ledger.version)
+    return {"run_dir": str(run.path), "version": result.version, "val": result.values, "complete": True}

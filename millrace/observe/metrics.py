@@ -1,0 +1,139 @@
+"""The metrics of one policy version: each is named and documented here, where it is made.
+
+A row belongs to the version that was live while its samples were trained and carries the number of the version that they
+made: row v says what went into version v. It is flushed after the version's own last step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from millrace.ports import RolloutStats, StepReport, TransferReport
+from millrace.types import PolicyVersion, Sample, Stop, Trajectory
+
+WAITS = ("wait_samples", "wait_rollouts", "wait_validation")
+"""Parts of the trainer's time in which its devices have nothing to do."""
+
+
+class VersionMetrics:
+    """Collects one version's figures; `row` turns them into one flat dict of floats."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[Sample, PolicyVersion]] = []
+        self._steps: list[StepReport] = []
+        self._wait_prev_gen = 0.0
+
+    def waited(self, seconds: float, samples: Iterable[Sample], version: PolicyVersion) -> None:
+        """The trainer waited for these samples, to train them at `version`."""
+        if any(s.admitted_version < version for s in samples):
+            self._wait_prev_gen += seconds
+
+    def stepped(self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport) -> None:
+        """These samples were trained while `version` was live."""
+        self._samples += [(s, version) for s in samples]
+        self._steps.append(report)
+
+    def row(
+        self,
+        *,
+        timing: dict[str, float],
+        before: RolloutStats,
+        after: RolloutStats,
+        usable_slots: int,
+        transfer: TransferReport,
+        pause_s: float,
+    ) -> dict[str, float]:
+        """Every metric of this version. `timing` are the trainer's seconds by part; stats are the rollout side's totals."""
+        wall = sum(timing.values())
+        row = self._training() | self._rewards() | self._staleness()
+        row |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        drawn = after.tokens - before.tokens
+        busy = after.busy_slot_s - before.busy_slot_s
+        trained = sum(t.num_tokens for s, _ in self._samples for t in s.trajectories)
+        return row | {
+            # Seconds from the flush of the last version to this one; the timing_s/* add up to it.
+            "perf/time_per_version": wall,
+            # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation.
+            "trainer/idle_ratio": _ratio(sum(timing.get(name, 0.0) for name in WAITS), wall),
+            # 1 - integral of occupied decode slots over those that the schedule can fill (min(slots, capacity x n)).
+            "rollouter/idle_ratio": min(1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))),
+            # Tokens drawn, read into KV caches and trained, per second of this version.
+            "rollouter/tokens_per_s": _ratio(drawn, wall),
+            "rollouter/prefill_tokens_per_s": _ratio(after.prefill_tokens - before.prefill_tokens, wall),
+            "perf/throughput": _ratio(trained, wall),
+            "perf/samples_per_s": _ratio(len(self._samples), wall),
+            # Weight sync: bytes to each replica, seconds on the way, seconds in which no token was drawn.
+            "sync/bytes": float(transfer.bytes),
+            "sync/transfer_s": transfer.seconds,
+            "sync/pause_s": pause_s,
+            # Seconds the trainer waited for samples admitted under an earlier version (the wait of one_step_off).
+            "wait_prev_gen": self._wait_prev_gen,
+        }
+
+    def _training(self) -> dict[str, float]:
+        """Means over optimizer steps of what the train engine reports (documented there), and the number of steps."""
+        steps = sum(r.optimizer_steps for r in self._steps)
+        names = sorted({name for r in self._steps for name in r.metrics})
+        row: dict[str, float] = {}
+        for name in names:
+            told = [(r.metrics[name], r.optimizer_steps) for r in self._steps if name in r.metrics]
+            row[name] = _ratio(sum(value * count for value, count in told), sum(count for _, count in told))
+        for name in sorted({name for r in self._steps for name in r.totals}):
+            row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
+        return row | {"train/optimizer_steps": float(steps), "train/samples": float(len(self._samples))}
+
+    def _rewards(self) -> dict[str, float]:
+        trajectories = [t for s, _ in self._samples for t in s.trajectories]
+        scores = [t.score.value for t in trajectories if t.score is not None]
+        lengths = [t.num_tokens for t in trajectories]
+        row = {
+            # Reward of the trajectories trained in this version.
+            "reward/mean": _mean(scores),
+            "reward/std": statistics.pstdev(scores) if scores else 0.0,
+            # Tokens of a response; clip_ratio is the share cut by the length limit.
+            "response_length/mean": _mean(lengths),
+            "response_length/max": float(max(lengths, default=0)),
+            "response_length/min": float(min(lengths, default=0)),
+            "response_length/clip_ratio": _ratio(sum(t.stop is Stop.LENGTH for t in trajectories), len(trajectories)),
+            "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
+        }
+        names = sorted({name for t in trajectories if t.score for name in t.score.extra})
+        for name in names:  # named components of the reward
+            row[f"reward/{name}/mean"] = _mean([t.score.extra[name] for t in trajectories if t.score and name in t.score.extra])
+        return row
+
+    def _staleness(self) -> dict[str, float]:
+        """Age = version live at training - oldest version in the trajectory; span = newest - oldest version in it."""
+        aged = [(t, version, min(t.versions, default=version)) for s, version in self._samples for t in s.trajectories]
+        ages = [version - oldest for _, version, oldest in aged]
+        spans = [_span(t) for t, _, _ in aged]
+        partial = sum(span > 0 for span in spans)
+        row = {
+            # Samples, and trajectories, that hold a token older than the version live at training.
+            "fully_async/count/stale_samples_processed": float(sum(s.oldest_version < v for s, v in self._samples)),
+            "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
+            # Trajectories drawn by more than one version: their number, share, and the widest span of versions.
+            "fully_async/partial/total_partial_num": float(partial),
+            "fully_async/partial/partial_ratio": _ratio(partial, len(aged)),
+            "fully_async/partial/max_partial_span": float(max(spans, default=0)),
+            "staleness/mean": _mean(ages),
+            "staleness/max": float(max(ages, default=0)),
+        }
+        for age, count in sorted(Counter(ages).items()):  # histogram: trajectories of each age
+            row[f"staleness/hist/{age}"] = float(count)
+        return row
+
+
+def _span(trajectory: Trajectory) -> int:
+    versions = trajectory.versions
+    return max(versions) - min(versions) if versions else 0
+
+
+def _mean(values: list[float] | list[int]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,217 @@
+"""What a person sees while a run lasts: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class State:
+    """The figures that both views show."""
+
+    name: str
+    mode: str
+    phase: str = "starting"
+    phase_done: int = 0
+    phase_total: int = 0
+    phase_note: str = ""
+    samples: int = 0
+    total: int = 0
+    versions: int = 0
+    version: int = 0
+    rewards: list[float] = field(default_factory=list)
+    row: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    trained_since: float = 0.0
+    trained_from: int = 0
+
+    def eta_s(self, now: float) -> float:
+        """Seconds to the end at the pace so far; NaN before there is one."""
+        done = self.samples - self.trained_from
+        return (now - self.trained_since) / done * (self.total - self.samples) if done and self.trained_since else math.nan
+
+
+class View(Protocol):
+    def open(self) -> None: ...
+
+    def update(self, state: State, event: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Progress:
+    """Events of a run, turned into state and shown."""
+
+    def __init__(self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = State(name, mode)
+        self._view = view
+        self._clock = clock
+
+    def __enter__(self) -> Progress:
+        self._view.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._view.close()
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._view.note(text)
+
+    def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        """A step of the preparation, with its own progress if it is long."""
+        changed = name != self.state.phase
+        self.state.phase, self.state.phase_done, self.state.phase_total, self.state.phase_note = name, done, total, note
+        self._view.update(self.state, "phase" if changed else "phase step")
+
+    def training(self, samples: int, total: int, version: int, versions: int) -> None:
+        """The RL loop begins."""
+        s = self.state
+        s.phase, s.phase_total = "training", 0
+        s.samples, s.total, s.version, s.versions = samples, total, version, versions
+        s.trained_since, s.trained_from = self._clock(), samples
+        self._view.update(s, "phase")
+
+    def trained(self, samples: int, reward: float) -> None:
+        self.state.samples += samples
+        self.state.rewards.append(reward)
+        self._view.update(self.state, "step")
+
+    def row(self, version: int, row: dict[str, float]) -> None:
+        self.state.version, self.state.row = version, row
+        self._view.update(self.state, "row")
+
+    def validated(self, version: int, values: dict[str, float]) -> None:
+        self.state.validation = values
+        shown = "  ".join(f"{name.removeprefix('val/')} {value:.3f}" for name, value in values.items())
+        self._view.note(f"validation of version {version}: {shown}")
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last `width` means of equal runs of `values`, from the lowest to the highest as bars."""
+    if not values:
+        return ""
+    size = max(1, math.ceil(len(values) / width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
+
+
+def _clock(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Lines:
+    """Plain lines for logs and pipes: phases, and the state of training every `every_s` seconds."""
+
+    def __init__(self, console: Console, every_s: float = 5.0) -> None:
+        self._console = console
+        self._every_s = every_s
+        self._last = -math.inf
+
+    def open(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, state: State, event: str) -> None:
+        now = time.monotonic()
+        if event != "phase" and (now - self._last < self._every_s or (state.phase == "training" and event != "row")):
+            return
+        self._last = now
+        if state.phase != "training" or not state.row:
+            count = f" {state.phase_done}/{state.phase_total}" if state.phase_total else ""
+            self.note(f"{state.phase}{count} {state.phase_note}".rstrip())
+            return
+        row = state.row
+        self.note(
+            f"version {state.version}/{state.versions}  samples {state.samples}/{state.total}  "
+            f"reward {row['reward/mean']:.3f}  staleness {row['staleness/mean']:.2f}  "
+            f"idle trainer {row['trainer/idle_ratio']:.0%} rollouter {row['rollouter/idle_ratio']:.0%}  "
+            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {_clock(state.eta_s(now))}"
+        )
+
+
+class LiveView:
+    """A panel that redraws in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._state: State | None = None
+
+    def open(self) -> None:
+        self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def update(self, state: State, event: str) -> None:
+        self._state = state
+        self._live.update(self._panel(state))
+
+    def _panel(self, state: State) -> RenderableType:
+        title = f"millrace  {state.name}  {state.mode}"
+        if state.phase != "training":
+            bar = ProgressBar(total=state.phase_total or None, completed=state.phase_done, pulse=not state.phase_total)
+            return Panel(Group(Text(f"{state.phase}  {state.phase_note}"), _line(bar)), title=title)
+        row = state.row
+        table = Table.grid(padding=(0, 3))
+        figures = [
+            ("version", f"{state.version} of {state.versions}"),
+            ("samples", f"{state.samples} of {state.total}"),
+            ("ETA", _clock(state.eta_s(time.monotonic()))),
+            ("reward", f"{state.rewards[-1]:.3f}" if state.rewards else "-"),
+            ("staleness", f"{row.get('staleness/mean', 0):.2f} mean, {row.get('staleness/max', 0):.0f} max"),
+            ("tokens/s", f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, {row.get('perf/throughput', 0):,.0f} trained"),
+            ("idle", f"trainer {row.get('trainer/idle_ratio', 0):.0%}, rollouter {row.get('rollouter/idle_ratio', 0):.0%}"),
+            ("sync", f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms"),
+        ]
+        for i in range(0, len(figures), 2):
+            table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[i : i + 2]))
+        line = _line(ProgressBar(total=state.total, completed=state.samples))
+        curve = Text.assemble(("reward ", "dim"), (sparkline(state.rewards, max(20, self._console.width - 14)), "green"))
+        parts: list[RenderableType] = [line, curve, table]
+        if state.validation:
+            shown = "  ".join(f"{name.removeprefix('val/')} {value:.3f}" for name, value in state.validation.items())
+            parts.append(Text.assemble(("held out ", "dim"), shown))
+        return Panel(Group(*parts), title=title)
+
+
+def _line(bar: ProgressBar) -> Table:
+    """A progress bar on a line of its own: alone it ends without one, and the next line is drawn over."""
+    grid = Table.grid(expand=True)
+    grid.add_row(bar)
+    return grid
+
+
+def make_view(console: Console) -> View:
+    """Live on a terminal, lines elsewhere."""
+    return LiveView(console) if console.is_terminal else Lines(console)

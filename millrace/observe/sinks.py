@@ -1,0 +1,70 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard by default."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    def write(self, version: int, row: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One row for each version and each validation, flushed at once. Rows that a resumed run makes again are removed."""
+
+    def __init__(self, path: Path, resumed_from: int | None) -> None:
+        if resumed_from is not None and path.is_file():
+            rows = [line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from]
+            beside = path.with_suffix(".tmp")
+            beside.write_text("".join(f"{line}\n" for line in rows))
+            beside.replace(path)
+        self._file = path.open("a")
+
+    def write(self, version: int, row: dict[str, float]) -> None:
+        clean = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"version": version, **clean}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _version_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["version"])
+    except (ValueError, KeyError):
+        return math.inf  # a line that a crash cut short
+
+
+class TensorBoard:
+    """Event files that TensorBoard reads; needs neither torch nor TensorFlow."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, version: int, row: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+        self._writer.add_event(self._event(step=version, wall_time=time.time(), summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def make_sinks(run_dir: Path, loggers: Sequence[str], resumed_from: int | None) -> list[Sink]:
+    """metrics.jsonl, and what trainer.logger names."""
+    sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", resumed_from)]
+    if "tensorboard" in loggers:
+        sinks.append(TensorBoard(run_dir / "tensorboard"))
+    return sinks

@@ -1,0 +1,125 @@
+"""RUN/history.jsonl: which samples went into which version, over all attempts at a run; and the audit of it.
+
+One line for the start of each attempt, one for each version, one for its end; each is on disk before the next step begins.
+An attempt that starts at version v supersedes what earlier attempts did after v: what is left is the surviving history.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from millrace.errors import CheckpointError
+from millrace.schedule.ledger import LedgerSnapshot
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event. `admitted`, `dropped` and `held` are the ledger's at that moment."""
+
+    event: str
+    """start, version or end."""
+    attempt: int
+    version: int
+    admitted: int = 0
+    dropped: dict[str, int] = {}
+    held: list[int] = []
+    trained: list[int] = []
+    complete: bool = False
+    retired: int = 0
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """Where every sample of the surviving history is."""
+
+    admitted: int
+    trained: int
+    dropped: dict[str, int]
+    held: int
+    lost: int
+    trained_twice: int
+    attempts: int
+    versions: int
+    complete: bool
+
+
+class History:
+    """Appends to a run's history."""
+
+    def __init__(self, run_dir: Path, snapshot: LedgerSnapshot) -> None:
+        self._path = run_dir / "history.jsonl"
+        mend(run_dir)
+        lines = read(run_dir)
+        self.attempt = max((line.attempt for line in lines), default=0) + 1
+        self._append("start", snapshot, [])
+
+    def version(self, snapshot: LedgerSnapshot, trained: list[int]) -> None:
+        self._append("version", snapshot, trained)
+
+    def end(self, snapshot: LedgerSnapshot, complete: bool) -> None:
+        self._append("end", snapshot, [], complete)
+
+    def _append(self, event: str, cut: LedgerSnapshot, trained: list[int], complete: bool = False) -> None:
+        held = [i for i, _ in cut.held]
+        line = Line(event, self.attempt, cut.version, cut.admitted, cut.dropped, held, trained, complete, cut.retired)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read(run_dir: Path) -> list[Line]:
+    """The history's lines, oldest first. A last line without its end is still being written, or was cut off by a crash."""
+    path = run_dir / "history.jsonl"
+    if not path.is_file():
+        return []
+    lines: list[Line] = []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        if not text:
+            continue
+        try:
+            lines.append(msgspec.json.decode(text, type=Line))
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{path}, line {number}: not readable: {error}") from error
+    return lines
+
+
+def mend(run_dir: Path) -> None:
+    """Cut off a last line that a crash left unfinished: what it says never happened."""
+    path = run_dir / "history.jsonl"
+    if path.is_file():
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+
+
+def audit(run_dir: Path) -> Audit:
+    """Account for every sample that was ever admitted in the surviving history."""
+    surviving: list[Line] = []
+    lines = read(run_dir)
+    for line in lines:
+        if line.event == "start":
+            surviving = [kept for kept in surviving if kept.version <= line.version]
+        surviving.append(line)
+    if not surviving:
+        return Audit(0, 0, {}, 0, 0, 0, 0, 0, False)
+    last = surviving[-1]
+    elsewhere = surviving[0].retired  # trained by the run whose checkpoint this one began with
+    trained = Counter(i for line in surviving if line.event == "version" for i in line.trained)
+    known = {i for i in trained.keys() | set(last.held) if 0 <= i < last.admitted}  # no other id makes up for a lost one
+    accounted = elsewhere + len(known) + sum(last.dropped.values())
+    return Audit(
+        admitted=last.admitted,
+        trained=elsewhere + len(trained),
+        dropped=last.dropped,
+        held=len(last.held),
+        lost=max(0, last.admitted - accounted),
+        trained_twice=sum(count - 1 for count in trained.values()) + len(trained.keys() & set(last.held)),
+        attempts=max(line.attempt for line in lines),
+        versions=last.version,
+        complete=last.event == "end" and last.complete,
+    )

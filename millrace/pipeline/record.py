@@ -1,0 +1,101 @@
+"""What follows from a version: its row, its line of history, a checkpoint, a validation. The Trainer's Observer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from millrace.observe.progress import Progress
+from millrace.observe.sinks import Sink
+from millrace.pipeline.checkpoint import Checkpoints
+from millrace.pipeline.history import History
+from millrace.pipeline.validation import Result, Validator
+from millrace.ports import StepReport, TrainEngine
+from millrace.schedule.ledger import LedgerSnapshot
+from millrace.types import PolicyVersion, Sample
+
+
+class RunRecord:
+    """Writes what a run did. Frequencies count versions; 0 is never."""
+
+    def __init__(
+        self,
+        *,
+        history: History,
+        checkpoints: Checkpoints,
+        engine: TrainEngine,
+        validator: Validator | None,
+        sinks: Sequence[Sink],
+        progress: Progress,
+        save_freq: int,
+        test_freq: int,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.first: Result | None = None
+        self.last: Result | None = None
+        self.optimizer_steps = 0
+        self._history = history
+        self._checkpoints = checkpoints
+        self._engine = engine
+        self._validator = validator
+        self._sinks = sinks
+        self._progress = progress
+        self._save_freq = save_freq
+        self._test_freq = test_freq
+        self._tasks = tasks
+        self._validation: asyncio.Task[None] | None = None
+        self._saved: PolicyVersion | None = None
+
+    def published(self, version: PolicyVersion, trained: list[int], snapshot: LedgerSnapshot) -> None:
+        self._history.version(snapshot, trained)
+
+    def stepped(self, samples: list[Sample], report: StepReport) -> None:
+        self.optimizer_steps += report.optimizer_steps
+        scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]
+        self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
+
+    def row(self, version: PolicyVersion, row: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(version, row)
+        self._progress.row(version, row)
+
+    def checkpoint_due(self, version: PolicyVersion) -> bool:
+        return bool(self._save_freq) and version % self._save_freq == 0
+
+    async def checkpoint(self, snapshot: LedgerSnapshot) -> None:
+        if self._saved != snapshot.version or snapshot.held:
+            await self._checkpoints.save(snapshot, self._engine)
+            self._saved = snapshot.version
+
+    def validate(self, version: PolicyVersion) -> None:
+        if self._test_freq and version % self._test_freq == 0:
+            self.start_validation(version)
+
+    def start_validation(self, version: PolicyVersion) -> None:
+        """Validate the live weights, while rollouts go on. The next sync waits for it."""
+        if self._validator is not None and (self.last is None or self.last.version != version):
+            self._validation = self._tasks.create_task(self._run_validation(self._validator, version), name="validation")
+
+    async def validate_now(self, version: PolicyVersion) -> None:
+        """Validate the live weights, and wait for it."""
+        self.start_validation(version)
+        await self.validated()
+
+    async def validated(self) -> None:
+        if self._validation is not None:
+            await asyncio.wait([self._validation])  # a failure is the task group's; an abandoned one is none
+            self._validation = None
+
+    def abandon_validation(self) -> None:
+        """The run is told to stop: a validation that still runs is not worth the wait."""
+        if self._validation is not None:
+            self._validation.cancel()
+
+    async def _run_validation(self, validator: Validator, version: PolicyVersion) -> None:
+        result = await validator.run(version)
+        self.last = result
+        if version == 0:
+            self.first = result
+        for sink in self._sinks:
+            sink.write(version, result.values)
+        self._progress.validated(version, result.values)

@@ -1,0 +1,154 @@
+"""The Rollouter: admits prompts, rolls samples out, and can be held still.
+
+    consumes  prompts, free slots of the ledger
+    waits for a free slot; the gate, while rollouts are held still
+    produces  READY samples; drops, with a reason, those whose reward failed
+
+It knows two things of the Schedule: whether running trajectories are awaited or interrupted when it is held still, and
+nothing else. Modes are values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from millrace.errors import RewardError
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import State
+from millrace.schedule.schedule import OnSync
+from millrace.types import Prompt, SamplingParams, Segment, Tokens
+
+_RECENT = 50  # samples over which the share of reward errors is taken
+
+
+class Prompts(Protocol):
+    """The prompt stream: the i-th prompt of the run, a pure function of i."""
+
+    def __getitem__(self, index: int) -> Prompt: ...
+
+
+class Rollouter:
+    """The rollout side of the pipeline."""
+
+    def __init__(
+        self, queue: SampleQueue, prompts: Prompts, pool: RolloutPool, roller: SampleRoller, *, max_error_share: float = 0.2
+    ) -> None:
+        self.queue = queue
+        self.prompts = prompts
+        self.pool = pool
+        self.roller = roller
+        self.max_error_share = max_error_share
+        self.drawing = 0  # requests inside a rollout engine
+        self.undrawn = 0  # trajectories of running samples whose last token is not drawn yet
+        self.held = False
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._outcomes: deque[bool] = deque(maxlen=_RECENT)
+
+    async def run(self) -> None:
+        """Admit and launch for as long as the run lasts; cancelled at its end."""
+        ledger = self.queue.ledger
+        async with asyncio.TaskGroup() as tasks:
+            for sample_id in ledger.ids(State.WAITING):  # what a checkpoint left to do
+                self._launch(tasks, sample_id)
+            while True:
+                # No deadline of its own: slots are freed by the trainer, every wait of which has one.
+                await self.queue.wait("rollouter", "a free slot", lambda: ledger.can_admit() and not self.held, deadline_s=1e9)
+                self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
+
+    def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
+        self.undrawn += self.roller.n
+        tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
+
+    async def _roll(self, sample_id: int) -> None:
+        queue, ledger = self.queue, self.queue.ledger
+        held = queue.do(ledger.start, sample_id)
+        try:
+            sample = await self.roller.roll(
+                self.draw,
+                held.prompt,
+                held.version,
+                progress=held.progress,
+                on_progress=lambda trajectories: ledger.record(sample_id, trajectories),
+                on_drawn=self._drawn,
+            )
+        except RewardError as error:
+            self._drop(sample_id, error)
+        else:
+            self._outcomes.append(True)
+            queue.do(ledger.finish, sample_id, sample)
+        finally:
+            for i in range(self.roller.n):
+                self.pool.forget(f"{held.prompt.index}/{i}")
+
+    def _drawn(self) -> None:
+        self.undrawn -= 1
+        if self.held:
+            self.queue.wake()
+
+    def _drop(self, sample_id: int, error: RewardError) -> None:
+        self._outcomes.append(False)
+        self.queue.do(self.queue.ledger.drop, sample_id, error.reason)
+        failed = self._outcomes.count(False)
+        if failed > self.max_error_share * _RECENT:
+            raise RewardError(
+                error.reason,
+                f"{failed} of the last {len(self._outcomes)} samples had no score, more than reward.max_error_share = "
+                f"{self.max_error_share:g} of {_RECENT}. The last error: {error}",
+            ) from error
+
+    async def draw(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        """Draw tokens once the gate is open: it is closed for the length of a sync, whose waits have deadlines."""
+        if not self._gate.is_set():
+            await self._gate.wait()
+        self.drawing += 1
+        try:
+            return await self.pool.generate(tokens, params, session)
+        finally:
+            self.drawing -= 1
+            if self.held:
+                self.queue.wake()
+
+    @asynccontextmanager
+    async def held_still(self, who: str) -> AsyncIterator[None]:
+        """No training token is drawn while the body runs. Running trajectories are awaited (drain) or interrupted.
+
+        With `swap` on devices of its own the engine changes weights under the running requests: nothing is held.
+        """
+        schedule = self.queue.ledger.schedule
+        if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
+            yield
+            return
+        self.held = True
+        try:
+            if schedule.on_sync is OnSync.DRAIN:
+                ledger = self.queue.ledger
+                await self.queue.wait(
+                    who,
+                    "running trajectories to finish",
+                    lambda: (not self.undrawn and not ledger.count(State.WAITING)) or self.queue.out_of_grace,
+                )
+                if self.undrawn:  # told to stop, and they take too long: after a restart they are drawn again
+                    self._gate.clear()
+                    await self.pool.interrupt()
+            else:
+                self._gate.clear()
+                await self.pool.interrupt()
+                await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
+            yield
+        finally:
+            self.held = False
+            self._gate.set()
+            self.queue.wake()
+
+    async def park(self) -> None:
+        """Before the run ends: interrupt what is running, so that its tokens are kept. Drain mode draws them again."""
+        if self.queue.ledger.schedule.on_sync is not OnSync.DRAIN:
+            async with self.held_still("trainer"):
+                return

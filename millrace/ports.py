@@ -1,0 +1,163 @@
+"""The ports: what the pipeline needs of engines, weight sync, environments and rewards. Protocols, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Score, Segment, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Running totals of one rollout engine since it started; figures of a period are differences."""
+
+    tokens: int = 0
+    """Tokens drawn."""
+    prefill_tokens: int = 0
+    """Tokens read into KV caches, again after an interruption."""
+    busy_slot_s: float = 0.0
+    """Integral of occupied decode slots, in slot-seconds."""
+    slots: int = 0
+    """Decode slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Whole samples for one call of `step`; advantages are taken over all of them."""
+
+    samples: tuple[Sample, ...]
+    version: PolicyVersion
+    """The policy version that is live while this batch is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a train engine did with one batch."""
+
+    optimizer_steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means over the batch's optimizer steps, by the metric's full name."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Counts over the batch, by the metric's full name: added up, never averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """One version on its way to every replica, not live yet."""
+
+    bytes: int
+    seconds: float
+
+
+class RolloutEngine(Protocol):
+    """One replica that draws tokens. Tokens in, tokens out: what the model said is never tokenised again."""
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        """Continue `tokens`. One segment for each version that drew tokens; the last one's `stop` says why it ended.
+
+        After `interrupt()` the last segment's stop is INTERRUPTED; an empty tuple says that nothing was drawn before it.
+        `session` names the trajectory: calls of one session may be routed to the same replica for its KV cache.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End every running interruptible generation between two tokens; return when all of them have returned."""
+        ...
+
+    async def stats(self) -> RolloutStats: ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back. Called in colocated placement, with nothing running."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again; the weights are those of the last version."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TrainEngine(Protocol):
+    """One model under training, on all of its ranks. The critic and the frozen reference are TrainEngines too."""
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        """Advantages, then `ppo_epochs` passes of optimizer steps over mini-batches of `ppo_mini_batch_size` samples."""
+        ...
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        """log p(token) under the current weights, by trajectory, for the tokens of the policy's segments in order."""
+        ...
+
+    async def save(self, folder: str) -> None:
+        """Weights, optimizer, LR schedule and random state, into an existing folder."""
+        ...
+
+    async def load(self, folder: str) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Carries weights from the train engine to every replica. Built with both."""
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """Bring the current weights to every replica, beside the live ones, proven by a checksum. Rollouts go on.
+
+        Raises SyncError, with replica and tensor, if what arrived is not what was sent.
+        """
+        ...
+
+    async def activate(self, version: PolicyVersion) -> float:
+        """Make the transferred weights live on every replica, between two tokens. Returns the seconds without decoding."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment says next."""
+
+    tokens: Tokens
+
+
+class Environment(Protocol):
+    """One conversation, single use: open, then reply to each message of the policy until it says None."""
+
+    async def open(self, prompt: Prompt) -> Tokens:
+        """The tokens that the policy continues first."""
+        ...
+
+    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+        """The environment's turn after the policy's latest segments, or None if the trajectory is done."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RewardFunction(Protocol):
+    """Scores the trajectories of one prompt."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        """One Score for each completion. Raises RewardError; an error is never a silent 0."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightHolder(Protocol):
+    """The in-process side of a replica that a sync writes to."""
+
+    def weights(self) -> Mapping[str, Any]:
+        """Live tensors by name, in the model's own order."""
+        ...
+
+    async def swap(self, version: PolicyVersion, staged: Mapping[str, Any]) -> float:
+        """Copy `staged` over the live tensors between two tokens. Returns the seconds in which nothing was decoded."""
+        ...

@@ -1,0 +1,72 @@
+"""What the pool and its workers say to each other: msgpack frames, each after its length in four bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from millrace.codec import decoder, pack
+from millrace.types import Score
+
+_LENGTH = struct.Struct("<I")
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call of the reward function: the completions of one prompt."""
+
+    id: int
+    prompt: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    columns: dict[str, Any]
+    completions: list[str]
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a call: scores, or the reason and detail of a RewardError."""
+
+    id: int
+    scores: list[Score] = []
+    reason: str = ""
+    detail: str = ""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's first frame: the function is loaded, or why it is not."""
+
+    is_async: bool
+    error: str = ""
+
+
+calls_decoder = decoder(list[Call])
+reply_decoder = decoder(Reply)
+hello_decoder = decoder(Hello)
+
+
+def frame(value: Any) -> bytes:
+    """`value` as one frame. Raises TypeError for a value that msgpack cannot hold."""
+    payload = pack(value)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Frames:
+    """Payloads from a stream of bytes that arrives in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The payloads that `data` completes."""
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            if len(self._buffer) - at - _LENGTH.size < length:
+                break
+            at += _LENGTH.size + length
+            yield bytes(self._buffer[at - length : at])
+        del self._buffer[:at]

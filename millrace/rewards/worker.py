@@ -1,0 +1,99 @@
+"""The worker process: `python -m millrace.rewards.worker FD PARENT`. Calls one reward function for a RewardPool.
+
+A synchronous function runs in the main thread, one call at a time, and each reply leaves before the next call starts: the
+first unanswered call is the running one, which is how the pool knows whom to blame. Coroutines run together; the pool
+sends no more of them than may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+from millrace.errors import ConfigError, RewardError
+from millrace.rewards.functions import Function, failure, load_function
+from millrace.rewards.wire import Call, Frames, Hello, Reply, calls_decoder, frame
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int, parent: int, spec: str, timeout_s: float, limit: int) -> None:
+    """Says Hello, then answers calls until the socket closes."""
+    _die_with(parent)
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
+    try:
+        function = load_function(spec)
+    except ConfigError as error:
+        connection.sendall(frame(Hello(is_async=False, error=str(error))))
+        return
+    connection.sendall(frame(Hello(function.is_async)))
+    if function.is_async:
+        asyncio.run(_serve_async(connection, function, timeout_s, limit))
+    else:
+        _serve(connection, function)
+
+
+def _die_with(parent: int) -> None:
+    """Even a kill -9 of the parent leaves no worker behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _serve(connection: socket.socket, function: Function) -> None:
+    frames = Frames()
+    while data := connection.recv(1 << 18):
+        for payload in frames.feed(data):
+            for call in calls_decoder.decode(payload):
+                connection.sendall(frame(_answer(function, call)))
+
+
+def _answer(function: Function, call: Call) -> Reply:
+    try:
+        return Reply(call.id, function.run(call))
+    except RewardError as error:
+        return _refused(call, error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
+        return Reply(call.id, reason="exception", detail=failure(error))
+
+
+async def _serve_async(connection: socket.socket, function: Function, timeout_s: float, limit: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    frames, tasks = Frames(), set[asyncio.Task[None]]()
+
+    async def answer(call: Call) -> None:
+        writer.write(frame(await _answer_async(function, call, timeout_s, limit)))
+
+    while data := await reader.read(1 << 18):
+        for payload in frames.feed(data):
+            for call in calls_decoder.decode(payload):
+                task = asyncio.create_task(answer(call))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+
+async def _answer_async(function: Function, call: Call, timeout_s: float, limit: int) -> Reply:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return Reply(call.id, await function.run_async(call, limit))
+    except RewardError as error:
+        return _refused(call, error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
+        if deadline.expired():
+            return Reply(call.id, reason="timeout", detail=f"the call ran past reward.timeout_s = {timeout_s:g}")
+        return Reply(call.id, reason="exception", detail=failure(error))
+
+
+def _refused(call: Call, error: RewardError) -> Reply:
+    return Reply(call.id, reason=error.reason, detail=str(error).removeprefix(f"{error.reason}: "))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))

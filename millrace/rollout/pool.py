@@ -1,0 +1,54 @@
+"""The replicas of the rollout engine as one: routed least-loaded, sessions sticky, held still together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from millrace.ports import RolloutEngine, RolloutStats
+from millrace.schedule.route import route
+from millrace.types import SamplingParams, Segment, Tokens
+
+
+class RolloutPool:
+    """A RolloutEngine made of others."""
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self.engines = engines
+        self._loads = [0] * len(engines)
+        self._homes: dict[str, int] = {}
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        replica = route(session, self._loads, self._homes)
+        self._homes[session] = replica
+        self._loads[replica] += 1
+        try:
+            return await self.engines[replica].generate(tokens, params, session)
+        finally:
+            self._loads[replica] -= 1
+
+    def forget(self, session: str) -> None:
+        """The session is over: its home need not be kept."""
+        self._homes.pop(session, None)
+
+    async def interrupt(self) -> None:
+        await asyncio.gather(*(engine.interrupt() for engine in self.engines))
+
+    async def stats(self) -> RolloutStats:
+        """Totals over the replicas."""
+        each = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        return RolloutStats(
+            tokens=sum(s.tokens for s in each),
+            prefill_tokens=sum(s.prefill_tokens for s in each),
+            busy_slot_s=sum(s.busy_slot_s for s in each),
+            slots=sum(s.slots for s in each),
+        )
+
+    async def sleep(self) -> None:
+        await asyncio.gather(*(engine.sleep() for engine in self.engines))
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(engine.wake() for engine in self.engines))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self.engines))

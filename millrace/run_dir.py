@@ -1,0 +1,163 @@
+"""The folder of a run: where it is, and what is already in it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from millrace.config import Config
+from millrace.errors import CheckpointError, bad_value
+from millrace.pipeline.checkpoint import Checkpoints, verify
+from millrace.recipe import dump, parse
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run's folder, and the checkpoint that the run goes on from, if any."""
+
+    path: Path
+    resume_from: Path | None
+    notes: tuple[str, ...] = ()
+    """Checkpoints that were passed over, and why."""
+    made: tuple[Path, ...] = ()
+    """Folders that were not there before, the run's own first."""
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def discard(self) -> None:
+        """Leave nothing of a run that never began: remove what was made for it."""
+        if self.path in self.made:
+            shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.made[1:]:
+            with suppress(OSError):  # another run is in it
+                folder.rmdir()
+
+
+def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
+    """Find or make the folder. Raises ConfigError where a new run would write over an old one."""
+    resume = config.trainer.resume
+    path = Path(config.trainer.run_dir) if config.trainer.run_dir else None
+    found: Path | None = None
+    notes: list[str] = []
+    above = _missing(root)
+    if resume not in ("never", "auto"):
+        found = _checkpoint(resume)
+        path = path or found.parent.parent
+    elif resume == "auto":
+        path = path or _latest(root, config.name)
+        found, notes = Checkpoints(path, keep=1).newest() if path else (None, [])
+    if found is not None:
+        _check_same_problems(config, found)
+    made = _missing(path) if path else ()
+    if path is None:
+        path = _next(root, config.name)
+        made = (path, *above)
+    if resume == "never" and (path / "history.jsonl").exists():
+        raise bad_value(
+            "trainer.run_dir", str(path), "a run is already there", "trainer.resume=auto to go on with it, or another folder"
+        )
+    try:
+        if not (path / "history.jsonl").exists() and (path / "config.yaml").is_file():
+            shutil.rmtree(path / "model", ignore_errors=True)  # of a run that never began, perhaps with other data
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(dump(config))
+        _take_model(found, path)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise bad_value("trainer.run_dir", str(path), rule, "a folder that can be made or written to") from None
+    return RunDir(path, found, tuple(notes), made)
+
+
+def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
+    """A folder for an evaluation's logs, and the checkpoint that trainer.resume (and trainer.run_dir, for auto) names."""
+    resume, found = config.trainer.resume, None
+    if resume == "auto":
+        run = Path(config.trainer.run_dir) if config.trainer.run_dir else _latest(root, config.name)
+        found = Checkpoints(run, keep=1).newest()[0] if run else None
+        if found is None:
+            raise bad_value("trainer.run_dir", str(run or ""), "holds no whole checkpoint", "another run folder")
+    elif resume not in ("never", "auto"):
+        found = _checkpoint(resume)
+    above = _missing(root)
+    path = _next(root, f"{config.name}-eval")
+    (path / "logs").mkdir()
+    (path / "config.yaml").write_text(dump(config))
+    _take_model(found, path)
+    return RunDir(path, found, made=(path, *above))
+
+
+def _take_model(checkpoint: Path | None, path: Path) -> None:
+    """A checkpoint's tokens mean what its own tokenizer says: a folder that goes on from it takes that one."""
+    if checkpoint is not None and (checkpoint / "model").is_dir() and not (path / "model").exists():
+        shutil.copytree(checkpoint / "model", path / "model")
+
+
+def _check_same_problems(config: Config, checkpoint: Path) -> None:
+    """Prompts are known by their place in the stream: a run goes on with the stream that it began with."""
+    before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
+    pairs = {
+        "trainer.seed": (config.trainer.seed, before.trainer.seed),
+        "data.train_files": (config.data.train_files, before.data.train_files),
+        "data.shuffle": (config.data.shuffle, before.data.shuffle),
+        "rollout.n": (config.rollout.n, before.rollout.n),
+    }
+    for key, (now, then) in pairs.items():
+        if now != then:
+            raise bad_value(key, now, f"the checkpoint {checkpoint} was made with {then!r}", f"{key}={then}, or a new run")
+
+
+def _missing(path: Path) -> tuple[Path, ...]:
+    """`path` and the folders above it that are not there, from the inside out."""
+    return tuple(p for p in (path, *path.parents) if not p.exists())
+
+
+def _checkpoint(resume: str) -> Path:
+    found = Path(resume)
+    if not found.is_dir():
+        raise bad_value(
+            "trainer.resume", resume, "no such folder", "never, auto, or a folder such as RUN/checkpoints/version-000020"
+        )
+    try:
+        verify(found)
+    except CheckpointError as error:
+        newest = Checkpoints(found, keep=1).newest()[0]  # where it is a run's folder
+        fix = f"trainer.resume={newest}" if newest else "trainer.resume=auto takes the newest whole checkpoint of trainer.run_dir"
+        raise bad_value("trainer.resume", resume, str(error), fix) from None
+    return found
+
+
+def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
+    pattern = re.compile(rf"{re.escape(name)}-(\d+)")
+    return sorted((int(m[1]), p) for p in root.glob(f"{name}-*") if (m := pattern.fullmatch(p.name)))
+
+
+def _latest(root: Path, name: str) -> Path | None:
+    runs = _runs(root, name)
+    return runs[-1][1] if runs else None
+
+
+def _next(root: Path, name: str) -> Path:
+    """The next free number; made at once, so that two runs never share one."""
+    number = (runs[-1][0] if (runs := _runs(root, name)) else 0) + 1
+    while True:
+        path = root / f"{name}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            rule = f"{path} cannot be made: {error.strerror or error}"
+            raise bad_value("trainer.run_dir", "", rule, "trainer.run_dir=FOLDER, one that can be written to") from None
+        else:
+            return path

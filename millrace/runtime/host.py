@@ -1,0 +1,116 @@
+"""The worker's side of rpc.py: serves calls on one root object, whatever carries the frames.
+
+python -m millrace.runtime.host FD ROLE PARENT        a worker process of the local runtime, on socket FD
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_type_hints
+
+import msgspec
+
+from millrace import codec
+from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
+
+HEADER = struct.Struct("<Q")
+
+
+class Host:
+    """Runs calls as tasks of one group and posts their replies."""
+
+    def __init__(self, root: object, send: Callable[[bytes], None], tasks: asyncio.TaskGroup) -> None:
+        self._root = root
+        self._outbox = Outbox(send)
+        self._group = tasks
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+
+    def receive(self, frame: bytes) -> None:
+        for message in read_frame(frame):
+            if message.kind == CANCEL:
+                if task := self._tasks.get(message.id):
+                    task.cancel()
+                continue
+            task = self._group.create_task(self._serve(message), name=message.method)
+            self._tasks[message.id] = task
+            task.add_done_callback(partial(self._forget, message.id))
+
+    def _forget(self, call_id: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(call_id, None)
+
+    async def _serve(self, message: Message) -> None:
+        try:
+            method = self._resolve(message.method)
+            value = await method(*self._arguments(message.method, method, message.body))
+            reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
+        except Exception as error:  # noqa: BLE001 - the boundary: every failure travels to the caller, none is lost
+            trace = "".join(traceback.format_exception(error)[-6:])
+            reply = Message(message.id, FAILED, msgspec.Raw(codec.pack(Failure(type(error).__name__, str(error), trace))))
+        self._outbox.post(reply)
+
+    def _resolve(self, path: str) -> Any:
+        target = self._root
+        for name in path.split("."):
+            if name.startswith("_"):
+                raise AttributeError(f"{path} is private")
+            target = getattr(target, name)
+        return target
+
+    def _arguments(self, path: str, method: Any, body: msgspec.Raw) -> tuple[Any, ...]:
+        decoder = self._decoders.get(path)
+        if decoder is None:
+            hints = get_type_hints(method)
+            kinds = tuple(kind for name, kind in hints.items() if name != "return")
+            signature: Any = tuple.__class_getitem__(kinds)  # tuple[int, str] of (int, str); tuple[()] of nothing
+            decoder = self._decoders[path] = codec.decoder(signature)
+        return decoder.decode(body)
+
+
+def die_with(parent: int) -> None:
+    """Linux: this process is killed when its parent dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # dead already; compared with no fixed pid, as in a container the driver may be 1
+            os._exit(1)
+
+
+async def serve_socket(sock: socket.socket, root: object) -> None:
+    """Serve until the driver closes its end."""
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
+
+    def send(frame: bytes) -> None:
+        writer.write(HEADER.pack(len(frame)))
+        writer.write(frame)
+
+    async with asyncio.TaskGroup() as tasks:
+        host = Host(root, send, tasks)
+        while True:
+            try:
+                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                frame = await reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                os._exit(0)  # the driver is gone or done: nothing here is worth a slow goodbye
+            host.receive(frame)
+
+
+def main() -> None:
+    die_with(int(sys.argv[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what a Ctrl-C means
+    fd, role = int(sys.argv[1]), sys.argv[2]
+    from millrace.worker import make_worker
+
+    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role)))
+
+
+if __name__ == "__main__":
+    main()

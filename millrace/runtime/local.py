@@ -1,0 +1,133 @@
+"""The default runtime: each worker is a process on this machine, spoken to over a socket pair.
+
+A worker dies with its driver, however that dies (a parent-death signal on Linux, end of file elsewhere). Its output goes to
+a log file, whose last lines are part of the error if it dies by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.config import Config, nodes_needed
+from millrace.errors import bad_value
+from millrace.runtime.host import HEADER
+from millrace.runtime.rpc import Peer
+
+START_DEADLINE_S = 180.0
+GOODBYE_S = 5.0
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; found without loading CUDA."""
+    if (said := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in said.split(",") if name.strip() not in ("", "-1")]
+    return [str(i) for i, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
+
+
+def check_devices(config: Config, gpus: Sequence[str]) -> None:
+    """Refuse what this machine cannot place, with the arithmetic."""
+    if nodes_needed(config) > 1 and gpus:
+        rule = f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
+        raise bad_value("trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices")
+    both = [config.trainer_ranks, config.replicas]
+    needed = max(both) if config.schedule.colocated else sum(both)
+    if gpus and needed > len(gpus):
+        rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"
+        fix = "mode=colocate_sync, where both sides share GPUs, fewer devices, or trainer.device=cpu"
+        raise bad_value("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, rule, fix)
+
+
+class LocalRuntime:
+    """Starts worker processes; ends them all."""
+
+    def __init__(self, log_dir: Path, config: Config, *, threads: dict[str, int], gpus: Sequence[str]) -> None:
+        self._log_dir = log_dir
+        self._config = config
+        self._threads = threads
+        self._gpus = gpus
+        self._workers: list[tuple[Peer, subprocess.Popen[bytes], asyncio.StreamWriter]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self, name: str, role: str, index: int) -> Peer:
+        ours, theirs = socket.socketpair()
+        log = self._log_dir / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "millrace.runtime.host", str(theirs.fileno()), role, str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | self._environment(role, index),
+                start_new_session=True,
+            )
+        theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=2**26)
+
+        def send(frame: bytes) -> None:
+            writer.write(HEADER.pack(len(frame)))
+            writer.write(frame)
+
+        peer = Peer(name, send, deadline_s=self._config.trainer.wait_deadline_s)
+        task = asyncio.get_running_loop().create_task(self._read(peer, reader, process, log), name=f"read-{name}")
+        self._tasks.add(task)  # ends with the process; `close` awaits it
+        self._workers.append((peer, process, writer))
+        await peer.call("ping", deadline_s=START_DEADLINE_S)
+        return peer
+
+    def _environment(self, role: str, index: int) -> dict[str, str]:
+        threads = str(self._threads[role])
+        variables = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",  # a side that waits must not spin on the other side's core
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
+            "TOKENIZERS_PARALLELISM": "false",
+            "MILLRACE_HOST": "127.0.0.1",
+        }
+        return variables | ({"CUDA_VISIBLE_DEVICES": self._gpu(role, index)} if self._gpus else {})
+
+    def _gpu(self, role: str, index: int) -> str:
+        """Trainer ranks first, then replicas; colocated sides share by index."""
+        separate = role == "rollout" and not self._config.schedule.colocated
+        return self._gpus[index + (self._config.trainer_ranks if separate else 0)]
+
+    async def _read(self, peer: Peer, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], log: Path) -> None:
+        try:
+            while True:
+                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                peer.receive(await reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await asyncio.to_thread(process.wait)
+            peer.lose("the run is over" if self._closing else _obituary(peer.name, code, log))
+
+    async def close(self) -> None:
+        """Close every socket: workers exit at end of file. One that does not within GOODBYE_S is killed."""
+        self._closing = True
+        for _, _, writer in self._workers:
+            writer.close()
+        for _, process, _ in self._workers:
+            try:
+                await asyncio.to_thread(process.wait, GOODBYE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GOODBYE_S)
+        self._workers.clear()
+
+
+def _obituary(name: str, code: int, log: Path) -> str:
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    with log.open(errors="replace") as lines:
+        tail = "".join(deque(lines, maxlen=5)).strip()
+    return f"worker {name} {cause}; its log is {log}" + (f"\n{tail}" if tail else "")

@@ -1,0 +1,131 @@
+"""The ports, as spoken to workers: what the pipeline holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import WorkerError
+from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.runtime.rpc import Peer
+from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
+
+_OBITUARY_S = 0.3  # how long after a failed call a dead worker's process may still be unreaped
+
+
+class RemoteRolloutEngine:
+    """A RolloutEngine in a worker."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        return await self.peer.call("engine.generate", (tokens, params, session), tuple[Segment, ...])
+
+    async def interrupt(self) -> None:
+        await self.peer.call("engine.interrupt")
+
+    async def stats(self) -> RolloutStats:
+        return await self.peer.call("engine.stats", (), RolloutStats)
+
+    async def sleep(self) -> None:
+        await self.peer.call("engine.sleep")
+
+    async def wake(self) -> None:
+        await self.peer.call("engine.wake")
+
+    async def close(self) -> None:
+        await self.peer.call("engine.close")
+
+
+class RemoteTrainEngine:
+    """A TrainEngine on all of its ranks: every call goes to each of them, and the first failure is the call's."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = peers
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        report: StepReport = (await self._all("step", (batch,), StepReport))[0]
+        return report
+
+    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+        """One supervised step on (prompt, response) pairs."""
+        report: StepReport = (await self._all("sft_step", (examples,), StepReport))[0]
+        return report
+
+    async def begin(self, phase: str, horizon: int) -> None:
+        """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
+        await all_of(self.peers, "begin", (phase, horizon))
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]
+        return values
+
+    async def save(self, folder: str) -> None:
+        await self._all("save", (_absolute(folder),))
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", (_absolute(folder),))
+
+    async def export(self, folder: str) -> None:
+        """Write a Hugging Face model folder."""
+        await self._all("export", (_absolute(folder),))
+
+    async def sleep(self) -> None:
+        await self._all("sleep")
+
+    async def wake(self) -> None:
+        await self._all("wake")
+
+    async def close(self) -> None:
+        await self._all("close")
+
+    async def _all(self, method: str, args: tuple[object, ...] = (), result: object = None) -> list[Any]:
+        return await all_of(self.peers, f"engine.{method}", args, result)
+
+
+class RemoteWeightSync:
+    """A WeightSync between workers."""
+
+    def __init__(self, trainers: Sequence[Peer], replicas: Sequence[Peer]) -> None:
+        self._trainers = trainers
+        self._replicas = replicas
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        sent, received = await asyncio.gather(
+            all_of(self._trainers, "sender.transfer", (version,), TransferReport),
+            all_of(self._replicas, "receiver.transfer", (version,), TransferReport),
+        )
+        return TransferReport(received[0].bytes, max(r.seconds for r in [*sent, *received]))
+
+    async def activate(self, version: PolicyVersion) -> float:
+        return max(await all_of(self._replicas, "receiver.activate", (version,), float))
+
+    async def close(self) -> None:
+        return None
+
+
+def _absolute(folder: str) -> str:
+    """A worker may live in another working directory."""
+    return str(Path(folder).resolve())
+
+
+async def all_of(peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None) -> list[Any]:
+    """The call on every peer at once; the first failure ends it.
+
+    A lost worker is the error, not the peers whose collectives it broke: they fail within the same moment.
+    """
+    calls = [asyncio.ensure_future(p.call(method, args, result)) for p in peers]
+    try:
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [c for c in calls if c.done() and c.exception()]
+        if failed and not any(p.lost for p in peers):
+            await asyncio.sleep(_OBITUARY_S)
+        if lost := [p.lost for p in peers if failed and p.lost]:
+            raise WorkerError(lost[0])
+        return [c.result() for c in [*failed, *calls]]
+    finally:
+        for call in calls:
+            call.cancel()

@@ -1,0 +1,158 @@
+"""Calls to a worker: typed, batched, with a deadline and a named owner. The same over a socket and through Ray.
+
+Calls made in one turn of the event loop travel as one frame, and so do the replies: a step's 256 requests cost a handful of
+messages. Arguments and results are msgpack of the nouns in types.py and ports.py; there is no pickle on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from millrace import codec, errors
+from millrace.errors import DeadlineError, MillraceError, WorkerError
+
+CALL, CANCEL = 0, 1
+OK, FAILED = 0, 1
+
+
+class Message(msgspec.Struct, array_like=True):
+    """One call or cancellation (driver to worker), or one reply (worker to driver)."""
+
+    id: int
+    kind: int
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+    method: str = ""
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An exception as data."""
+
+    type: str
+    text: str
+    trace: str = ""
+
+
+_messages = msgspec.msgpack.Decoder(list[Message])
+
+
+class Outbox:
+    """Collects messages and sends them as one frame at the end of this turn of the event loop."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._messages: list[Message] = []
+
+    def post(self, message: Message) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        messages, self._messages = self._messages, []
+        self._send(msgspec.msgpack.encode(messages))
+
+
+def read_frame(frame: bytes) -> list[Message]:
+    return _messages.decode(frame)
+
+
+class Peer:
+    """The driver's side of one worker."""
+
+    def __init__(self, name: str, send: Callable[[bytes], None], *, deadline_s: float) -> None:
+        self.name = name
+        self.lost: str | None = None
+        self._outbox = Outbox(send)
+        self._deadline_s = deadline_s
+        self._pending: dict[int, tuple[asyncio.Future[Any], str, Any, float]] = {}
+        self._next_id = 0
+        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def call(self, method: str, args: tuple[Any, ...] = (), result: Any = None, *, deadline_s: float | None = None) -> Any:
+        """Call `method` (a dotted path from the worker's root object) and return its value as type `result`.
+
+        Raises WorkerError if the worker is lost, DeadlineError after `deadline_s` seconds, and the worker's own error if
+        it is one of millrace's; any other exception arrives as a WorkerError with its traceback.
+        """
+        if self.lost is not None:
+            raise WorkerError(self.lost)
+        body = msgspec.Raw(codec.pack(args))
+        loop = asyncio.get_running_loop()
+        self._next_id += 1
+        call_id, future = self._next_id, loop.create_future()
+        self._pending[call_id] = (future, method, result, loop.time() + (deadline_s or self._deadline_s))
+        self._outbox.post(Message(call_id, CALL, body, method))
+        if self._watch is None:
+            self._watch = loop.call_later(1.0, self._expire)
+        try:
+            return await future
+        except (asyncio.CancelledError, DeadlineError):
+            if self.lost is None:
+                self._outbox.post(Message(call_id, CANCEL))  # the worker's own DeadlineError too: it has no such call any more
+            raise
+        finally:
+            self._pending.pop(call_id, None)
+
+    def receive(self, frame: bytes) -> None:
+        """Resolve the calls whose replies are in `frame`."""
+        for reply in read_frame(frame):
+            pending = self._pending.get(reply.id)
+            if pending is None or pending[0].done():
+                continue  # cancelled or expired meanwhile
+            future, method, result, _ = pending
+            if reply.kind == FAILED:
+                future.set_exception(self._error(method, msgspec.msgpack.decode(reply.body, type=Failure)))
+                continue
+            try:
+                future.set_result(self._decode(result, reply.body))
+            except msgspec.DecodeError as error:
+                future.set_exception(WorkerError(f"{self.name}: {method} answered with something else than {result}: {error}"))
+
+    def lose(self, reason: str) -> None:
+        """The worker is gone: everything that waits for it fails, now and later."""
+        if self.lost is not None:
+            return
+        self.lost = reason
+        first, newline, rest = reason.partition("\n")
+        for future, method, _, _ in self._pending.values():
+            if not future.done():
+                future.set_exception(WorkerError(f"{first} (while it served {method}){newline}{rest}"))
+
+    def _decode(self, result: Any, body: msgspec.Raw) -> Any:
+        if result is None:
+            return None
+        decoder = self._decoders.get(result)
+        if decoder is None:
+            decoder = self._decoders[result] = codec.decoder(result)
+        return decoder.decode(body)
+
+    def _error(self, method: str, failure: Failure) -> Exception:
+        kind = vars(errors).get(failure.type)
+        if isinstance(kind, type) and issubclass(kind, MillraceError) and kind is not errors.RewardError:
+            return kind(f"{self.name}: {failure.text}")
+        return WorkerError(f"{self.name}: {method} raised {failure.type}: {failure.text}\n{failure.trace}".rstrip())
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for future, method, _, end in list(self._pending.values()):
+            if now > end and not future.done():
+                future.set_exception(DeadlineError(f"{self.name} did not answer {method} in time (trainer.wait_deadline_s)"))
+        self._watch = loop.call_later(1.0, self._expire) if self._pending else None
+
+
+class Runtime(Protocol):
+    """Where workers live."""
+
+    async def start(self, name: str, role: str, index: int) -> Peer:
+        """Start one worker of `role` ("trainer" or "rollout") and return its peer once it answers."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker; nothing of them is left when this returns."""
+        ...

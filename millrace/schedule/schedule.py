@@ -1,0 +1,93 @@
+"""The Schedule: the numbers that make one pipeline behave as any training mode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class OnSync(StrEnum):
+    """What happens to running trajectories when new weights arrive."""
+
+    DRAIN = "drain"
+    """They are awaited; none starts meanwhile. Every trajectory has one version."""
+    INTERRUPT = "interrupt"
+    """They stop, keep their tokens, and go on with the new weights."""
+    SWAP = "swap"
+    """Weights change between two decode steps, under the running requests."""
+
+
+class Placement(StrEnum):
+    """Whether rollouts and training have devices of their own."""
+
+    SEPARATE = "separate"
+    COLOCATED = "colocated"
+    """The same devices take turns: the whole window is generated, then trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Counts are in samples. See DESIGN in ARCHITECTURE.md for the table of modes."""
+
+    ppo_mini_batch_size: int
+    """Samples in one optimizer step."""
+    require_batches: int = 1
+    """Mini-batches in one local step: what the trainer takes at once."""
+    trigger_parameter_sync_step: int = 1
+    """Local steps between two weight syncs."""
+    staleness_threshold: float = 0.0
+    """Samples that may be under way beyond one window, as a share of the window."""
+    on_sync: OnSync = OnSync.DRAIN
+    placement: Placement = Placement.SEPARATE
+    lookahead: int = 1
+    """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission."""
+
+    def __post_init__(self) -> None:
+        for name in ("ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step", "lookahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.staleness_threshold >= 0 or math.isinf(self.staleness_threshold):
+            raise ValueError(f"staleness_threshold must be a finite number of at least 0, got {self.staleness_threshold}")
+
+    @property
+    def step_size(self) -> int:
+        """Samples in one local step."""
+        return self.ppo_mini_batch_size * self.require_batches
+
+    @property
+    def window(self) -> int:
+        """W: samples trained for each policy version."""
+        return self.step_size * self.trigger_parameter_sync_step
+
+    @property
+    def capacity(self) -> int:
+        """Samples that may hold a slot at once."""
+        # The guard against 0.1 + 0.2: 1.3 * 10 must be 13, not 12.
+        return math.floor((1 + self.staleness_threshold) * self.window + 1e-9)
+
+    @property
+    def lag_bound(self) -> int:
+        """Largest possible (version at training) - (version at admission).
+
+        At most capacity - 1 older samples and lookahead - 1 younger ones are trained before a given sample, and the
+        version moves once for each window.
+        """
+        return (self.capacity + self.lookahead - 2) // self.window
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
+
+    def versions(self, samples: int) -> int:
+        """Weight syncs in a run of `samples`; the last window may be short."""
+        return math.ceil(samples / self.window)
+
+    def local_steps(self, samples: int) -> int:
+        """Local steps in a run of `samples`; the last one may be short."""
+        return math.ceil(samples / self.step_size)
+
+    def optimizer_steps(self, samples: int, ppo_epochs: int = 1) -> int:
+        """Optimizer steps in a run of `samples`; short mini-batches count."""
+        whole, rest = divmod(samples, self.step_size)
+        return ppo_epochs * (whole * self.require_batches + math.ceil(rest / self.ppo_mini_batch_size))

@@ -1,0 +1,271 @@
+"""Engines that sleep for a cost model's seconds: the real loops, Ledger and routing run on them unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.simulate.cost import CostModel
+from millrace.types import (
+    Author,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    floats_of,
+    tokens_of,
+)
+
+
+def target_length(tokens: Tokens, params: SamplingParams) -> int:
+    """Response length of a simulated trajectory: the prompt's first token, varied by the request's seed, within limits."""
+    limit = params.offset + params.max_tokens
+    spread = 0.5 + (params.seed % 1000) / 1000
+    return limit if params.ignore_eos else max(1, min(limit, round(tokens[0] * spread)))
+
+
+@dataclass(slots=True, eq=False)
+class _Draw:
+    """A request that occupies a slot and draws at most `most` tokens from `start` on."""
+
+    start: float
+    most: int
+
+
+class SimRolloutEngine:
+    """Draws one token for every running request each `token_s`; requests beyond `slots` queue in order."""
+
+    def __init__(self, cost: CostModel, *, slots: int = 64, version: PolicyVersion = -1) -> None:
+        self.version = version
+        self.asleep = False
+        self._cost = cost
+        self._slots = slots
+        self._in_use = 0
+        self._queue: deque[tuple[asyncio.Future[bool], bool]] = deque()  # who waits for a slot, and may be interrupted
+        self._waits: dict[asyncio.Future[bool], None] = {}  # woken by an interruption or a swap, in order
+        self._draws: dict[_Draw, None] = {}
+        self._interrupting = False
+        self._running = 0
+        self._tokens = self._prefill = 0
+        self._busy = 0.0
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        if self.asleep or self.version < 0:
+            raise RuntimeError(f"generate on an engine that is {'asleep' if self.asleep else 'without weights'}")
+        length = target_length(tokens, params) - params.offset
+        self._running += 1
+        try:
+            if not await self._slot(params.interruptible):
+                return ()
+            try:
+                return await self._generate(len(tokens), max(1, length), params)
+            finally:
+                self._release()
+        finally:
+            self._running -= 1
+
+    async def _generate(self, context: int, length: int, params: SamplingParams) -> tuple[Segment, ...]:
+        segments: list[Segment] = []
+        if not await self._read(context, params.interruptible):
+            return ()
+        done = 0
+        while done < length:
+            version = self.version
+            drawn = await self._draw(length - done)
+            first, done = params.offset + done, done + drawn
+            stop = None
+            if done == length:
+                stop = Stop.LENGTH if length >= params.max_tokens else Stop.EOS
+            elif self._interrupting and params.interruptible:
+                stop = Stop.INTERRUPTED
+            if drawn:
+                segments.append(_segment(range(first, first + drawn), params, version, stop))
+            elif stop and segments:
+                segments[-1] = replace(segments[-1], stop=stop)
+            if stop:
+                break
+        return tuple(segments)
+
+    async def _read(self, context: int, interruptible: bool) -> bool:
+        """Prefill. False if an interruption came first."""
+        self._prefill += context
+        clock = asyncio.get_running_loop().time
+        end = clock() + context * self._cost.prefill_token_s
+        while clock() < end and not (self._interrupting and interruptible):
+            await self._wait(end - clock())
+        return not (self._interrupting and interruptible)
+
+    async def _draw(self, most: int) -> int:
+        """Tokens drawn until there are `most` of them, or something broke in."""
+        draw = _Draw(asyncio.get_running_loop().time(), most)
+        self._draws[draw] = None
+        drawn = most
+        try:
+            if await self._wait(most * self._cost.token_s):
+                drawn = self._so_far(draw)
+        except asyncio.CancelledError:
+            drawn = self._so_far(draw)
+            raise
+        finally:
+            del self._draws[draw]
+            self._tokens += drawn
+            self._busy += asyncio.get_running_loop().time() - draw.start
+        return drawn
+
+    def _so_far(self, draw: _Draw) -> int:
+        elapsed = asyncio.get_running_loop().time() - draw.start
+        return min(draw.most, int(elapsed / self._cost.token_s + 1e-6))
+
+    async def _wait(self, seconds: float) -> bool:
+        """Let `seconds` pass. Returns whether an interruption or a swap broke in."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(seconds, _resolve, woken, False)
+        self._waits[woken] = None
+        try:
+            return await woken
+        finally:
+            timer.cancel()
+            del self._waits[woken]
+
+    async def _slot(self, interruptible: bool) -> bool:
+        """Wait for a decode slot, in order of arrival. False if an interruption came first."""
+        if self._in_use < self._slots:
+            self._in_use += 1
+            return True
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._queue.append((waiter, interruptible))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.result():
+                self._release()  # the slot came in the same turn as the cancellation
+            raise
+
+    def _release(self) -> None:
+        while self._queue:
+            waiter, _ = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_result(True)
+                return
+        self._in_use -= 1
+
+    async def interrupt(self) -> None:
+        self._interrupting = True
+        for waiter, interruptible in self._queue:
+            if interruptible:
+                _resolve(waiter, False)
+        self._wake_all()
+        await asyncio.sleep(0)  # callers were put in the event loop's line before this task
+        self._interrupting = False
+
+    async def swap(self, version: PolicyVersion) -> float:
+        await asyncio.sleep(self._cost.pause_s)
+        self._wake_all()  # ends the segments of the old version at this token
+        self.version = version
+        return self._cost.pause_s
+
+    def _wake_all(self) -> None:
+        for woken in self._waits:
+            _resolve(woken, True)
+
+    async def stats(self) -> RolloutStats:
+        now = asyncio.get_running_loop().time()
+        tokens = self._tokens + sum(map(self._so_far, self._draws))
+        return RolloutStats(tokens, self._prefill, self._busy + sum(now - d.start for d in self._draws), self._slots)
+
+    async def sleep(self) -> None:
+        if self._running:
+            raise RuntimeError(f"sleep with {self._running} requests running")
+        self.asleep = True
+        await asyncio.sleep(self._cost.switch_s)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self._cost.switch_s)
+        self.asleep = False
+
+    async def close(self) -> None:
+        return None
+
+
+def _resolve(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _segment(places: range, params: SamplingParams, version: PolicyVersion, stop: Stop | None) -> Segment:
+    """Tokens that depend on the request's seed (greedy: on nothing) and their places in the response."""
+    seed = params.seed if params.temperature else 0
+    tokens = tokens_of(1 + (seed * 31 + place * 17) % 97 for place in places)
+    return Segment(tokens, Author.POLICY, version, floats_of([-0.5] * len(tokens)), stop)
+
+
+class SimTrainEngine:
+    """Sleeps for the tokens of a batch; records what it was given."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.trained: list[tuple[PolicyVersion, tuple[Sample, ...]]] = []
+        self._cost = cost
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        tokens = sum(len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories)
+        await asyncio.sleep((self._cost.step_s + tokens * self._cost.train_token_s) / self._cost.share)
+        self.trained.append((batch.version, batch.samples))
+        return StepReport(1, {"train/tokens": float(tokens)})
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        return [[-0.5] * t.num_tokens for s in samples for t in s.trajectories]
+
+    async def save(self, folder: str) -> None:
+        return None
+
+    async def load(self, folder: str) -> None:
+        return None
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(self._cost.switch_s)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self._cost.switch_s)
+
+    async def close(self) -> None:
+        return None
+
+
+class SimWeightSync:
+    """Takes `transfer_s` on the way and `pause_s` at every replica."""
+
+    def __init__(self, cost: CostModel, replicas: Sequence[SimRolloutEngine]) -> None:
+        self._cost = cost
+        self._replicas = replicas
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        await asyncio.sleep(self._cost.transfer_s)
+        return TransferReport(0, self._cost.transfer_s)
+
+    async def activate(self, version: PolicyVersion) -> float:
+        return max(await asyncio.gather(*(r.swap(version) for r in self._replicas)))
+
+    async def close(self) -> None:
+        return None
+
+
+class SimReward:
+    """Takes `reward_s` for each call."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        await asyncio.sleep(self._cost.reward_s)
+        return [Score(1.0) for _ in completions]
+
+    async def close(self) -> None:
+        return None

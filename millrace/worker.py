@@ -1,0 +1,120 @@
+"""What lives in a worker: the composition root on the far side of a runtime.
+
+A worker is started empty, so that the driver has its name and its log before anything can go wrong; then it is set up by
+calls. Engines are imported here, by name and late.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from millrace.config import Config
+
+if TYPE_CHECKING:
+    from millrace.engines.fsdp_train import FsdpTrainEngine
+    from millrace.engines.torch_rollout import TorchRolloutEngine
+    from millrace.sync.collective import Receiver, Sender
+
+
+class Worker:
+    """What both roles share: a meeting point for process groups."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+
+    async def ping(self) -> None:
+        """Answers once the process is up."""
+        return
+
+    async def listen(self) -> tuple[str, int]:
+        """Open a store for process groups to meet at; returns its host and port. The port is bound before it is told."""
+        from torch.distributed import TCPStore
+
+        host = os.environ.get("MILLRACE_HOST") or _own_address()
+        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        return host, self._store.port
+
+    def _meet(self, address: tuple[str, int]) -> Any:
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            self._store = TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=60))
+        return self._store
+
+
+class TrainWorker(Worker):
+    """One rank of a train engine, and its end of the weight sync."""
+
+    config: Config
+    engine: FsdpTrainEngine
+    sender: Sender
+
+    async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> None:
+        """Join the train engine's process group and build this rank."""
+        from millrace.engines import fsdp_train
+        from millrace.engines.device import join_group, prepare
+
+        resolved = Config.model_validate(config)
+        world_size = resolved.trainer_ranks
+        prepare(resolved)
+        if world_size > 1:
+            join_group(self._meet(address), rank, world_size, resolved)
+        self.config = resolved
+        self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
+
+    async def begin(self, phase: str, horizon: int) -> None:
+        """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
+        optim = self.config.actor.optim
+        if phase == "sft":
+            sft = self.config.sft
+            shape = {"lr": sft.lr, "lr_warmup_steps": sft.lr_warmup_steps, "lr_scheduler_type": "linear", "min_lr_ratio": 0.0}
+            optim = optim.model_copy(update=shape)
+        self.engine.begin(optim, horizon)
+
+    async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
+        """Join the weight sync's process group, together with every replica."""
+        from millrace.sync.collective import Sender
+
+        resolved = Config.model_validate(config)
+        self.sender = await Sender.join(self.engine, self._meet(address), rank, resolved)
+
+
+class RolloutWorker(Worker):
+    """One replica of a rollout engine, and its end of the weight sync."""
+
+    engine: TorchRolloutEngine
+    receiver: Receiver
+
+    async def build(self, config: dict[str, Any], model_folder: str) -> None:
+        from millrace.engines import torch_rollout
+        from millrace.engines.device import prepare
+
+        resolved = Config.model_validate(config)
+        prepare(resolved)
+        self.engine = torch_rollout.build(resolved, model_folder)
+
+    async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
+        """Join the weight sync's process group, together with every trainer rank."""
+        from millrace.sync.collective import Receiver
+
+        resolved = Config.model_validate(config)
+        self.receiver = await Receiver.join(self.engine, self._meet(address), replica, resolved)
+
+
+def _own_address() -> str:
+    """This node's address as its peers see it: the source address of a packet that leaves it (none is sent)."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def make_worker(role: str) -> Worker:
+    """The empty worker of a role."""
+    return {"trainer": TrainWorker, "rollout": RolloutWorker}[role]()

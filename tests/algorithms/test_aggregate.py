@@ -1,0 +1,88 @@
+"""Loss aggregation: against NumPy, and the same however a mini-batch is cut."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.algorithms.aggregate import aggregate
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SEQUENCES = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=8), max_size=8)
+SCALE = 7.0
+
+
+def reference(sequences, mode):
+    sums = [sum(x for x, m in s if m) for s in sequences]
+    counts = [sum(m for _, m in s) for s in sequences]
+    n = max(len(sequences), 1)
+    return {
+        "token-mean": sum(sums) / max(sum(counts), 1),
+        "token-sum": sum(sums),
+        "seq-mean-token-sum": sum(sums) / n,
+        "seq-mean-token-mean": sum(s / max(c, 1) for s, c in zip(sums, counts, strict=True)) / n,
+        "seq-mean-token-sum-norm": sum(sums) / n / SCALE,
+    }[mode]
+
+
+def flat(sequences):
+    loss = torch.tensor([x for s in sequences for x, _ in s], dtype=torch.float64)
+    mask = torch.tensor([float(m) for s in sequences for _, m in s])
+    ids = torch.tensor([i for i, s in enumerate(sequences) for _ in s], dtype=torch.long)
+    lengths = torch.tensor([float(sum(m for _, m in s)) for s in sequences], dtype=torch.float64)
+    return (
+        loss,
+        mask,
+        ids,
+        {
+            "sequence_lengths": lengths,
+            "total_tokens": int(lengths.sum()),
+            "total_sequences": len(sequences),
+            "scale": SCALE,
+        },
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(sequences=SEQUENCES)
+def test_aggregate_matches_numpy(mode, sequences):
+    loss, mask, ids, counts = flat(sequences)
+    x = loss.requires_grad_()
+    value = aggregate(x, mask, ids, mode, **counts)
+    value.backward()
+    np.testing.assert_allclose(value.item(), reference(sequences, mode), rtol=1e-6, atol=1e-9)
+    assert not x.grad[mask == 0].any()
+    # Linear in the losses: the gradient is the weight.
+    np.testing.assert_allclose((x.grad * x.detach()).sum().item(), value.item(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(sequences=SEQUENCES, seed=st.integers(0, 1000), parts=st.integers(1, 5))
+def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(mode, sequences, seed, parts):
+    loss, mask, ids, counts = flat(sequences)
+    part = torch.from_numpy(np.random.default_rng(seed).integers(0, parts, len(loss)))
+    shares = [aggregate(loss[part == p], mask[part == p], ids[part == p], mode, **counts).item() for p in range(parts)]
+    whole = aggregate(loss, mask, ids, mode, **counts).item()
+    np.testing.assert_allclose(sum(shares), whole, rtol=1e-6, atol=1e-9)
+
+
+def test_a_masked_token_may_be_infinite():
+    value = aggregate(
+        torch.tensor([1.0, torch.inf]),
+        torch.tensor([1, 0]),
+        torch.tensor([0, 0]),
+        "token-mean",
+        sequence_lengths=torch.tensor([1]),
+        total_tokens=1,
+        total_sequences=1,
+    )
+    assert value.item() == 1.0
+
+
+def test_unknown_modes_and_scales_are_refused():
+    loss, mask, ids, counts = flat([[(1.0, True)]])
+    with pytest.raises(ValueError, match="token-mean"):
+        aggregate(loss, mask, ids, "mean", **counts)
+    with pytest.raises(ValueError, match="scale"):
+        aggregate(loss, mask, ids, "token-mean", **(counts | {"scale": 0.0}))

@@ -1,0 +1,103 @@
+"""Each folder here is a bad configuration or bad data, and `expect.yaml` is what `millrace train` must say about it.
+
+expect.yaml has the arguments (left out: recipe.yaml) and four fragments of the message: key or row, value, rule, fix.
+`process: true` runs the command as a process of its own; the rest runs in this one, which takes a tenth of the time.
+`unless: PATH` leaves the case out where there is such a path.
+`python -m tests.bad_inputs.test_bad_inputs` runs every case as a process and prints how long each took.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+CASES = sorted(p.parent for p in HERE.glob("*/expect.yaml"))
+FORM = re.compile(r".+( = |: ).+: .+\. Fix: .+\.")
+"""key = value: rule. Fix: what to do.   or   file row 3: value: rule. Fix: what to do."""
+
+
+def prepare(case: Path, into: Path) -> tuple[Path, dict, list[str]]:
+    """A copy of the case to run in, what is expected, and the arguments."""
+    shutil.copy(HERE / "base.yaml", into / "base.yaml")
+    folder = shutil.copytree(case, into / case.name)
+    expected = yaml.safe_load((case / "expect.yaml").read_text())
+    return folder, expected, ["train", *expected.get("args", ["recipe.yaml"])]
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix != ".pyc" and p.name != "__pycache__"}
+
+
+def run_process(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "millrace.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def check(expected: dict, code: int, out: str, err: str) -> None:
+    assert code == 2, err
+    assert out == ""
+    assert "Traceback" not in err
+    _, found, message = err.rpartition("error: ")
+    assert found, err
+    lines = message.strip().splitlines()
+    assert all(FORM.fullmatch(line) for line in lines), message
+    for part in ("key", "value", "rule", "fix"):
+        assert expected[part] in message, f"the message does not say the {part} {expected[part]!r}:\n{message}"
+    assert message.startswith(expected["key"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
+def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, capfd):
+    folder, expected, arguments = prepare(case, tmp_path)
+    if Path(expected.get("unless", "/nowhere")).exists():
+        pytest.skip(f"this machine has {expected['unless']}")
+    before, start = contents(tmp_path), time.perf_counter()
+    if expected.get("process"):
+        code, out, err = run_process(folder, arguments)
+    else:
+        from millrace.cli import main
+
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        code, (out, err) = exit_.value.code, capfd.readouterr()
+    seconds = time.perf_counter() - start
+    check(expected, code, out, err)
+    assert contents(tmp_path) == before, "something was left behind"
+    assert seconds < 30  # a hang, not a measurement: the README's number comes from `python -m` of this file
+
+
+def measure(into: Path) -> None:
+    """Every case as a process of its own, one after the other."""
+    times = []
+    for case in CASES:
+        folder, expected, arguments = prepare(case, into)
+        if Path(expected.get("unless", "/nowhere")).exists():
+            continue
+        start = time.perf_counter()
+        code, out, err = run_process(folder, arguments)
+        times.append((time.perf_counter() - start, case.name))
+        try:
+            check(expected, code, out, err)
+        except AssertionError as error:
+            sys.stdout.write(f"NOT REFUSED AS EXPECTED: {case.name}: {error}\n")
+        sys.stdout.write(f"{times[-1][0]:6.2f} s  exit {code}  {case.name}: {err.rpartition('error: ')[2].strip()[:200]}\n")
+    slowest = max(times)
+    sys.stdout.write(f"{len(times)} cases, the slowest {slowest[0]:.2f} s ({slowest[1]})\n")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(Path(scratch))

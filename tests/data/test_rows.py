@@ -1,0 +1,92 @@
+"""Rows: the columns of verl, TRL and reasoning-gym become one Problem, and every bad row is named."""
+
+import json
+
+import pytest
+
+from millrace.codec import from_json, to_json
+from millrace.data.rows import check_rows, plain, problem, texts
+from millrace.data.sources import load_source
+from millrace.errors import DataError
+
+
+def rows_of(tmp_path, *rows):
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return load_source(str(tmp_path / "train.jsonl"), seed=0)
+
+
+def test_verl_columns(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?", "name": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 4},
+    }
+    shown = problem(rows_of(tmp_path, row), 0)
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?"}]
+    assert (shown.prompt, shown.data_source, shown.ground_truth, shown.answer) == (messages, "openai/gsm8k", "2", "2")
+    assert shown.extra_info == {"index": 4}
+    assert shown.columns == {"ability": "math", "prompt": messages}
+
+
+def test_trl_columns(tmp_path):
+    rows = rows_of(tmp_path, {"prompt": "1+1?", "solution": "two", "level": 3}, {"prompt": "2+2?", "ground_truth": 4})
+    first, second = problem(rows, 0), problem(rows, 1)
+    assert (first.prompt, first.data_source, first.ground_truth, first.answer) == ("1+1?", "train", "two", "two")
+    assert first.columns == {"solution": "two", "level": 3}
+    assert (second.ground_truth, second.answer) == (4, "4")
+
+
+def test_reasoning_gym_columns_from_a_file_and_from_the_source(tmp_path):
+    row = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
+    shown = problem(rows_of(tmp_path, row), 0)
+    assert (shown.prompt, shown.ground_truth, shown.extra_info) == ("1+1?", "2", {"metadata": row["metadata"]})
+    live = problem(load_source("reasoning_gym:knights_knaves?size=3", seed=0), 1)
+    assert live.data_source == live.extra_info["reasoning_gym"] == "knights_knaves"
+
+
+def test_a_problem_survives_a_checkpoint_as_it_is():
+    for name in ("chain_sum", "knights_knaves", "spell_backward"):
+        shown = problem(load_source(f"reasoning_gym:{name}?size=3", seed=0), 1)
+        assert from_json(to_json(shown.extra_info), dict) == shown.extra_info
+    import numpy
+
+    assert plain({"a": (1, numpy.float32(0.5)), "b": numpy.arange(2)}) == {"a": [1, 0.5], "b": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question_text": "a"}, "has no column 'prompt'"),
+        ({"prompt": None}, "is null"),
+        ({"prompt": "  "}, "is empty"),
+        ({"prompt": []}, "has no message"),
+        ({"prompt": 3}, "must be a string, or messages"),
+        ({"prompt": [{"role": "usr", "content": "a"}]}, "Fix: user"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "must be a string"),
+        ({"prompt": [{"role": "user", "content": None}]}, "must be a string"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "is empty"),
+        ({"prompt": "a\x00b"}, "NUL at character 1"),
+        ({"prompt": "a\ud800b"}, "surrogate"),
+        ({"prompt": "a", "answer": "\x00"}, "NUL"),
+        ({"prompt": "a", "reward_model": "x"}, "must be an object"),
+        ({"prompt": "a", "data_source": 3}, "must be a string"),
+        ({"prompt": "a"}, "no ground truth"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(tmp_path, row, said):
+    rows = rows_of(tmp_path, {"prompt": "fine", "answer": "1"}, row)
+    with pytest.raises(DataError) as caught:
+        check_rows(rows, need_ground_truth=True)
+    message = str(caught.value)
+    assert message.startswith("train.jsonl row 2")
+    assert said in message
+    assert "Fix: " in message
+    message.encode()
+
+
+def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path):
+    assert set("0123456789>") <= set("".join(texts(load_source("task:sort_digits", seed=0), limit=3)))
+    rows = rows_of(tmp_path, *({"prompt": chr(200 + i), "answer": "x"} for i in range(50)))
+    assert {chr(200 + i) for i in range(50)} <= set(texts(rows, limit=3))

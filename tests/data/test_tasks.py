@@ -1,0 +1,71 @@
+"""Tasks and demonstrations: pure functions of the seed and the row, disjoint splits, wrong answers that are wrong."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.data.demonstrations import Demonstrations
+from millrace.data.sources import load_source
+from millrace.data.tasks import TASKS, SortDigits, corrupt_answer
+
+
+def test_a_row_depends_on_nothing_but_seed_parameters_and_place():
+    forward, backward = load_source("task:sort_digits", seed=3), load_source("task:sort_digits", seed=3)
+    there = [forward[i] for i in range(50)]
+    assert there == [backward[i] for i in reversed(range(50))][::-1]
+    assert there != [load_source("task:sort_digits", seed=4)[i] for i in range(50)]
+    assert there != [load_source("task:sort_digits?seed=9", seed=3)[i] for i in range(50)]
+    assert there[7]["prompt"] == load_source("task:sort_digits?seed=3", seed=0)[7]["prompt"]
+
+
+def test_no_training_problem_is_a_validation_problem():
+    train = {row["prompt"] for row in load_source("task:sort_digits?size=4000&max_digits=4", seed=0)}
+    for seed in (0, 1):
+        held_out = {row["prompt"] for row in load_source("task:sort_digits?size=300&max_digits=4", seed=seed, split="val")}
+        assert not train & held_out
+
+
+def test_sort_digits_is_what_it_says():
+    for row in load_source("task:sort_digits?size=300", seed=0):
+        digits = row["prompt"].removesuffix(">")
+        assert 4 <= len(digits) <= 6
+        assert row["answer"] == "".join(sorted(digits))
+
+
+def test_the_tail_is_long_and_clipped():
+    lengths = [len(r["prompt"]) - 1 for r in load_source("task:sort_digits?size=2000&tail=0.2&tail_digits=40", seed=0)]
+    assert max(lengths) == 40
+    assert 0.12 < sum(n > 6 for n in lengths) / 2000 < 0.22
+    assert min(lengths) == 4
+
+
+def test_every_task_stays_in_its_alphabet():
+    for name in TASKS:
+        rows = load_source(f"task:{name}?size=100", seed=0)
+        allowed = set(rows.parts[0].task.alphabet())
+        assert all(set(r["prompt"] + r["answer"]) <= allowed for r in rows)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6))
+def test_a_corrupted_answer_is_wrong(seed, digits):
+    rng, task = Random(seed), SortDigits(min_digits=digits, max_digits=digits)
+    prompt, answer = task.problem(rng)
+    assert task.corrupt(rng, prompt, answer) != answer
+
+
+@given(st.integers(0, 10**6), st.text(max_size=20), st.text(max_size=20))
+@settings(deadline=None)
+def test_any_answer_can_be_corrupted(seed, answer, other):
+    assert corrupt_answer(Random(seed), answer, other) != answer
+
+
+def test_messiness_is_the_share_of_wrong_demonstrations():
+    for spec in ("task:sort_digits", "reasoning_gym:chain_sum?size=40"):
+        shown = Demonstrations(load_source(spec, seed=0), seed=0, messiness=0.6)
+        drawn = [shown[i] for i in range(400)]
+        assert 0.5 < sum(d.messy for d in drawn) / 400 < 0.7
+        assert all(d.messy == (d.answer != d.problem.ground_truth) for d in drawn)
+        assert drawn[7] == shown[7]
+    clean = Demonstrations(load_source("task:sort_digits", seed=0), seed=0, messiness=0.0)
+    assert not any(clean[i].messy for i in range(100))

@@ -1,0 +1,130 @@
+"""Small real runs: the quickstart task with real engines in real processes, started once for many runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from millrace import launch, recipe
+from millrace.launch import Outcome, Session, StopRequest
+from millrace.observe.progress import Lines, Progress
+from millrace.pipeline.checkpoint import Checkpoints
+from millrace.run_dir import RunDir, open_run_dir
+from millrace.schedule.ledger import Ledger
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+SMALL = [
+    "sft.steps=0",
+    "actor.ppo_mini_batch_size=8",
+    "rollout.n=4",
+    "rollout.total_rollout_steps=64",
+    "rollout.max_num_seqs=64",
+    "rollout.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.val_before_train=false",
+    "data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=16']",
+]
+
+
+def progress() -> Progress:
+    return Progress(Lines(Console(stderr=True)), "test", "test")
+
+
+@asynccontextmanager
+async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
+    """Engines, started once. `run` below uses them for one run after the other."""
+    warm = ["sft.steps=100", "sft.batch_size=64"]  # enough for some rewards to differ
+    config = recipe.load(RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides])
+    async with launch.open_session(config, progress()) as s:
+        await launch.warm_up(s)
+        await s.engines.train.begin("rl", 1)
+        (folder / "start").mkdir()
+        await s.engines.train.save(str(folder / "start"))
+        yield s
+
+
+async def run(s: Session, folder: Path, *overrides: str, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
+    """One run on the session's engines, from the session's start weights or from `folder`'s newest checkpoint."""
+    said = [*SMALL, f"trainer.run_dir={folder}", "trainer.resume=auto", *overrides]
+    said += [f"trainer.deterministic={str(s.config.trainer.deterministic).lower()}"]
+    config = recipe.load(RECIPE, said)
+    opened = open_run_dir(config)
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(s.run.model.resolve())
+    found = Checkpoints(folder, keep=1).newest()[0] if resume else None
+    mine = replace(s, config=config, run=RunDir(opened.path, found))
+    horizon = config.derived(len(s.problems.train)).lr_horizon
+    if found is None:
+        await s.engines.train.begin("rl", horizon)
+        await s.engines.train.load(str(s.run.path.parent / "start"))
+        await s.engines.train.begin("rl", horizon)
+        ledger = Ledger(config.schedule, config.rollout.total_rollout_steps)
+    else:
+        ledger = await launch.start_state(mine)
+    outcome = await launch.run_training(mine, ledger, stop or StopRequest())
+    if config.schedule.colocated:
+        await s.engines.train.wake()
+    return outcome
+
+
+async def weights(s: Session, folder: Path) -> dict[str, Tensor]:
+    """The train engine's weights now."""
+    await s.engines.train.export(str(folder))
+    return load_file(folder / "model.safetensors")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, versions' rows only."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if "reward/mean" in row]
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`millrace ...` as a user runs it."""
+    return subprocess.run([sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, cwd=ROOT, **options)
+
+
+def start_command(*arguments: str, output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "millrace.cli", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+
+def last_json(text: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+    return parsed
+
+
+def audit(folder: Path) -> dict[str, Any]:
+    done = command("ledger", str(folder), "--json")
+    return last_json(done.stdout)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def small(folder: Path, *overrides: str) -> Sequence[str]:
+    """Arguments of a small run through the command line."""
+    return ["train", str(RECIPE), *SMALL, f"trainer.run_dir={folder}", *overrides]

@@ -1,0 +1,208 @@
+"""What goes wrong while a run lasts, through the command line: signals, kills, broken rewards.
+
+One run is ended in every way there is, one after the other, and goes on each time: at its end every sample was trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = [
+    "rollout.total_rollout_steps=720",
+    "trainer.save_freq=2",
+    "trainer.max_ckpt_to_keep=2",
+    "trainer.threads=1",
+    "trainer.resume=auto",
+]
+
+
+def history(folder: Path) -> list[dict[str, object]]:
+    """Its whole lines."""
+    path = folder / "history.jsonl"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+
+
+def attempts(folder: Path) -> int:
+    return sum(line["event"] == "start" for line in history(folder))
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], output: Path, seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, f"the run ended with {process.returncode}:\n{output.read_text()}"
+        assert time.monotonic() < end, f"still waiting:\n{output.read_text()}"
+        time.sleep(0.01)
+
+
+class Chain:
+    """Attempts at one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "run"
+        self.output = folder / "output"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *overrides: str, versions: int = 3) -> subprocess.Popen[bytes]:
+        """The next attempt, once it has made `versions` more versions."""
+        before = attempts(self.folder)
+        self.process = runs.start_command(*runs.small(self.folder, *LONG, *overrides), output=self.output)
+
+        def trained() -> bool:
+            lines = history(self.folder)
+            starts = [i for i, line in enumerate(lines) if line["event"] == "start"]
+            return len(starts) > before and len(lines) - starts[-1] > versions
+
+        wait_for(trained if versions else lambda: True, self.process, self.output)
+        return self.process
+
+    def end(self, seconds: float = 20.0) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout=seconds)
+
+    def said(self) -> list[str]:
+        return self.output.read_text().strip().splitlines()
+
+    def worker(self, name: str) -> psutil.Process:
+        assert self.process is not None
+        role = name.split("-")[0]
+        return next(p for p in psutil.Process(self.process.pid).children() if p.cmdline()[-2:-1] == [role])
+
+    def kill_tree(self) -> None:
+        """kill -9 of the driver and everything under it, as a scheduler or the OOM killer does."""
+        assert self.process is not None
+        tree = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in tree:
+            process.kill()
+        self.process.wait()
+        psutil.wait_procs(tree, timeout=5)
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    mine, others = Path(__file__).parent / f"hang-{ground_truth}", list(Path(__file__).parent.glob("hang-*"))
+    if len(others) < 3 and not mine.exists():
+        mine.touch()
+        time.sleep(1000)
+    return float(solution_str == ground_truth)
+"""
+
+
+def interrupted(chain: Chain) -> None:
+    """Ctrl-C: a checkpoint is saved, and the exit code says how the run ended."""
+    process = chain.start()
+    process.send_signal(signal.SIGINT)
+    assert chain.end() == 130
+    said = "\n".join(chain.said())
+    assert "SIGINT: saving a checkpoint, then ending" in said and "not complete: go on with trainer.resume=auto" in said
+    cut = history(chain.folder)[-1]
+    assert cut["event"] == "end" and (chain.folder / "checkpoints" / f"version-{cut['version']:06d}" / "manifest.json").is_file()
+
+
+def terminated(chain: Chain) -> None:
+    cut = history(chain.folder)[-1]["version"]
+    process = chain.start()
+    first = next(line for line in reversed(history(chain.folder)) if line["event"] == "start")
+    assert first["version"] == cut, "nothing is trained again after a signal"
+    process.send_signal(signal.SIGTERM)
+    assert chain.end() == 143
+
+
+def interrupted_twice(chain: Chain) -> None:
+    """The second one ends the process at once, and its workers with it."""
+    process = chain.start()
+    workers = psutil.Process(process.pid).children(recursive=True)
+    chain.worker("trainer-0").send_signal(signal.SIGSTOP)  # so that the first one cannot be done
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "saving a checkpoint" in chain.output.read_text(), process, chain.output, 10)
+    process.send_signal(signal.SIGINT)
+    assert chain.end(2.0) == 130
+    _, left = psutil.wait_procs(workers, timeout=3)
+    assert not left
+
+
+def killed(chain: Chain) -> None:
+    """kill -9 of everything, in training and at a moment in start-up."""
+    dice = random.Random()
+    chain.start(versions=dice.randint(1, 6))
+    time.sleep(dice.uniform(0, 0.1))
+    chain.kill_tree()
+    chain.start(versions=0)
+    time.sleep(dice.uniform(0.2, 3))
+    chain.kill_tree()
+
+
+def lost_worker(chain: Chain, name: str) -> None:
+    """The last line names the worker that died and how; the workers whose collectives that broke are not the news."""
+    chain.start()
+    log = chain.folder / "logs" / f"{name}.log"
+    with log.open("a") as file:
+        file.write("its last words\n")
+    chain.worker(name).kill()
+    assert chain.end() == 1
+    *_, words, error = chain.said()
+    assert error.startswith(f"error: worker {name} was killed by SIGKILL; its log is {log}")
+    assert words == "its last words"
+    assert not any("Traceback" in line for line in chain.said()), "an error of millrace's own is one message"
+
+
+def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    chain.start(f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=0.3", "--json", versions=0)
+    assert chain.end(90) == 0, "\n".join(chain.said())
+    result = json.loads(chain.said()[-1])
+    assert result["complete"] and result["samples_trained"] == 720
+
+
+def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    try:
+        interrupted(chain)
+        terminated(chain)
+        interrupted_twice(chain)
+        killed(chain)
+        lost_worker(chain, "rollout-0")
+        lost_worker(chain, "trainer-0")
+        completed_with_hanging_rewards(chain, tmp_path)
+    finally:
+        if chain.process is not None and chain.process.poll() is None:
+            chain.kill_tree()
+    found = runs.audit(chain.folder)
+    assert found["complete"] and found["trained"] == 720 and found["attempts"] >= 7
+    assert (found["lost"], found["trained_twice"], found["held"]) == (0, 0, 0)
+    assert found["dropped"] == {"timeout": 3}, "counted by reason"
+    assert [row["version"] for row in runs.rows(chain.folder)] == list(range(1, found["versions"] + 1)), (
+        "one row for each version"
+    )
+
+
+def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text("def score(prompts, completions, **columns):\n    raise KeyError('no column answers')\n")
+    done = runs.command(*runs.small(tmp_path / "run", f"reward.function={tmp_path}/raises.py:score", "trainer.threads=1"))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: exception: 11 of the last 11 samples had no score, more than reward.max_error_share = 0.2")
+    assert "KeyError: 'no column answers' (raises.py:2 in score: raise KeyError('no column answers'))" in last
+    assert "Traceback" not in done.stderr
+    found = runs.audit(tmp_path / "run")
+    assert found["trained"] == 0 and found["lost"] == 0 and not found["complete"]
+
+
+def test_after_all_of_this_no_process_is_left() -> None:
+    assert not [p for p in psutil.Process(os.getpid()).children(recursive=True) if "millrace.runtime.host" in p.cmdline()]

@@ -1,0 +1,131 @@
+"""Metrics of a toy version, each computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.observe.metrics import VersionMetrics
+from millrace.ports import RolloutStats, StepReport, TransferReport
+from millrace.types import Author, Prompt, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+
+
+def said(version: int, length: int, stop: Stop | None = Stop.EOS) -> Segment:
+    return Segment(tokens_of([1] * length), version=version, log_probs=floats_of([-1.0] * length), stop=stop)
+
+
+def trajectory(*segments: Segment, score: float | None = 1.0, **extra: float) -> Trajectory:
+    return Trajectory(segments, None if score is None else Score(score, extra))
+
+
+def sample(index: int, prompt_length: int, admitted: int, *trajectories: Trajectory) -> Sample:
+    return Sample(Prompt(index, tokens_of([1] * prompt_length), "", "d"), trajectories, admitted)
+
+
+TOOL = Segment(tokens_of([5, 5]), Author.ENVIRONMENT)
+# Trained while version 3 is live, in two local steps.
+FIRST = [
+    sample(0, 4, 1, trajectory(said(1, 2, None), said(3, 3)), trajectory(said(1, 4), score=0.0)),  # ages 2 and 2, span 2 and 0
+    sample(1, 6, 3, trajectory(said(3, 8, Stop.LENGTH), score=0.5, format=1.0), trajectory(said(3, 1), score=0.5, format=0.5)),
+]
+SECOND = [
+    sample(2, 2, 2, trajectory(said(2, 1, None), TOOL, said(3, 2)), trajectory(said(3, 4), score=0.0))
+]  # ages 1 and 0, span 1
+
+
+def collected() -> VersionMetrics:
+    metrics = VersionMetrics()
+    metrics.waited(1.5, FIRST, 3)
+    metrics.stepped(
+        FIRST, 3, StepReport(2, {"actor/pg_loss": 0.3, "actor/rare": 4.0}, {"train/tokens": 30.0, "actor/nonfinite_steps": 1.0})
+    )
+    metrics.waited(0.25, [FIRST[1]], 3)  # admitted under the live version: no wait for an earlier generation
+    metrics.stepped(SECOND, 3, StepReport(1, {"actor/pg_loss": 0.9}, {"train/tokens": 12.0, "actor/nonfinite_steps": 0.0}))
+    return metrics
+
+
+TIMING = {"wait_samples": 1.75, "wait_rollouts": 0.25, "wait_validation": 0.5, "step": 5.0, "sync_transfer": 1.5, "other": 1.0}
+
+
+def row(**changes: object) -> dict[str, float]:
+    given: dict[str, object] = {
+        "timing": TIMING,
+        "before": RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=7.0, slots=16),
+        "after": RolloutStats(tokens=160, prefill_tokens=75, busy_slot_s=47.0, slots=16),
+        "usable_slots": 8,
+        "transfer": TransferReport(4096, 1.25),
+        "pause_s": 0.125,
+    }
+    return collected().row(**(given | changes))  # type: ignore[arg-type]
+
+
+EXPECTED = {
+    "actor/pg_loss": (0.3 * 2 + 0.9) / 3,
+    "actor/rare": 4.0,  # the mean of the steps that have it
+    "train/tokens": 42.0,
+    "actor/nonfinite_steps": 1.0,
+    "train/optimizer_steps": 3.0,
+    "train/samples": 3.0,
+    "reward/mean": (1 + 0 + 0.5 + 0.5 + 1 + 0) / 6,
+    "reward/std": (3 * 0.25 / 6 + 0.25 / 6 + 0) ** 0.5,
+    "reward/format/mean": 0.75,
+    "response_length/mean": (5 + 4 + 8 + 1 + 5 + 4) / 6,
+    "response_length/max": 8.0,
+    "response_length/min": 1.0,
+    "response_length/clip_ratio": 1 / 6,
+    "prompt_length/mean": 4.0,
+    "fully_async/count/stale_samples_processed": 2.0,
+    "fully_async/count/stale_trajectory_processed": 3.0,
+    "fully_async/partial/total_partial_num": 2.0,
+    "fully_async/partial/partial_ratio": 2 / 6,
+    "fully_async/partial/max_partial_span": 2.0,
+    "staleness/mean": (2 + 2 + 0 + 0 + 1 + 0) / 6,
+    "staleness/max": 2.0,
+    "staleness/hist/0": 3.0,
+    "staleness/hist/1": 1.0,
+    "staleness/hist/2": 2.0,
+    **{f"timing_s/{name}": seconds for name, seconds in TIMING.items()},
+    "perf/time_per_version": 10.0,
+    "trainer/idle_ratio": 0.25,
+    "rollouter/idle_ratio": 1 - 40 / (8 * 10),
+    "rollouter/tokens_per_s": 6.0,
+    "rollouter/prefill_tokens_per_s": 2.5,
+    "perf/throughput": 2.7,
+    "perf/samples_per_s": 0.3,
+    "sync/bytes": 4096.0,
+    "sync/transfer_s": 1.25,
+    "sync/pause_s": 0.125,
+    "wait_prev_gen": 1.5,
+}
+
+
+def test_every_metric_of_a_toy_version_is_the_one_computed_by_hand() -> None:
+    """All names and no others: a new metric belongs into this table."""
+    assert row() == pytest.approx(EXPECTED)
+
+
+def test_the_engines_slots_bound_the_idle_ratio_where_the_schedule_could_fill_more() -> None:
+    assert row(usable_slots=1000)["rollouter/idle_ratio"] == pytest.approx(1 - 40 / 160)
+
+
+def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
+    """Two processes measure: busy slots may exceed what the wall time allows, and a period may be empty."""
+    busier = row(after=RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=1000.0, slots=16))
+    empty = VersionMetrics().row(
+        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=8, transfer=TransferReport(0, 0.0), pause_s=0.0
+    )
+    for each in (row(), busier, empty):
+        for name, value in each.items():
+            if name.endswith(("_ratio", "idle_ratio")):
+                assert 0 <= value <= 1, name
+    assert busier["rollouter/idle_ratio"] == 0.0 and empty["rollouter/tokens_per_s"] == 0.0
+
+
+def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
+    metrics = VersionMetrics()
+    metrics.stepped([sample(0, 1, 2, trajectory(score=None))], 2, StepReport(1))
+    found = metrics.row(
+        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=1, transfer=TransferReport(0, 0.0), pause_s=0.0
+    )
+    assert (
+        found["staleness/hist/0"] == 1.0 and found["reward/mean"] == 0.0 and found["fully_async/partial/max_partial_span"] == 0.0
+    )

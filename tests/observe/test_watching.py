@@ -1,0 +1,151 @@
+"""The stopwatch, metrics.jsonl and what a person sees."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from millrace.observe.progress import BARS, Lines, Progress, sparkline
+from millrace.observe.sinks import JsonLines, make_sinks
+from millrace.observe.stopwatch import Stopwatch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_part_within_a_part_suspends_it_and_the_rest_is_other() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    clock.now += 1
+    with watch.part("step"):
+        clock.now += 2
+        with watch.part("wait"):
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    assert watch.flush() == {"other": 17.0, "step": 10.0, "wait": 4.0}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["in a", "in b", "out", "flush", "fail"]), st.floats(0, 10)), max_size=40))
+def test_the_parts_add_up_to_the_wall_time_whatever_nests_fails_or_is_flushed_on_the_way(moves: list[tuple[str, float]]) -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    begin, total, stack = clock.now, 0.0, []
+    for move, seconds in moves:
+        clock.now += seconds
+        if move.startswith("in"):
+            stack.append(watch.part(move))
+            stack[-1].__enter__()
+        elif move == "out" and stack:
+            stack.pop().__exit__(None, None, None)
+        elif move == "fail" and stack:
+            error = ValueError("in the part")
+            with pytest.raises(ValueError, match="in the part"):
+                stack.pop().gen.throw(error)
+        elif move == "flush":
+            total += sum(watch.flush().values())
+    total += sum(watch.flush().values())
+    assert total == pytest.approx(clock.now - begin)
+    while stack:
+        stack.pop().__exit__(None, None, None)
+
+
+def test_a_flush_in_the_middle_of_a_part_divides_it() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    with watch.part("step"):
+        clock.now += 3
+        assert watch.running() == {"other": 0.0, "step": 3.0}
+        assert watch.flush() == {"other": 0.0, "step": 3.0}
+        clock.now += 4
+    assert watch.flush() == {"step": 4.0, "other": 0.0}
+
+
+def rows(path: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_drops_the_rows_that_it_makes_again_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, None)
+    for version in range(5):
+        first.write(version, {"a": version + 0.5})
+    first.close()
+    path.write_text(path.read_text() + '{"version": 2, "a')
+    second = JsonLines(path, 2)
+    second.write(3, {"a": 33.0})
+    second.close()
+    assert rows(path) == [{"version": 0, "a": 0.5}, {"version": 1, "a": 1.5}, {"version": 2, "a": 2.5}, {"version": 3, "a": 33.0}]
+
+
+def test_a_row_is_on_disk_when_written_and_is_json_without_nan(tmp_path: Path) -> None:
+    (sink,) = make_sinks(tmp_path, (), None)
+    sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})
+    assert rows(tmp_path / "metrics.jsonl") == [{"version": 1, "a": None, "b": None, "c": 1.0}]
+    sink.close()
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = make_sinks(tmp_path, ("tensorboard",), None)
+    for sink in sinks:
+        sink.write(3, {"reward/mean": 0.25})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+
+
+def test_a_sparkline_rises_from_the_lowest_to_the_highest_bar() -> None:
+    assert sparkline([float(i) for i in range(8)], 20) == BARS
+    assert sparkline([1.0, 0.0, 1.0], 20) == "█▁█"
+    assert sparkline([5.0, 5.0], 20) == "▁▁" and sparkline([], 20) == ""
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 50))
+def test_a_sparkline_is_never_wider_than_asked_and_shows_all_of_the_run(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) <= width and set(line) <= set(BARS) and bool(line) == bool(values)
+
+
+def test_the_means_of_equal_runs_make_the_bars() -> None:
+    assert sparkline([0.0, 0.0, 1.0, 3.0], 2) == "▁█"
+
+
+def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) -> None:
+    clock = Clock()
+    path = tmp_path / "out"
+    with path.open("w") as file:
+        progress = Progress(Lines(Console(file=file, width=300), every_s=0.0), "name", "mode", clock)
+        progress.phase("supervised warm-up", 3, 10, "loss 0.5")
+        progress.training(20, 100, 2, 10)
+        clock.now += 10
+        progress.trained(20, 0.5)
+        progress.row(
+            4,
+            {
+                "reward/mean": 0.5,
+                "staleness/mean": 1.0,
+                "trainer/idle_ratio": 0.25,
+                "rollouter/idle_ratio": 0.5,
+                "rollouter/tokens_per_s": 1234.0,
+            },
+        )
+    said = path.read_text().splitlines()
+    assert said[0] == "supervised warm-up 3/10 loss 0.5"
+    assert said[-1].startswith(
+        "version 4/10  samples 40/100  reward 0.500  staleness 1.00  idle trainer 25% rollouter 50%  1,234 tokens/s"
+    )
+    assert progress.state.eta_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"

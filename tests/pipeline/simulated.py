@@ -1,0 +1,116 @@
+"""A whole run on the virtual clock: the real loops and Ledger, simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from millrace.config import MODES
+from millrace.environments.single_turn import SingleTurn
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.ports import StepReport
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger, LedgerSnapshot
+from millrace.schedule.schedule import OnSync, Placement, Schedule
+from millrace.simulate import clock
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
+from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+
+
+def schedule_of(mode: str, *, mini: int = 4, trigger: int = 2, staleness: float = 0.5, lookahead: int = 1) -> Schedule:
+    fixed = MODES[mode]
+    if mode in ("on_policy_pipeline", "one_step_off"):
+        trigger = 1
+    return Schedule(
+        ppo_mini_batch_size=mini,
+        trigger_parameter_sync_step=trigger,
+        staleness_threshold=fixed.get("staleness_threshold", staleness),
+        on_sync=OnSync(fixed["on_sync"]),
+        placement=Placement(fixed["placement"]),
+        lookahead=lookahead,
+    )
+
+
+class LongTail:
+    """Prompts whose first token is the length of their responses: log-normal, a pure function of the index."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        length = min(800, int(20 + random.Random(index).lognormvariate(3.5, 1.0)))
+        return Prompt(index, tokens_of([length]), str(index), "sim")
+
+
+@dataclass
+class Record:
+    """What a run did: an Observer that keeps it."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    retired: list[int] = field(default_factory=list)
+    cuts: list[LedgerSnapshot] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    saved: LedgerSnapshot | None = None
+
+    def published(self, version: int, trained: list[int], snapshot: LedgerSnapshot) -> None:
+        assert snapshot.version == version
+        self.retired += trained
+        self.cuts.append(snapshot)
+
+    def stepped(self, samples: list[Sample], report: StepReport) -> None: ...
+
+    def row(self, version: int, row: dict[str, float]) -> None:
+        self.rows.append({"version": version, **row})
+
+    def checkpoint_due(self, version: int) -> bool:
+        return False
+
+    async def checkpoint(self, snapshot: LedgerSnapshot) -> None:
+        self.saved = snapshot
+
+    async def validated(self) -> None: ...
+
+    def validate(self, version: int) -> None: ...
+
+
+@dataclass
+class Outcome:
+    record: Record
+    ledger: Ledger
+    engine: SimTrainEngine
+    seconds: float
+
+    @property
+    def trained(self) -> list[tuple[int, Sample]]:
+        """(version live at training, sample), in order of training."""
+        return [(version, s) for version, samples in self.engine.trained for s in samples]
+
+
+async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
+                    stop_at: float | None, replicas: int) -> Outcome:  # fmt: skip
+    ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
+    queue = SampleQueue(ledger, deadline_s=1e8)
+    rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
+    engine, record = SimTrainEngine(cost), Record()
+    params = SamplingParams(max_tokens=1000)
+    roller = SampleRoller(lambda prompt: SingleTurn(), SimReward(cost), lambda tokens: "", params, n, seed=0)
+    rollouter = Rollouter(queue, LongTail(), RolloutPool(rollouts), roller)
+    loop = asyncio.get_running_loop()
+    trainer = Trainer(queue, rollouter, engine, SimWeightSync(cost, rollouts), record, Stopwatch(loop.time))
+    if stop_at is not None:
+        loop.call_at(stop_at, queue.stop, 1.0)
+    begin = loop.time()
+    await trainer.begin()
+    await run_pipeline(rollouter, trainer)
+    return Outcome(record, ledger, engine, loop.time() - begin)
+
+
+def simulate(
+    schedule: Schedule, samples: int, *, cost: CostModel | None = None, slots: int = 64, n: int = 4,
+    start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
+) -> Outcome:  # fmt: skip
+    return clock.run(_simulate(schedule, samples, cost or CostModel(), slots, n, start, stop_at, replicas))

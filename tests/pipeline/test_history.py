@@ -1,0 +1,164 @@
+"""The history and its audit: what was lost or trained twice is found, also over crashes and attempts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millrace.errors import CheckpointError
+from millrace.pipeline.history import History, Line, audit, read
+from millrace.schedule.ledger import Held, LedgerSnapshot
+from millrace.types import Prompt, tokens_of
+
+
+def write(run_dir: Path, *lines: Line) -> Path:
+    path = run_dir / "history.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return path
+
+
+def start(attempt: int = 1, version: int = 0, **other: object) -> Line:
+    return Line("start", attempt, version, **other)  # type: ignore[arg-type]
+
+
+def version(number: int, admitted: int, trained: list[int], held: list[int], *, attempt: int = 1, **dropped: int) -> Line:
+    return Line("version", attempt, number, admitted, dropped, held, trained)
+
+
+def end(
+    number: int, admitted: int, *, attempt: int = 1, held: list[int] | None = None, complete: bool = True, **dropped: int
+) -> Line:
+    return Line("end", attempt, number, admitted, dropped, held or [], [], complete)
+
+
+WHOLE = [start(), version(1, 6, [0, 1, 3], [4, 5], timeout=1), version(2, 6, [4, 5], [], timeout=1), end(2, 6, timeout=1)]
+
+
+def test_a_whole_history_accounts_for_every_sample(tmp_path: Path) -> None:
+    write(tmp_path, *WHOLE)
+    found = audit(tmp_path)
+    assert (found.admitted, found.trained, found.dropped, found.held) == (6, 5, {"timeout": 1}, 0)
+    assert (found.lost, found.trained_twice, found.attempts, found.versions, found.complete) == (0, 0, 1, 2, True)
+
+
+@pytest.mark.parametrize("i", [0, 1, 3, 4, 5])
+def test_a_sample_that_is_taken_out_of_the_history_is_lost(tmp_path: Path, i: int) -> None:
+    write(tmp_path, *(msgspec.structs.replace(line, trained=[t for t in line.trained if t != i]) for line in WHOLE))
+    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (1, 0)
+
+
+@pytest.mark.parametrize("i", [0, 3, 5])
+def test_a_sample_that_is_written_into_another_version_too_is_trained_twice(tmp_path: Path, i: int) -> None:
+    first, one, two, last = WHOLE
+    write(tmp_path, first, one, two, version(3, 6, [i], [], timeout=1), last)
+    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (0, 1)
+
+
+def test_a_sample_trained_twice_in_one_version_is_counted(tmp_path: Path) -> None:
+    write(tmp_path, start(), version(1, 2, [0, 0, 1], []), end(1, 2))
+    assert audit(tmp_path).trained_twice == 1
+
+
+def test_a_sample_that_is_trained_and_still_held_will_be_trained_twice(tmp_path: Path) -> None:
+    write(tmp_path, start(), version(1, 3, [0, 1], [1, 2]))
+    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (0, 1)
+
+
+def test_one_sample_twice_does_not_make_up_for_another_one_lost(tmp_path: Path) -> None:
+    write(tmp_path, start(), version(1, 3, [0, 0, 1], []), end(1, 3))
+    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (1, 1)
+
+
+def test_a_sample_that_was_never_admitted_does_not_make_up_for_one_lost(tmp_path: Path) -> None:
+    write(tmp_path, start(), version(1, 3, [0, 1, 99], []), end(1, 3))
+    assert audit(tmp_path).lost == 1
+
+
+def test_an_uncounted_drop_is_a_loss(tmp_path: Path) -> None:
+    write(tmp_path, *(msgspec.structs.replace(line, dropped={}) for line in WHOLE))
+    assert audit(tmp_path).lost == 1
+
+
+def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_never_happened(tmp_path: Path) -> None:
+    crashed = [start(), version(1, 4, [0, 1], [2, 3]), version(2, 6, [2, 3], [4, 5]), version(3, 8, [4, 5], [6, 7])]
+    resumed = [
+        start(2, 1, admitted=4, held=[2, 3]),
+        version(2, 6, [2, 3], [4, 5], attempt=2),
+        end(2, 6, attempt=2, held=[4, 5], complete=False),
+    ]
+    write(tmp_path, *crashed, *resumed)
+    found = audit(tmp_path)
+    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (6, 4, 2, 0, 0)
+    assert (found.attempts, found.versions, found.complete) == (2, 2, False)
+
+
+def test_a_resume_that_trains_a_sample_of_a_surviving_version_again_is_found(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        start(),
+        version(1, 4, [0, 1], [2, 3]),
+        start(2, 1, admitted=4),
+        version(2, 4, [1, 2, 3], [], attempt=2),
+        end(2, 4, attempt=2),
+    )
+    assert audit(tmp_path).trained_twice == 1
+
+
+def test_a_torn_last_line_never_happened_and_reading_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, *WHOLE[:2])
+    torn = path.read_bytes() + msgspec.json.encode(WHOLE[2])[:25]
+    path.write_bytes(torn)
+    found = audit(tmp_path)
+    assert (found.trained, found.held, found.lost, found.versions) == (3, 2, 0, 1)
+    assert path.read_bytes() == torn, "an audit while the run writes must not cut its line off"
+
+
+def snapshot(number: int, admitted: int, held: list[int]) -> LedgerSnapshot:
+    prompt = Prompt(0, tokens_of([1]), "", "d")
+    return LedgerSnapshot(number, number, admitted, admitted - len(held), {}, [(i, Held(prompt, 0)) for i in held])
+
+
+def test_an_attempt_after_a_torn_line_writes_lines_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path, start(), version(1, 4, [0, 1], [2, 3]))
+    path.write_bytes(path.read_bytes() + b'{"event":"vers')
+    history = History(tmp_path, snapshot(1, 4, [2, 3]))
+    history.version(snapshot(2, 4, []), [2, 3])
+    history.end(snapshot(2, 4, []), complete=True)
+    assert [(line.event, line.attempt, line.version) for line in read(tmp_path)] == [
+        ("start", 1, 0), ("version", 1, 1), ("start", 2, 1), ("version", 2, 2), ("end", 2, 2),
+    ]  # fmt: skip
+    found = audit(tmp_path)
+    assert (found.trained, found.lost, found.trained_twice, found.attempts, found.complete) == (4, 0, 0, 2, True)
+
+
+def test_a_line_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
+    history = History(tmp_path, snapshot(0, 0, []))
+    assert [line.event for line in read(tmp_path)] == ["start"]
+    history.version(snapshot(1, 2, [1]), [0])
+    assert read(tmp_path)[-1].trained == [0] and read(tmp_path)[-1].held == [1]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
+    path = write(tmp_path, *WHOLE)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], lines[1][:10], *lines[2:]]))
+    with pytest.raises(CheckpointError, match=r"history\.jsonl, line 2: not readable"):
+        audit(tmp_path)
+
+
+def test_no_history_is_an_empty_account(tmp_path: Path) -> None:
+    found = audit(tmp_path)
+    assert (found.admitted, found.trained, found.lost, found.attempts, found.complete) == (0, 0, 0, 0, False)
+
+
+def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_one_trained(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        start(version=2, admitted=7, retired=5, dropped={"timeout": 1}, held=[6]),
+        version(3, 8, [6], [7], timeout=1),
+        end(3, 8, held=[7], timeout=1),
+    )
+    found = audit(tmp_path)
+    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (8, 6, 1, 0, 0)

@@ -1,0 +1,127 @@
+"""All eight modes run through one Rollouter and one Trainer, on the virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.config import MODES
+from millrace.schedule.schedule import OnSync
+from millrace.simulate.cost import CostModel
+from tests.pipeline.simulated import Outcome, schedule_of, simulate
+
+COST = CostModel(reward_s=0.3)
+
+
+def lags(outcome: Outcome) -> list[int]:
+    return [version - sample.admitted_version for version, sample in outcome.trained]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_is_trained_exactly_once_within_the_lag_bound(mode: str) -> None:
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, 40, cost=COST)
+    assert sorted(s.prompt.index for _, s in outcome.trained) == list(range(40))
+    assert sorted(outcome.record.retired) == list(range(40))
+    assert max(lags(outcome)) <= schedule.lag_bound
+    assert outcome.ledger.done() and outcome.ledger.version == schedule.versions(40)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_does_not_divide_trains_every_sample(mode: str) -> None:
+    outcome = simulate(schedule_of(mode), 37, cost=COST)
+    assert sorted(s.prompt.index for _, s in outcome.trained) == list(range(37))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, 64, cost=COST)
+    spans = [len(set(t.versions)) for _, s in outcome.trained for t in s.trajectories]
+    assert all(list(t.versions) == sorted(t.versions) for _, s in outcome.trained for t in s.trajectories)
+    if schedule.on_sync is OnSync.DRAIN:
+        assert set(spans) == {1}
+    else:
+        assert max(spans) > 1, "a long tail must meet a sync"
+
+
+def test_lengths_do_not_depend_on_the_mode() -> None:
+    """Nothing is truncated: every mode draws the same trajectories, whatever interrupts them."""
+    drawn = {}
+    for mode in MODES:
+        outcome = simulate(schedule_of(mode), 40, cost=COST)
+        drawn[mode] = {s.prompt.index: [t.num_tokens for t in s.trajectories] for _, s in outcome.trained}
+    assert all(lengths == drawn["colocate_sync"] for lengths in drawn.values())
+
+
+def test_zero_staleness_is_strictly_on_policy() -> None:
+    for mode in ("colocate_sync", "on_policy_pipeline", "stream_off_policy"):
+        assert set(lags(simulate(schedule_of(mode), 40, cost=COST))) == {0}
+
+
+def test_one_step_off_trains_batch_k_on_version_k_minus_2() -> None:
+    outcome = simulate(schedule_of("one_step_off"), 40, cost=COST)
+    for k, (_, samples) in enumerate(outcome.engine.trained, start=1):
+        assert {s.admitted_version for s in samples} == {max(0, k - 2)}
+        assert {v for s in samples for t in s.trajectories for v in t.versions} == {max(0, k - 2)}
+
+
+def test_async_staleness_awaits_running_trajectories_and_truncates_none() -> None:
+    outcome = simulate(schedule_of("async_staleness"), 40, cost=COST)
+    stops = {str(t.stop) for _, s in outcome.trained for t in s.trajectories}
+    assert stops == {"eos"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_order_trains_in_order_of_admission(mode: str) -> None:
+    outcome = simulate(schedule_of(mode), 40, cost=COST)
+    assert [s.prompt.index for _, s in outcome.trained] == list(range(40))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
+    outcome = simulate(schedule_of(mode), 40, cost=COST)
+    parts = sum(v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/"))
+    begin = COST.transfer_s + COST.pause_s + (COST.switch_s if schedule_of(mode).colocated else 0)
+    assert parts == pytest.approx(outcome.seconds - begin, rel=0.02)
+    for row in outcome.record.rows:
+        assert 0 <= row["trainer/idle_ratio"] <= 1 and 0 <= row["rollouter/idle_ratio"] <= 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stop_at", [0.5, 4.9, 9.7])
+def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at: float) -> None:
+    schedule = schedule_of(mode)
+    first = simulate(schedule, 40, cost=COST, stop_at=stop_at)
+    saved = first.record.saved
+    assert saved is not None, "the run should have been stopped"
+    second = simulate(schedule, 40, cost=COST, start=saved)
+    ids = [s.prompt.index for _, s in first.trained + second.trained]
+    assert sorted(ids) == list(range(40)) and second.ledger.done()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_cut_can_be_resumed(mode: str) -> None:
+    schedule = schedule_of(mode, staleness=1.3)
+    whole = simulate(schedule, 48, cost=COST, replicas=2)
+    for cut in whole.record.cuts[:-1]:
+        rest = simulate(schedule, 48, cost=COST, start=cut, replicas=2)
+        done = set(whole.record.retired[: cut.retired])
+        again = [s.prompt.index for _, s in rest.trained]
+        assert len(again) == len(set(again)) and done | set(again) == set(range(48)) and not done & set(again)
+
+
+def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
+    schedule = schedule_of("async_partial", staleness=1.0)
+    whole = simulate(schedule, 40)
+    cut = next(c for c in whole.record.cuts if any(h.progress for _, h in c.held))
+    index, held = next((i, h) for i, h in cut.held if h.progress)
+    rest = simulate(schedule, 40, start=cut)
+    sample = next(s for _, s in rest.trained if s.prompt.index == index)
+    for before, after in zip(held.progress, sample.trajectories, strict=True):
+        assert after.segments[: len(before.segments)] == before.segments
+
+
+def test_async_partial_is_faster_than_colocated_sync_on_a_long_tail_with_slow_rewards() -> None:
+    sync = simulate(schedule_of("colocate_sync", mini=8), 128, cost=COST, slots=64)
+    partial = simulate(schedule_of("async_partial", mini=8), 128, cost=CostModel(reward_s=0.3, share=0.5), slots=32)
+    assert partial.seconds < sync.seconds

@@ -1,0 +1,169 @@
+"""What follows from a version: rows, history, checkpoints and validations, each when it is due and once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.observe.progress import Progress, State
+from millrace.pipeline.history import History, read
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.validation import Result
+from millrace.ports import StepReport
+from millrace.schedule.ledger import Held, LedgerSnapshot
+from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
+
+PROMPT = Prompt(0, tokens_of([1]), "", "d")
+
+
+@dataclass
+class View:
+    notes: list[str] = field(default_factory=list)
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def update(self, state: State, event: str) -> None: ...
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@dataclass
+class Saves:
+    versions: list[int] = field(default_factory=list)
+
+    async def save(self, snapshot: LedgerSnapshot, engine: object) -> None:
+        self.versions.append(snapshot.version)
+
+
+@dataclass
+class SlowValidator:
+    """Takes a turn of the loop, or for ever."""
+
+    ran: list[int] = field(default_factory=list)
+    stuck: bool = False
+
+    async def run(self, version: int) -> Result:
+        self.ran.append(version)
+        await (asyncio.Event().wait() if self.stuck else asyncio.sleep(0))
+        return Result(version, {"val/d/mean@1": version / 10}, ())
+
+
+@dataclass
+class Rows:
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def write(self, version: int, row: dict[str, float]) -> None:
+        self.rows.append((version, row))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Bench:
+    record: RunRecord
+    saves: Saves
+    validator: SlowValidator
+    rows: Rows
+    view: View
+
+
+def snapshot(version: int, held: int = 0) -> LedgerSnapshot:
+    return LedgerSnapshot(version, version, held, 0, {}, [(i, Held(PROMPT, 0)) for i in range(held)])
+
+
+def bench(tmp_path: Path, tasks: asyncio.TaskGroup, *, save_freq: int = 0, test_freq: int = 0, stuck: bool = False) -> Bench:
+    saves, validator, rows, view = Saves(), SlowValidator(stuck=stuck), Rows(), View()
+    fakes: dict[str, Any] = {"checkpoints": saves, "engine": None, "validator": validator, "sinks": [rows]}
+    record = RunRecord(
+        history=History(tmp_path, snapshot(0)),
+        progress=Progress(view, "t", "t"),
+        save_freq=save_freq,
+        test_freq=test_freq,
+        tasks=tasks,
+        **fakes,
+    )
+    return Bench(record, saves, validator, rows, view)
+
+
+@pytest.mark.parametrize(("freq", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, [])])
+def test_checkpoints_are_due_every_save_freq_versions_and_never_at_0(tmp_path: Path, freq: int, due: list[int]) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, save_freq=freq)
+            assert [v for v in range(1, 7) if b.record.checkpoint_due(v)] == due
+
+    asyncio.run(main())
+
+
+def test_a_version_is_saved_once_unless_samples_are_held_whose_progress_may_have_grown(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            for cut in (snapshot(1), snapshot(1), snapshot(2, held=3), snapshot(2, held=3)):
+                await b.record.checkpoint(cut)
+            assert b.saves.versions == [1, 2, 2]
+
+    asyncio.run(main())
+
+
+def test_validations_run_every_test_freq_versions_once_each_while_the_caller_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, test_freq=2)
+            await b.record.validate_now(0)
+            for version in range(1, 5):
+                b.record.validate(version)
+                assert b.validator.ran == [v for v in (0, 2, 4) if v < version], "it has not begun yet"
+                await b.record.validated()
+            assert b.validator.ran == [0, 2, 4]
+            await b.record.validate_now(4)
+            assert b.validator.ran == [0, 2, 4], "version 4 is validated already"
+            await b.record.validate_now(5)
+            assert b.record.first is not None and b.record.first.version == 0
+            assert b.record.last is not None and b.record.last.version == 5
+            assert b.rows.rows == [(v, {"val/d/mean@1": v / 10}) for v in (0, 2, 4, 5)]
+            assert b.view.notes[-1] == "validation of version 5: d/mean@1 0.500"
+
+    asyncio.run(main())
+
+
+def test_a_validation_is_abandoned_where_a_run_is_told_to_stop(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, test_freq=1, stuck=True)
+            b.record.validate(1)
+            await asyncio.sleep(0)
+            b.record.abandon_validation()
+            await asyncio.wait_for(b.record.validated(), 1)
+            assert b.record.last is None
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_a_version_is_in_the_history_when_published_returns(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            b.record.published(1, [4, 2], snapshot(1, held=2))
+            last = read(tmp_path)[-1]
+            assert (last.event, last.version, last.trained, last.held) == ("version", 1, [4, 2], [0, 1])
+
+    asyncio.run(main())
+
+
+def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            samples = [Sample(PROMPT, (Trajectory((), Score(1.0)), Trajectory((), Score(0.0)), Trajectory(()))) for _ in range(3)]
+            b.record.stepped(samples, StepReport(2))
+            b.record.stepped(samples[:1], StepReport(1))
+            assert b.record.optimizer_steps == 3
+            progress = b.record._progress.state
+            assert progress.samples == 4 and progress.rewards == [0.5, 0.5]
+
+    asyncio.run(main())

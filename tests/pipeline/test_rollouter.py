@@ -1,0 +1,137 @@
+"""The Rollouter where rewards fail: drops are counted and replaced, too many end the run, and no sibling is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from millrace.config import MODES
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import RewardError
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger
+from millrace.simulate import clock
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine, SimWeightSync
+from millrace.types import Prompt, SamplingParams, Score
+from tests.pipeline.simulated import LongTail, Record, schedule_of
+
+COST = CostModel()
+N = 4
+
+
+@dataclass
+class Reward:
+    """Fails where `fails(index, call)` says so, `call` counting the calls for that sample."""
+
+    fails: Callable[[int, int], bool]
+    calls: dict[int, int] = field(default_factory=dict)
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        call = self.calls.get(prompt.index, 0)
+        self.calls[prompt.index] = call + 1
+        await asyncio.sleep(0.1)
+        if self.fails(prompt.index, call):
+            raise RewardError("timeout" if prompt.index % 2 else "exception", f"ValueError: bad answer to {prompt.index}")
+        return [Score(1.0)]
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Run:
+    ledger: Ledger
+    record: Record
+    engine: SimTrainEngine
+    rollout: SimRolloutEngine
+    rollouter: Rollouter
+
+
+async def train(mode: str, samples: int, reward: Reward, max_error_share: float = 1.0) -> Run:
+    ledger = Ledger(schedule_of(mode), samples)
+    queue, rollout, engine, record = SampleQueue(ledger, deadline_s=1e5), SimRolloutEngine(COST), SimTrainEngine(COST), Record()
+    roller = SampleRoller(lambda prompt: SingleTurn(), reward, lambda tokens: "", SamplingParams(max_tokens=1000), N, seed=0)
+    rollouter = Rollouter(queue, LongTail(), RolloutPool([rollout]), roller, max_error_share=max_error_share)
+    trainer = Trainer(
+        queue, rollouter, engine, SimWeightSync(COST, [rollout]), record, Stopwatch(asyncio.get_running_loop().time)
+    )
+    await trainer.begin()
+    assert await run_pipeline(rollouter, trainer)
+    return Run(ledger, record, engine, rollout, rollouter)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_samples_whose_reward_fails_are_counted_by_reason_and_replaced(mode: str) -> None:
+    """Indices 3, 6, 9, ... have no score: 40 others are trained all the same, once each."""
+    reward = Reward(lambda index, call: index % 3 == 0 and index > 0)
+    run = clock.run(train(mode, 40, reward))
+    trained = sorted(s.prompt.index for _, batch in run.engine.trained for s in batch)
+    assert len(trained) == 40 == len(set(trained)) and all(i % 3 or i == 0 for i in trained)
+    admitted = set(range(run.ledger.admitted))
+    dropped = {i for i in admitted if i % 3 == 0 and i > 0}
+    assert admitted == set(trained) | dropped
+    assert run.ledger.dropped == {"timeout": sum(i % 2 for i in dropped), "exception": sum(i % 2 == 0 for i in dropped)}
+    assert sorted(run.record.retired) == trained and run.ledger.held == 0
+
+
+@pytest.mark.parametrize("failing", [0, N - 1])
+def test_siblings_settle_before_their_sample_is_dropped(failing: int) -> None:
+    """The first or the last of four fails: all four are drawn and scored, and none holds a slot afterwards."""
+    reward = Reward(lambda index, call: index == 2 and call == failing)
+    run = clock.run(train("async_staleness", 16, reward))
+    assert set(reward.calls.values()) == {N} and reward.calls[2] == N
+    assert run.ledger.dropped == {"exception": 1} and run.ledger.admitted == 17
+    assert run.rollout._in_use == 0 and run.rollouter.drawing == 0 and run.rollouter.undrawn == 0
+    assert not run.rollouter.pool._homes and run.rollouter.pool._loads == [0]
+
+
+def leaf(error: BaseException) -> BaseException:
+    return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def test_a_function_that_always_fails_ends_the_run_with_its_own_words() -> None:
+    """Eleven of the last fifty are over a fifth: the run does not wait for fifty."""
+    reward = Reward(lambda index, call: True)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        clock.run(train("async_partial", 64, reward, max_error_share=0.2))
+    cause = leaf(caught.value)
+    assert isinstance(cause, RewardError)
+    assert "11 of the last 11 samples had no score, more than reward.max_error_share = 0.2 of 50" in str(cause)
+    assert "ValueError: bad answer to" in str(cause)
+
+
+@pytest.mark.parametrize(("every", "survives"), [(6, True), (4, False)])
+def test_a_run_survives_a_share_of_errors_under_its_limit_and_none_over_it(every: int, survives: bool) -> None:
+    """With a limit of a fifth, every sixth sample may fail for ever; every fourth may not."""
+    reward = Reward(lambda index, call: index % every == 0)
+    if survives:
+        run = clock.run(train("on_policy_pipeline", 200, reward, max_error_share=0.2))
+        assert run.ledger.retired == 200 and run.ledger.dropped["exception"] > 30
+    else:
+        with pytest.raises(BaseExceptionGroup):
+            clock.run(train("on_policy_pipeline", 200, reward, max_error_share=0.2))
+
+
+def test_with_a_limit_of_zero_the_first_error_ends_the_run() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        clock.run(train("async_swap", 64, Reward(lambda index, call: index == 20), max_error_share=0.0))
+    assert "1 of the last" in str(leaf(caught.value))
+
+
+def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
+    class Broken(Reward):
+        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+            raise LookupError("a bug")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        clock.run(train("async_partial", 64, Broken(lambda index, call: False), max_error_share=1.0))
+    assert isinstance(leaf(caught.value), LookupError)

@@ -1,0 +1,184 @@
+"""The ledger behind one condition: who waits is woken in order, with a deadline and a name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from millrace.errors import DeadlineError, LedgerError
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.schedule.ledger import Ledger
+from millrace.schedule.schedule import Schedule
+from millrace.simulate import clock
+from millrace.types import Prompt, Sample, tokens_of
+
+
+def queue(deadline_s: float = 100.0) -> SampleQueue:
+    return SampleQueue(Ledger(Schedule(ppo_mini_batch_size=2), 4), deadline_s=deadline_s)
+
+
+def prompt(i: int) -> Prompt:
+    return Prompt(i, tokens_of([1]), "", "d")
+
+
+def test_a_wait_that_is_over_before_it_begins_returns_at_once() -> None:
+    async def main() -> float:
+        await queue().wait("trainer", "nothing", lambda: True)
+        return asyncio.get_running_loop().time()
+
+    assert clock.run(main()) == 0.0
+
+
+def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds() -> None:
+    async def main() -> str:
+        q = queue(deadline_s=30.0)
+        q.do(q.ledger.admit, prompt(0))
+        other = asyncio.create_task(q.wait("rollouter", "a free slot", lambda: False, deadline_s=1e5))
+        await asyncio.sleep(5)
+        with pytest.raises(DeadlineError) as caught:
+            await q.wait("trainer", "the samples of its next step", lambda: bool(q.ledger.takeable()))
+        assert asyncio.get_running_loop().time() == pytest.approx(35.0)
+        other.cancel()
+        return str(caught.value)
+
+    text = clock.run(main())
+    assert text.startswith("trainer waited 30 s for the samples of its next step. ")
+    assert "rollouter waits for a free slot since 35.0 s" in text
+    assert "trainer waits for the samples of its next step since 30.0 s" in text
+    assert "1 admitted, 0 retired, 0 dropped, held 1 of 2 (1 waiting)" in text and "trainer.wait_deadline_s" in text
+
+
+def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
+    """Woken every second, and every time what it waits for is gone again before its turn comes."""
+
+    async def main() -> None:
+        q = queue(deadline_s=10.0)
+        there = False
+
+        async def churn() -> None:
+            nonlocal there
+            for _ in range(50):
+                await asyncio.sleep(1)
+                there = True
+                q.wake()
+                there = False
+
+        task = asyncio.create_task(churn())
+        with pytest.raises(DeadlineError):
+            await q.wait("trainer", "what others take first", lambda: there)
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+        task.cancel()
+
+    clock.run(main())
+
+
+def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
+    """Two wait for the same slot: the first takes it, the second looks again before it goes on."""
+
+    async def main() -> list[str]:
+        q = queue()
+        order: list[str] = []
+
+        async def take(who: str) -> None:
+            await q.wait(who, "a slot", q.ledger.can_admit)
+            q.do(q.ledger.admit, prompt(len(order)))
+            order.append(who)
+
+        for i in range(2):
+            q.do(q.ledger.admit, prompt(i))
+        tasks = [asyncio.create_task(take(f"w{i}")) for i in range(3)]
+        await asyncio.sleep(1)
+        assert order == []
+        q.do(q.ledger.drop, 0, "test")
+        await asyncio.sleep(1)
+        assert order == ["w0"], "one slot, one taker"
+        q.do(q.ledger.drop, 1, "test")
+        await asyncio.sleep(1)
+        assert order == ["w0", "w1"]
+        tasks[2].cancel()
+        return order
+
+    clock.run(main())
+
+
+def test_a_change_wakes_only_those_whose_wait_it_ends() -> None:
+    async def main() -> None:
+        q = queue()
+        looked = 0
+
+        def never() -> bool:
+            nonlocal looked
+            looked += 1
+            return False
+
+        idle = asyncio.create_task(q.wait("idle", "never", never))
+        admitted = asyncio.create_task(q.wait("eager", "an admission", lambda: q.ledger.admitted == 1))
+        await asyncio.sleep(0)
+        q.do(q.ledger.admit, prompt(0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert admitted.done() and not idle.done() and looked == 2
+        assert "idle waits for never" in q.describe() and "eager" not in q.describe()
+        idle.cancel()
+
+    clock.run(main())
+
+
+def test_an_illegal_change_raises_and_wakes_nobody() -> None:
+    async def main() -> None:
+        q = queue()
+        with pytest.raises(LedgerError, match="sample 7 holds no slot"):
+            q.do(q.ledger.start, 7)
+        assert q.describe().startswith("nobody waits. Ledger: version 0")
+
+    clock.run(main())
+
+
+def test_a_change_that_loses_a_sample_is_found_as_it_happens() -> None:
+    async def main() -> None:
+        q = queue()
+        q.do(q.ledger.admit, prompt(0))
+        with pytest.raises(LedgerError, match="samples were lost"):
+            q.do(q.ledger._held.clear)
+
+    clock.run(main())
+
+
+def test_a_cancelled_wait_is_forgotten() -> None:
+    async def main() -> None:
+        q = queue()
+        task = asyncio.create_task(q.wait("trainer", "x", lambda: False))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert q.describe().startswith("nobody waits")
+
+    clock.run(main())
+
+
+def test_a_stop_wakes_who_looks_for_it_at_once_and_its_grace_ends_later() -> None:
+    async def main() -> tuple[float, float]:
+        q, loop = queue(), asyncio.get_running_loop()
+        loop.call_later(3.0, q.stop, 8.0)
+        await q.wait("trainer", "samples, or a stop", lambda: q.stopping)
+        stopped = loop.time()
+        assert not q.out_of_grace
+        await q.wait("trainer", "samples, or the end of its grace", lambda: q.out_of_grace)
+        return stopped, loop.time()
+
+    assert clock.run(main()) == (pytest.approx(3.0), pytest.approx(11.0))
+
+
+def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
+    async def main() -> list[int]:
+        q = queue()
+        for i in range(2):
+            q.do(q.ledger.start, q.do(q.ledger.admit, prompt(i)))
+        for i in (1, 0):
+            asyncio.get_running_loop().call_later(i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ()))
+        await q.wait("trainer", "samples", lambda: bool(q.ledger.takeable()))
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+        return [s.prompt.index for s in q.do(q.ledger.take)]
+
+    assert clock.run(main()) == [0, 1]

@@ -1,0 +1,128 @@
+"""Validation: its numbers by hand, and the requests that make them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from millrace.errors import RewardError
+from millrace.pipeline.validation import Validator, summarise
+from millrace.ports import RolloutStats
+from millrace.types import Prompt, SamplingParams, Score, Segment, Stop, Tokens, floats_of, tokens_of
+
+PROBLEMS = [
+    [("4", 1.0), ("5", 0.0), ("5 ", 0.0), ("4", 1.0)],  # a tie of two answers: the one that was drawn first
+    [("7", 0.0), ("8", 0.0), ("9", 0.0), ("9", 0.0)],
+    [("2", 0.0), ("1", 1.0), (" 1", 1.0), ("1", 1.0)],
+]
+
+
+def test_mean_best_and_majority_are_those_of_a_hand_count() -> None:
+    assert summarise(PROBLEMS) == pytest.approx({"mean@4": (0.5 + 0 + 0.75) / 3, "best@4": 2 / 3, "maj@4": 2 / 3})
+
+
+def test_the_majority_is_wrong_where_most_responses_are() -> None:
+    assert summarise([[("1", 1.0), ("2", 0.0), ("2", 0.0)]]) == pytest.approx({"mean@3": 1 / 3, "best@3": 1.0, "maj@3": 0.0})
+
+
+def test_one_response_has_a_mean_alone() -> None:
+    assert summarise([[("1", 1.0)], [("2", 0.25)]]) == {"mean@1": 0.625}
+
+
+def test_responses_without_a_score_are_counted_and_part_of_no_mean() -> None:
+    rows: list[list[tuple[str, float | None]]] = [[("4", 1.0), ("4", None)], [("5", None), ("5", None)], [("6", 0.0), ("7", 1.0)]]
+    assert summarise(rows) == pytest.approx({"mean@2": 0.75, "best@2": 1.0, "maj@2": 0.5, "reward_errors": 3.0})
+
+
+def test_a_source_whose_every_reward_failed_has_no_mean_and_not_zero() -> None:
+    found = summarise([[("4", None)]])
+    assert math.isnan(found["mean@1"]) and found["reward_errors"] == 1.0
+
+
+@dataclass
+class Engine:
+    """Says the prompt's first token; in two segments where the version changed on the way. Greedy says 9."""
+
+    asked: list[tuple[SamplingParams, str]] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        self.asked.append((params, session))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        said = 9 if params.temperature == 0 else tokens[0]
+        first = Segment(tokens_of([said]), version=1, log_probs=floats_of([-1.0]))
+        return first, Segment(tokens_of([0]), version=2, log_probs=floats_of([-1.0]), stop=Stop.EOS)
+
+    async def interrupt(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+    async def close(self) -> None: ...
+    async def stats(self) -> RolloutStats:
+        return RolloutStats()
+
+
+class Reward:
+    """Right if the text is the ground truth; problem 3 cannot be scored."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        if prompt.index == 3:
+            raise RewardError("timeout", "too slow")
+        return [Score(float(text == prompt.ground_truth)) for text in completions]
+
+    async def close(self) -> None: ...
+
+
+def validator(engine: Engine, *, n: int = 2, greedy: bool = True) -> Validator:
+    truths = ["1,0", "9,0", "3,0", "4,0"]
+    prompts = [Prompt(i, tokens_of([i + 1]), f"problem {i}", "b" if i % 2 else "a", truths[i]) for i in range(4)]
+    params = SamplingParams(8, 0.7, 0.9, stop=("x",))
+    return Validator(prompts, engine, Reward(), lambda tokens: ",".join(map(str, tokens)), params, n, greedy, seed=5)
+
+
+def test_each_data_source_is_counted_apart_and_greedy_beside_it() -> None:
+    """Source a: problems 0 and 2, always right when sampled; b: problem 1, right when greedy alone, and 3, without a score."""
+    result = asyncio.run(validator(Engine()).run(6))
+    assert result.version == 6
+    assert result.values == {
+        "val/a/mean@2": 1.0, "val/a/best@2": 1.0, "val/a/maj@2": 1.0, "val/a/greedy": 0.0,
+        "val/b/mean@2": 0.0, "val/b/best@2": 0.0, "val/b/maj@2": 0.0, "val/b/reward_errors": 2.0, "val/b/greedy": 1.0,
+    }  # fmt: skip
+
+
+def test_transcripts_are_the_first_problems_with_what_was_said() -> None:
+    transcripts = asyncio.run(validator(Engine()).run(0)).transcripts
+    assert [(t.prompt, t.response, t.score, t.data_source, t.ground_truth) for t in transcripts] == [
+        ("problem 0", "1,0", 1.0, "a", "1,0"), ("problem 1", "2,0", 0.0, "b", "9,0"), ("problem 2", "3,0", 1.0, "a", "3,0"),
+    ]  # fmt: skip
+
+
+def test_no_request_is_interruptible_and_all_run_together() -> None:
+    engine = Engine()
+    asyncio.run(validator(engine).run(0))
+    assert len(engine.asked) == 12 == engine.most
+    assert not any(params.interruptible for params, _ in engine.asked)
+    greedy = [p for p, _ in engine.asked if p.temperature == 0]
+    sampled = [p for p, _ in engine.asked if p.temperature]
+    assert len(greedy) == 4 and all(p.top_p == 1.0 for p in greedy)
+    assert all((p.temperature, p.top_p, p.max_tokens, p.stop) == (0.7, 0.9, 8, ("x",)) for p in sampled)
+
+
+def test_random_streams_are_the_same_at_every_version_and_all_different() -> None:
+    first, second = Engine(), Engine()
+    asyncio.run(validator(first, greedy=False).run(0))
+    asyncio.run(validator(second, greedy=False).run(9))
+    assert [p.seed for p, _ in first.asked] == [p.seed for p, _ in second.asked]
+    assert len({p.seed for p, _ in first.asked}) == 8
+    assert len({session for _, session in first.asked}) == 8
+
+
+def test_without_greedy_there_is_no_such_value() -> None:
+    assert not any("greedy" in name for name in asyncio.run(validator(Engine(), greedy=False).run(0)).values)

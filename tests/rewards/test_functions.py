@@ -1,0 +1,119 @@
+"""Reward functions: both signatures, every wrong one refused, and no value that is not a number becomes a score."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigError, RewardError
+from millrace.rewards.functions import load_function, to_score
+from millrace.rewards.wire import Call, Frames, calls_decoder, frame
+from millrace.types import Score
+
+
+def call(*completions, **changes):
+    given = {"prompt": "p", "data_source": "d", "ground_truth": "4", "extra_info": {"index": 1}, "columns": {"level": 3}}
+    return Call(id=1, completions=list(completions), **given | changes)
+
+
+def function(tmp_path, code, name="f"):
+    (tmp_path / "reward.py").write_text(code)
+    return load_function(f"{tmp_path}/reward.py:{name}")
+
+
+def test_verls_signature(tmp_path):
+    f = function(
+        tmp_path,
+        "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': solution_str == ground_truth, 'length': len(solution_str), 'pred': solution_str}",
+    )
+    assert f.run(call("4", "55")) == [Score(1.0, {"length": 1.0}), Score(0.0, {"length": 2.0})]
+    short = function(tmp_path, "def f(solution_str, ground_truth): return 0.5")
+    assert short.run(call("4")) == [Score(0.5)]
+
+
+def test_trls_signature_gets_columns_as_lists(tmp_path):
+    code = (
+        "def f(prompts, completions, level, ground_truth, **kwargs):\n"
+        "    assert prompts == ['p', 'p'] and level == [3, 3] and kwargs['index'] == [1, 1]\n"
+        "    return [float(c == t) for c, t in zip(completions, ground_truth)]"
+    )
+    assert function(tmp_path, code).run(call("4", "5")) == [Score(1.0), Score(0.0)]
+
+
+def test_trls_signature_gets_messages_where_the_prompt_is_messages(tmp_path):
+    code = "def f(completions, prompts): return [len(c[0]['content']) + len(p) for c, p in zip(completions, prompts)]"
+    messages = [{"role": "user", "content": "p"}]
+    assert function(tmp_path, code).run(call("abc", columns={"prompt": messages})) == [Score(4.0)]
+
+
+def test_coroutine_functions_of_both_signatures(tmp_path):
+    verl = function(tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1")
+    assert verl.is_async
+    assert asyncio.run(verl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+    trl = function(tmp_path, "async def f(completions, **columns): return [1] * len(completions)")
+    assert asyncio.run(trl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    "value", [None, math.nan, math.inf, "1", [1.0], {"reward": 1}, {"score": None}, {"score": 1, "x": math.nan}]
+)
+def test_what_is_no_number_is_an_error_never_a_zero(value):
+    with pytest.raises(RewardError):
+        to_score(value)
+
+
+def test_numbers_of_every_kind_are_scores():
+    import numpy
+
+    for value in (1, True, 1.0, numpy.float32(1), numpy.int64(1), {"score": True}):
+        assert to_score(value) == Score(1.0)
+
+
+@pytest.mark.parametrize(("body", "reason"), [("[1.0]", "wrong_length"), ("1.0", "not_a_list"), ("[1.0, None]", "not_a_number")])
+def test_a_bad_list_is_an_error(tmp_path, body, reason):
+    with pytest.raises(RewardError) as caught:
+        function(tmp_path, f"def f(completions, **columns): return {body}").run(call("a", "b"))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "said"),
+    [
+        ("def compute_score(solution_str): pass", "compute_scores", "Fix: .*:compute_score."),
+        ("f = 3", "f", "is not a function"),
+        ("def f(a, b): pass", "f", "without solution_str"),
+        ("def f(solution_str, tokenizer): pass", "f", "needs tokenizer"),
+        ("def f(solution_str, /): pass", "f", "by name"),
+        ("import no_such_module", "f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f(:", "f", "SyntaxError"),
+        ("raise SystemExit(3)", "f", "SystemExit: 3"),
+    ],
+)
+def test_a_bad_function_is_a_config_error(tmp_path, code, name, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        function(tmp_path, code, name)
+    assert str(caught.value).startswith("reward.function = ")
+
+
+@pytest.mark.parametrize(("spec", "said"), [("maths", "Fix: math"), ("no.such.module:f", "No module named"), (":f", "must be")])
+def test_a_bad_spec_is_a_config_error(spec, said):
+    with pytest.raises(ConfigError, match=said):
+        load_function(spec)
+
+
+def test_a_missing_file_names_the_one_that_is_meant(tmp_path):
+    (tmp_path / "reward.py").write_text("")
+    with pytest.raises(ConfigError, match=r"no such file.*Fix: .*/reward\.py:f"):
+        load_function(f"{tmp_path}/rewards.py:f")
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]))), st.integers(1, 40))
+def test_frames_survive_any_cutting(texts, size):
+    sent = [call(text) for text in texts]
+    data, frames, got = b"".join(frame([c]) for c in sent), Frames(), []
+    for at in range(0, len(data), size):
+        got += [c for payload in frames.feed(data[at : at + size]) for c in calls_decoder.decode(payload)]
+    assert got == sent

@@ -1,0 +1,278 @@
+"""The reward pool, with real processes: every call is answered once, whatever its function does to the worker."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from millrace.config import RewardConfig
+from millrace.errors import ConfigError, RewardError, WorkerError
+from millrace.rewards.pool import RewardPool
+from millrace.types import Prompt, Score, tokens_of
+
+CODE = """
+import asyncio, ctypes, os, signal, subprocess, sys, threading, time
+
+def act(text):
+    verb, _, rest = text.partition(" ")
+    if verb == "sleep": time.sleep(float(rest))
+    if verb == "exit": os._exit(3)
+    if verb == "sysexit": sys.exit(3)
+    if verb == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if verb == "raise": raise KeyError(rest)
+    if verb == "print": print("noise" * 1000, flush=True); os.write(1, b"noise")
+    if verb == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: pass
+    if verb == "main": assert threading.current_thread() is threading.main_thread()
+    if verb == "pid": return os.getpid()
+    if verb == "torch": return "torch" in sys.modules
+    if verb == "child": return subprocess.Popen(["sleep", "100"]).pid
+    if verb == "none": return None
+    return len(text)
+
+def score(data_source, solution_str, ground_truth, extra_info): return act(solution_str)
+
+async def ascore(data_source, solution_str, ground_truth, extra_info):
+    verb, _, rest = solution_str.partition(" ")
+    if verb == "wait": await asyncio.sleep(float(rest)); return 7
+    return act(solution_str)
+"""
+
+
+def prompt(**columns):
+    return Prompt(0, tokens_of([1]), "p", "d", "4", {}, columns)
+
+
+@asynccontextmanager
+async def pool_of(tmp_path, name="score", **changes):
+    (tmp_path / "functions.py").write_text(CODE)
+    pool = RewardPool(RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": 10.0} | changes))
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def outcomes(pool, *texts):
+    """For each call its score, or the reason of its error."""
+    answers = await asyncio.gather(*(pool.score(prompt(), [text]) for text in texts), return_exceptions=True)
+    return [a.reason if isinstance(a, RewardError) else a if isinstance(a, BaseException) else a[0].value for a in answers]
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{int(pid)}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid, within=5.0):
+    deadline = time.monotonic() + within
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_scores_come_back_in_order_over_several_workers(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, num_workers=2) as pool:
+            answers = await asyncio.gather(*(pool.score(prompt(), ["x" * i, "y"]) for i in range(200)))
+            assert answers == [[Score(float(i)), Score(1.0)] for i in range(200)]
+            assert await pool.score(prompt(), []) == []
+
+    asyncio.run(run())
+
+
+def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main_thread(tmp_path, capfd):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            assert await outcomes(pool, "print", "main", "torch") == [5, 4, 0]
+
+    asyncio.run(run())
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "noise" in captured.err
+
+
+@pytest.mark.parametrize("name", ["score", "ascore"])
+def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path, name):
+    async def run():
+        async with pool_of(tmp_path, name) as pool:
+            assert await outcomes(pool, "a", "raise x", "none", "sysexit", "bb") == [
+                1,
+                "exception",
+                "not_a_number",
+                "exception",
+                2,
+            ]
+            with pytest.raises(RewardError, match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError"):
+                await pool.score(prompt(), ["raise x"])
+            with pytest.raises(RewardError, match="not_sendable"):
+                await pool.score(prompt(bad=object()), ["a"])
+
+    asyncio.run(run())
+
+
+def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, timeout_s=0.5) as pool:
+            begun = time.monotonic()
+            assert await outcomes(pool, "a", "stubborn", "bb", "sleep 0.1", "ccc") == [1, "timeout", 2, 9, 3]
+            assert time.monotonic() - begun < 4
+
+    asyncio.run(run())
+
+
+def test_the_clock_of_a_queued_call_starts_when_it_runs(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, timeout_s=0.6) as pool:
+            assert await outcomes(pool, *["sleep 0.25"] * 6) == [10] * 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["score", "ascore"])
+@pytest.mark.parametrize("verb", ["exit", "segfault"])
+def test_a_worker_that_dies_fails_one_call_and_loses_none(tmp_path, name, verb):
+    async def run():
+        async with pool_of(tmp_path, name) as pool:
+            texts = ["a"] * 10 + [verb] + ["bb"] * 10
+            assert await outcomes(pool, *texts) == [1] * 10 + ["worker_died"] + [2] * 10
+            assert await outcomes(pool, "a", verb, "bb") == [1, "worker_died", 2]
+
+    asyncio.run(run())
+
+
+def test_the_death_of_a_worker_says_how(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            for verb, said in (("exit", "exit code 3"), ("segfault", "SIGSEGV")):
+                with pytest.raises(RewardError, match=said):
+                    await pool.score(prompt(), [verb])
+
+    asyncio.run(run())
+
+
+def test_workers_that_only_die_end_the_pool(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            ends = await outcomes(pool, *["exit"] * 8)
+            assert ends.count("worker_died") == 5
+            assert sum(isinstance(e, WorkerError) for e in ends) == 3
+            with pytest.raises(WorkerError, match="5 reward workers in a row died"):
+                await pool.score(prompt(), ["a"])
+
+    asyncio.run(run())
+
+
+def test_coroutines_run_together_up_to_the_limit(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, "ascore", max_concurrency=8) as pool:
+            await pool.start()
+            begun = time.monotonic()
+            assert await outcomes(pool, *["wait 0.3"] * 16) == [7] * 16
+            assert 0.6 <= time.monotonic() - begun < 1.2
+            assert await pool.score(prompt(), ["wait 0.01"] * 20) == [Score(7.0)] * 20
+
+    asyncio.run(run())
+
+
+def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, "ascore", timeout_s=0.4) as pool:
+            (before,) = await outcomes(pool, "pid")
+            assert await outcomes(pool, "wait 9", "wait 0.2", "a") == ["timeout", 7, 1]
+            assert await outcomes(pool, "pid") == [before]
+
+    asyncio.run(run())
+
+
+def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("millrace.rewards.process.GRACE_S", 0.2)
+
+    async def run():
+        async with pool_of(tmp_path, "ascore", timeout_s=0.3) as pool:
+            assert await outcomes(pool, "wait 0.1", "stubborn", "wait 0.2", "a") == [7, "timeout", 7, 1]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_leaves_the_others_alone(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            await pool.start()
+            lost = [asyncio.create_task(pool.score(prompt(), ["sleep 0.1"])) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            for task in lost:
+                task.cancel()
+            assert await outcomes(pool, "a") == [1]
+
+    asyncio.run(run())
+
+
+def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path):
+    async def run():
+        async with pool_of(tmp_path, "scores") as pool:
+            with pytest.raises(ConfigError, match=r"reward\.function = .*has no 'scores'.*functions\.py:score"):
+                await pool.start()
+            with pytest.raises(ConfigError):
+                await pool.score(prompt(), ["a"])
+
+    asyncio.run(run())
+
+
+def test_the_built_in_scorers_run_in_workers():
+    async def run():
+        for function, said in (("", "4"), ("math", "\\boxed{8/2}")):
+            pool = RewardPool(RewardConfig(function=function))
+            assert await pool.score(prompt(), [said, "5"]) == [Score(1.0), Score(0.0)]
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            worker, child = [int(p) for p in await outcomes(pool, "pid", "child")]
+            waiting = asyncio.create_task(pool.score(prompt(), ["sleep 30"]))
+            await asyncio.sleep(0.1)
+            await pool.close()
+            with pytest.raises(WorkerError, match="closed"):
+                await waiting
+            return worker, child
+
+    assert all(gone(pid) for pid in asyncio.run(run()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_killed_parent_leaves_no_worker(tmp_path):
+    (tmp_path / "functions.py").write_text(CODE)
+    parent = f'''
+import asyncio
+from millrace.config import RewardConfig
+from millrace.rewards.pool import RewardPool
+from millrace.types import Prompt, tokens_of
+
+async def main():
+    pool = RewardPool(RewardConfig(function="{tmp_path}/functions.py:score"))
+    prompt = Prompt(0, tokens_of([1]), "p", "d")
+    print(int((await pool.score(prompt, ["pid"]))[0].value), flush=True)
+    await pool.score(prompt, ["sleep 60"])
+
+asyncio.run(main())
+'''
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        worker = int(process.stdout.readline())
+        assert alive(worker)
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+    assert gone(worker)

@@ -1,0 +1,243 @@
+"""Episodes, samples and the pool: what an interruption keeps, what limits hold, where a request goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import RewardError
+from millrace.ports import RolloutEngine, RolloutStats, Turn
+from millrace.rollout.episode import request_seed, run_episode
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.types import Author, Prompt, Sample, SamplingParams, Score, Segment, Stop, Tokens, Trajectory, floats_of, tokens_of
+
+PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
+
+
+def said(tokens: Sequence[int], stop: Stop | None = Stop.EOS, version: int = 0) -> Segment:
+    return Segment(tokens_of(tokens), version=version, log_probs=floats_of([-1.0] * len(tokens)), stop=stop)
+
+
+@dataclass
+class Script:
+    """Draws what it was told to, and keeps what it was asked."""
+
+    answers: list[tuple[Segment, ...]]
+    asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+
+    async def __call__(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        self.asked.append((tokens.tolist(), params, session))
+        return self.answers[len(self.asked) - 1]
+
+
+@dataclass
+class Tool:
+    """Answers the first `turns` messages with two tokens."""
+
+    turns: int
+    heard: list[list[int]] = field(default_factory=list)
+    closed: int = 0
+
+    async def open(self, prompt: Prompt) -> Tokens:
+        return prompt.tokens
+
+    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+        self.heard.append([t for s in segments for t in s.tokens])
+        return Turn(tokens_of([90, 91])) if len(self.heard) <= self.turns else None
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def episode(script: Script, environment: Tool | SingleTurn, max_tokens: int = 10, **more: object) -> Trajectory:
+    return asyncio.run(run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more))  # type: ignore[arg-type]
+
+
+def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its_random_stream() -> None:
+    script = Script(
+        [(said([1, 2], Stop.INTERRUPTED),), (), (said([3], None, 1), said([4], Stop.INTERRUPTED, 2)), (said([5], version=3),)]
+    )
+    seen: list[Trajectory] = []
+    done = episode(script, SingleTurn(), on_progress=seen.append)
+    assert done.tokens.tolist() == [1, 2, 3, 4, 5] and done.stop is Stop.EOS and done.versions == (0, 1, 2, 3)
+    assert [(tokens, p.max_tokens, p.offset, p.seed) for tokens, p, _ in script.asked] == [
+        ([7, 8], 10, 0, 5), ([7, 8, 1, 2], 8, 2, 5), ([7, 8, 1, 2], 8, 2, 5), ([7, 8, 1, 2, 3, 4], 6, 4, 5),
+    ]  # fmt: skip
+    assert [t.num_tokens for t in seen] == [2, 2, 4] and not any(t.finished for t in seen)
+
+
+def test_a_kept_response_goes_on_where_it_stopped_after_a_restart() -> None:
+    kept = Trajectory((said([1, 2, 3], Stop.INTERRUPTED),))
+    script = Script([(said([4], version=6),)])
+    done = episode(script, SingleTurn(), so_far=kept)
+    assert done.segments[0] is kept.segments[0] and done.tokens.tolist() == [1, 2, 3, 4]
+    assert script.asked[0][1].offset == 3 and script.asked[0][1].max_tokens == 7
+
+
+def test_turns_of_the_environment_are_its_own_and_count_against_the_limit() -> None:
+    tool = Tool(2)
+    script = Script([(said([1, 2]),), (said([3]),), (said([4]),)])
+    done = episode(script, tool)
+    assert [(s.author, s.tokens.tolist(), s.stop) for s in done.segments] == [
+        (Author.POLICY, [1, 2], None), (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [3], None),
+        (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [4], Stop.EOS),
+    ]  # fmt: skip
+    assert script.asked[-1][0] == [7, 8, 1, 2, 90, 91, 3, 90, 91] and script.asked[-1][1].max_tokens == 3
+    assert tool.heard == [[1, 2], [3], [4]] and tool.closed == 1
+
+
+def test_a_turn_that_does_not_fit_ends_the_response_as_truncated() -> None:
+    """Two tokens are left and the turn has two: the policy could say nothing after it."""
+    done = episode(Script([(said([1, 2]),)]), Tool(1), max_tokens=4)
+    assert done.tokens.tolist() == [1, 2] and done.stop is Stop.LENGTH
+
+
+def test_a_truncated_response_gets_no_reply() -> None:
+    tool = Tool(5)
+    done = episode(Script([(said([1, 2, 3], Stop.LENGTH),)]), tool, max_tokens=3)
+    assert done.stop is Stop.LENGTH and tool.heard == [] and tool.closed == 1
+
+
+def test_an_environment_is_closed_when_drawing_fails() -> None:
+    tool = Tool(1)
+    with pytest.raises(IndexError):
+        episode(Script([]), tool)
+    assert tool.closed == 1
+
+
+@given(st.tuples(*[st.integers(0, 2**40)] * 3), st.tuples(*[st.integers(0, 2**40)] * 3))
+def test_every_trajectory_has_a_random_stream_of_its_own(a: tuple[int, int, int], b: tuple[int, int, int]) -> None:
+    assert (request_seed(*a) == request_seed(*b)) == (a == b)
+    assert 0 <= request_seed(*a) < 2**63 and request_seed(*a) == request_seed(*a)
+
+
+class Reward:
+    """Length of the text; None of them for "bad"."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        self.seen += completions
+        await asyncio.sleep(0)
+        if completions[0] == "2":
+            raise RewardError("timeout", "slow")
+        return [Score(float(len(c))) for c in completions]
+
+    async def close(self) -> None: ...
+
+
+def roller(reward: Reward, n: int = 3) -> SampleRoller:
+    return SampleRoller(
+        lambda prompt: SingleTurn(), reward, lambda tokens: ",".join(map(str, tokens)), SamplingParams(10), n, seed=1
+    )
+
+
+def roll(draw: Callable[..., object], reward: Reward, **more: object) -> Sample:
+    return asyncio.run(roller(reward).roll(draw, PROMPT, 4, **more))  # type: ignore[arg-type]
+
+
+def test_a_sample_has_n_scored_trajectories_with_streams_and_sessions_of_their_own() -> None:
+    script = Script([(said([i + 5]),) for i in range(3)])
+    drawn: list[int] = []
+    sample = roll(script, Reward(), on_drawn=lambda: drawn.append(1))
+    assert sample.admitted_version == 4 and sample.prompt is PROMPT and len(drawn) == 3
+    assert [t.score for t in sample.trajectories] == [Score(1.0)] * 3
+    assert [session for _, _, session in script.asked] == ["3/0", "3/1", "3/2"]
+    assert [p.seed for _, p, _ in script.asked] == [request_seed(1, 3, i) for i in range(3)]
+
+
+def test_finished_siblings_are_not_drawn_again_after_a_restart_but_scored() -> None:
+    reward, script = Reward(), Script([(said([9]),)])
+    progress = (Trajectory((said([1, 1]),)), Trajectory((said([6], Stop.INTERRUPTED),)), Trajectory((said([4]),)))
+    sample = roll(script, reward, progress=progress)
+    assert len(script.asked) == 1 and script.asked[0][0] == [7, 8, 6]
+    assert [t.tokens.tolist() for t in sample.trajectories] == [[1, 1], [6, 9], [4]]
+    assert sorted(reward.seen) == ["1,1", "4", "6,9"] and all(t.score for t in sample.trajectories)
+
+
+def test_progress_always_shows_all_trajectories() -> None:
+    script = Script([(said([1], Stop.INTERRUPTED),), (said([5]),), (said([6]),), (said([3]),)])
+    seen: list[tuple[Trajectory, ...]] = []
+    roll(script, Reward(), on_progress=seen.append)
+    assert all(len(trajectories) == 3 for trajectories in seen)
+    assert [t.tokens.tolist() for t in seen[-1]] == [[1, 5], [6], [3]]
+
+
+def test_a_sample_with_one_unscored_trajectory_fails_after_its_siblings_are_done() -> None:
+    reward = Reward()
+    with pytest.raises(RewardError, match="timeout: slow"):
+        roll(Script([(said([2]),), (said([5]),), (said([6]),)]), reward)
+    assert sorted(reward.seen) == ["2", "5", "6"]
+
+
+@dataclass
+class Engine:
+    """A replica whose requests end when told."""
+
+    running: list[asyncio.Future[tuple[Segment, ...]]] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        self.sessions.append(session)
+        self.running.append(asyncio.get_running_loop().create_future())
+        return await self.running[-1]
+
+    async def interrupt(self) -> None:
+        self.log.append("interrupt")
+
+    async def sleep(self) -> None:
+        self.log.append("sleep")
+
+    async def wake(self) -> None:
+        self.log.append("wake")
+
+    async def close(self) -> None:
+        self.log.append("close")
+
+    async def stats(self) -> RolloutStats:
+        return RolloutStats(1, 2, 3.0, 4)
+
+
+def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_at_home() -> None:
+    async def main() -> None:
+        engines = [Engine(), Engine()]
+        pool = RolloutPool(engines)
+        tasks = [asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), f"s{i}")) for i in range(4)]
+        await asyncio.sleep(0)
+        assert [e.sessions for e in engines] == [["s0", "s2"], ["s1", "s3"]]
+        for future in engines[1].running:
+            future.set_result((said([1]),))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), "s0"))
+        await asyncio.sleep(0)
+        assert engines[0].sessions[-1] == "s0", "replica 1 is idle, but the KV cache of s0 is here"
+        for task in [*tasks, again]:
+            task.cancel()
+        await asyncio.wait([*tasks, again])
+        assert pool._loads == [0, 0], "cancelled requests are no load"
+        for i in range(4):
+            pool.forget(f"s{i}")
+        assert not pool._homes
+
+    asyncio.run(main())
+
+
+def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
+    async def main() -> None:
+        engines: list[Engine] = [Engine(), Engine(), Engine()]
+        pool: RolloutEngine = RolloutPool(engines)
+        for action in (pool.interrupt, pool.sleep, pool.wake, pool.close):
+            await action()
+        assert all(e.log == ["interrupt", "sleep", "wake", "close"] for e in engines)
+        assert await pool.stats() == RolloutStats(3, 6, 9.0, 12)
+
+    asyncio.run(main())

@@ -1,0 +1,131 @@
+"""Worker processes of the local runtime: each death is told with name, cause and log, and none outlives its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.config import Config
+from millrace.errors import WorkerError
+from millrace.runtime import local
+from millrace.runtime.local import LocalRuntime
+from millrace.runtime.remote import all_of
+
+THREADS = {"trainer": 1, "rollout": 1}
+
+
+def runtime(folder: Path) -> LocalRuntime:
+    return LocalRuntime(folder, Config(), threads=THREADS, gpus=[])
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "millrace.runtime.host" in p.cmdline()]
+
+
+def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
+    """Stopped first, so that the call is surely under way when the kill comes."""
+
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        try:
+            killed, other = await asyncio.gather(
+                workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
+            )
+            process = next(p for p in children() if "rollout" in p.cmdline())
+            log = tmp_path / "rollout-0.log"
+            log.write_bytes(log.read_bytes() + b"its last words\n")
+            process.send_signal(signal.SIGSTOP)
+            call = asyncio.create_task(all_of([other, killed], "ping"))
+            await asyncio.sleep(0.1)
+            process.kill()
+            with pytest.raises(WorkerError) as caught:
+                await asyncio.wait_for(call, 10)
+            message = str(caught.value)
+            assert message.startswith(f"worker rollout-0 was killed by SIGKILL; its log is {log}")
+            assert message.endswith("its last words")
+            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+                await killed.call("ping")
+            await other.call("ping")
+        finally:
+            await workers.close()
+        assert not children(), "nothing is left after close"
+
+    asyncio.run(main())
+
+
+def test_after_close_no_worker_is_left_not_even_a_stopped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GOODBYE_S", 0.5)
+
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        peers = await asyncio.gather(*(workers.start(f"rollout-{i}", "rollout", i) for i in range(2)))
+        assert len(children()) == 2
+        children()[0].send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
+        pending = asyncio.create_task(peers[0].call("listen"))
+        await asyncio.sleep(0)
+        await workers.close()
+        assert not children()
+        with pytest.raises(WorkerError, match="the run is over"):
+            await pending
+
+    asyncio.run(main())
+
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from millrace.config import Config
+from millrace.runtime.local import LocalRuntime
+
+async def main():
+    workers = LocalRuntime(Path(sys.argv[1]), Config(), threads={"trainer": 1, "rollout": 1}, gpus=[])
+    await asyncio.gather(workers.start("trainer-0", "trainer", 0), workers.start("rollout-0", "rollout", 0))
+    print("up", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """Stopped workers too, which cannot see their socket close: the kernel ends them."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert driver.stdout is not None and driver.stdout.readline() == b"up\n"
+        workers = psutil.Process(driver.pid).children(recursive=True)
+        assert len(workers) == 2
+        workers[0].send_signal(signal.SIGSTOP)
+    finally:
+        driver.kill()
+        driver.communicate()
+    _, left = psutil.wait_procs(workers, timeout=5)
+    assert not left
+
+
+def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
+    """Its parent is then another process than the one that it was told of; its socket alone would keep it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "millrace.runtime.host", str(fd), "rollout", "1234567"]
+        assert subprocess.run(command, pass_fds=[fd], timeout=10).returncode == 1
+
+
+def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(tmp_path: Path) -> None:
+    async def main() -> None:
+        workers = LocalRuntime(tmp_path, Config(), threads={"nobody": 1}, gpus=[])
+        with pytest.raises(WorkerError) as caught:
+            await workers.start("nobody-0", "nobody", 0)
+        await workers.close()
+        first, *last_words = str(caught.value).splitlines()
+        assert first == f"worker nobody-0 ended with exit code 1; its log is {tmp_path / 'nobody-0.log'} (while it served ping)"
+        assert any("KeyError: 'nobody'" in line for line in last_words)
+
+    asyncio.run(main())

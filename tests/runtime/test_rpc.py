@@ -1,0 +1,275 @@
+"""Calls over a real socket pair: typed both ways, batched, and every failure arrives with a name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from millrace.errors import DeadlineError, RewardError, SyncError, WorkerError
+from millrace.ports import RolloutStats, StepReport, TrainBatch
+from millrace.runtime.host import HEADER, Host
+from millrace.runtime.rpc import Peer, read_frame
+from millrace.types import Author, Prompt, Sample, SamplingParams, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+
+
+@dataclass
+class Engine:
+    """What a worker serves in these tests."""
+
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: list[object] = field(default_factory=list)
+
+    async def echo(self, value: Any, params: SamplingParams) -> tuple[Any, SamplingParams]:
+        return value, params
+
+    async def segments(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        self.calls.append(segments)
+        return segments
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        self.calls.append(batch)
+        return StepReport(len(batch.samples), {"a": 0.1}, {"b": 2.0})
+
+    async def stats(self) -> RolloutStats:
+        return RolloutStats(1, 2, 3.5, 4)
+
+    async def number(self, value: int) -> int:
+        await asyncio.sleep(0)
+        return value
+
+    async def text(self) -> str:
+        return "no number"
+
+    async def hang(self) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def stray(self) -> None:
+        self._divide(0)
+
+    def _divide(self, by: int) -> float:
+        return 1 / by
+
+    async def refuse(self) -> None:
+        raise SyncError("replica 0 holds other weights")
+
+    async def unscored(self) -> None:
+        raise RewardError("timeout", "too slow")
+
+    async def unsendable(self) -> object:
+        return object()
+
+
+@dataclass
+class Root:
+    engine: Engine = field(default_factory=Engine)
+
+
+@dataclass
+class Wire:
+    """Both ends and the frames that passed."""
+
+    peer: Peer
+    root: Root
+    sent: list[bytes] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def wire(deadline_s: float = 20.0) -> AsyncIterator[Wire]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    far_reader, far_writer = await asyncio.open_connection(sock=theirs)
+
+    def send(frame: bytes) -> None:
+        w.sent.append(frame)
+        writer.write(HEADER.pack(len(frame)) + frame)
+
+    def reply(frame: bytes) -> None:
+        far_writer.write(HEADER.pack(len(frame)) + frame)
+
+    w = Wire(Peer("rollout-3", send, deadline_s=deadline_s), Root())
+
+    async def driver() -> None:
+        while True:
+            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            w.received.append(await reader.readexactly(length))
+            w.peer.receive(w.received[-1])
+
+    async def worker(group: asyncio.TaskGroup) -> None:
+        host = Host(w.root, reply, group)
+        while True:
+            (length,) = HEADER.unpack(await far_reader.readexactly(HEADER.size))
+            host.receive(await far_reader.readexactly(length))
+
+    async def both() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(driver())
+            group.create_task(worker(group))
+
+    task = asyncio.create_task(both())
+    try:
+        yield w
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        writer.close()
+        far_writer.close()
+
+
+def sample() -> Sample:
+    policy = Segment(tokens_of([1, -2, 2**31 - 1]), version=3, log_probs=floats_of([-0.5, 0.0, -1e-8]), stop=None)
+    tool = Segment(tokens_of([7]), Author.ENVIRONMENT)
+    last = Segment(tokens_of([]), version=4, stop=Stop.INTERRUPTED)
+    prompt = Prompt(5, tokens_of([9, 9]), "text ☃", "task", {"answer": [1, "2", None]}, {"k": 1.5}, {"column": True})
+    return Sample(prompt, (Trajectory((policy, tool, last), Score(0.5, {"format": 1.0})), Trajectory()), 2)
+
+
+def test_nouns_arrive_as_they_were_sent() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            segments = sample().trajectories[0].segments
+            assert await w.peer.call("engine.segments", (segments,), tuple[Segment, ...]) == segments
+            arrived = w.root.engine.calls[0][0]  # type: ignore[index]
+            assert isinstance(arrived, Segment) and arrived.tokens.typecode == "i" and arrived.log_probs.typecode == "f"
+            batch = TrainBatch((sample(),), 7)
+            report = await w.peer.call("engine.step", (batch,), StepReport)
+            assert report == StepReport(1, {"a": 0.1}, {"b": 2.0}) and w.root.engine.calls[1] == batch
+            assert await w.peer.call("engine.stats", (), RolloutStats) == RolloutStats(1, 2, 3.5, 4)
+            params = SamplingParams(5, 0.7, stop=("</answer>",), seed=2**62 + 1, offset=3, interruptible=False)
+            assert (await w.peer.call("engine.echo", (None, params), tuple[Any, SamplingParams]))[1] == params
+
+    asyncio.run(main())
+
+
+def test_calls_of_one_turn_travel_as_one_frame_and_so_do_their_replies() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            values = await asyncio.gather(*(w.peer.call("engine.number", (i,), int) for i in range(256)))
+            assert values == list(range(256))
+            assert [len(read_frame(f)) for f in w.sent] == [256]
+            assert [len(read_frame(f)) for f in w.received] == [256]
+
+    asyncio.run(main())
+
+
+def test_an_error_arrives_with_its_type_and_the_line_that_raised_it() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(WorkerError) as caught:
+                await w.peer.call("engine.stray")
+            first, *rest = str(caught.value).splitlines()
+            assert first == "rollout-3: engine.stray raised ZeroDivisionError: division by zero"
+            assert "return 1 / by" in "\n".join(rest) and "test_rpc.py" in "\n".join(rest)
+            assert await w.peer.call("engine.number", (1,), int) == 1, "the worker goes on"
+
+    asyncio.run(main())
+
+
+def test_millraces_own_errors_keep_their_type() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(SyncError, match=r"^rollout-3: replica 0 holds other weights$"):
+                await w.peer.call("engine.refuse")
+            with pytest.raises(WorkerError, match=r"engine\.unscored raised RewardError: timeout: too slow"):
+                await w.peer.call("engine.unscored")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "message"),
+    [
+        ("engine.number", ("three",), "ValidationError"),
+        ("engine.number", (), "ValidationError"),
+        ("engine._divide", (1,), "engine._divide is private"),
+        ("engine.nothing", (), "AttributeError"),
+        ("engine.unsendable", (), "cannot encode object"),
+    ],
+)
+def test_a_call_that_cannot_be_served_fails_alone(method: str, args: tuple[object, ...], message: str) -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(WorkerError, match=message):
+                await w.peer.call(method, args)
+            assert await w.peer.call("engine.number", (1,), int) == 1
+
+    asyncio.run(main())
+
+
+def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            wrong, right = await asyncio.wait_for(
+                asyncio.gather(
+                    w.peer.call("engine.text", (), int), w.peer.call("engine.number", (2,), int), return_exceptions=True
+                ),
+                5,
+            )
+            assert isinstance(
+                wrong, WorkerError
+            ) and "rollout-3: engine.text answered with something else than <class 'int'>" in str(wrong)
+            assert right == 2
+
+    asyncio.run(main())
+
+
+def test_arguments_that_cannot_travel_leave_nothing_behind() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(TypeError, match="cannot encode"):
+                await w.peer.call("engine.number", (object(),), int)
+            assert not w.peer._pending and not w.sent
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_call_frees_the_remote_task() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            call = asyncio.create_task(w.peer.call("engine.hang"))
+            await w.peer.call("engine.number", (1,), int)
+            assert not w.root.engine.cancelled.is_set()
+            call.cancel()
+            await asyncio.wait_for(w.root.engine.cancelled.wait(), 5)
+            assert call.cancelled() or call.done()
+
+    asyncio.run(main())
+
+
+def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"):
+                await w.peer.call("engine.hang", deadline_s=0.1)
+            await asyncio.wait_for(w.root.engine.cancelled.wait(), 5)
+
+    asyncio.run(main())
+
+
+def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            calls = [asyncio.create_task(w.peer.call("engine.hang")) for _ in range(3)]
+            await w.peer.call("engine.number", (1,), int)
+            w.peer.lose("worker rollout-3 was killed by SIGKILL")
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, WorkerError)
+                assert str(error) == "worker rollout-3 was killed by SIGKILL (while it served engine.hang)"
+            frames = len(w.sent)
+            with pytest.raises(WorkerError, match=r"^worker rollout-3 was killed by SIGKILL$"):
+                await w.peer.call("engine.number", (1,), int)
+            assert len(w.sent) == frames
+
+    asyncio.run(main())

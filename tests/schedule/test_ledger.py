@@ -1,0 +1,165 @@
+"""The Ledger under random walks: conservation, capacity, the lag bound, no deadlock, restore at any sync."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import codec
+from millrace.errors import LedgerError
+from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
+from millrace.schedule.schedule import Placement, Schedule
+from millrace.types import Prompt, Sample, tokens_of
+
+PROMPT = Prompt(0, tokens_of([1]), "1", "test")
+
+schedules = st.builds(
+    Schedule,
+    ppo_mini_batch_size=st.integers(1, 5),
+    require_batches=st.integers(1, 3),
+    trigger_parameter_sync_step=st.integers(1, 4),
+    staleness_threshold=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 3.7]),
+    placement=st.sampled_from(Placement),
+    lookahead=st.integers(1, 12),
+)
+
+
+def moves(ledger: Ledger) -> list[str]:
+    if ledger.sync_due():
+        return ["publish"]
+    found = ["admit"] * ledger.can_admit() + ["start"] * bool(ledger.ids(State.WAITING))
+    if ledger.ids(State.RUNNING):
+        found += ["finish", "finish", "finish", "drop"]
+    return found + ["train"] * bool(ledger.takeable())
+
+
+def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
+    """Do one move; the lags of what it trained."""
+    lags: list[int] = []
+    if move == "admit":
+        ledger.admit(Prompt(ledger.admitted, PROMPT.tokens, "", "test"))
+    elif move == "start":
+        ledger.start(rng.choice(ledger.ids(State.WAITING)))
+    elif move == "finish":
+        i = rng.choice(ledger.ids(State.RUNNING))
+        ledger.finish(i, Sample(PROMPT, ()))
+    elif move == "drop":
+        ledger.drop(rng.choice(ledger.ids(State.RUNNING)), rng.choice(["a", "b"]))
+    elif move == "publish":
+        ledger.published()
+    else:
+        lags = [ledger.lag(i) for i in ledger.takeable()]
+        ledger.take()
+        ledger.trained()
+    return lags
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedule=schedules, limit=st.one_of(st.none(), st.integers(1, 120)), seed=st.integers(0, 2**32))
+def test_any_walk_of_legal_moves_keeps_every_promise(schedule: Schedule, limit: int | None, seed: int) -> None:
+    rng = random.Random(seed)
+    ledger, worst, trained = Ledger(schedule, limit), 0, 0
+    for _ in range(500):
+        possible = moves(ledger)
+        if not possible:
+            break
+        lags = make(ledger, rng.choice(possible), rng)
+        worst, trained = max([worst, *lags]), trained + len(lags)
+        ledger.check()
+        assert ledger.held <= schedule.capacity
+        if not ledger.count(State.TAKEN, State.TRAINED) and rng.random() < 0.1:
+            snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
+            ledger = Ledger.restore(schedule, snapshot, limit)
+            ledger.check()
+    for _ in range(2000):  # from wherever the walk has led, a run without drops trains: no deadlock
+        helpful = [m for m in moves(ledger) if m != "drop"]
+        if trained or not helpful:
+            break
+        lags = make(ledger, rng.choice(helpful), rng)
+        worst, trained = max([worst, *lags]), trained + len(lags)
+    assert worst <= schedule.lag_bound
+    assert trained > 0
+    if not moves(ledger):  # a walk only ends when the run does: no deadlock
+        assert limit is not None and ledger.done() and ledger.retired == limit == trained
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=schedules, seed=st.integers(0, 2**32))
+def test_the_lag_bound_is_met_by_an_adversary(schedule: Schedule, seed: int) -> None:
+    """The oldest sample finishes last whenever it may: still within the bound."""
+    ledger, worst = Ledger(schedule), 0
+    rng = random.Random(seed)
+    for _ in range(400):
+        if ledger.sync_due():
+            ledger.published()
+        elif ledger.takeable():
+            worst = max([worst, *(ledger.lag(i) for i in ledger.takeable())])
+            ledger.take()
+            ledger.trained()
+        elif ledger.can_admit():
+            ledger.start(ledger.admit(PROMPT))
+        else:
+            running = ledger.ids(State.RUNNING)
+            ledger.finish(running[-1] if rng.random() < 0.9 else running[0], Sample(PROMPT, ()))
+    assert worst <= schedule.lag_bound
+
+
+def test_illegal_moves_name_the_state_found_and_the_state_expected() -> None:
+    ledger = Ledger(Schedule(ppo_mini_batch_size=1))
+    i = ledger.admit(PROMPT)
+    with pytest.raises(LedgerError, match="sample 0 is waiting, expected running"):
+        ledger.finish(i, Sample(PROMPT, ()))
+    with pytest.raises(LedgerError, match="without a free slot"):
+        ledger.admit(PROMPT)
+    with pytest.raises(LedgerError, match="nothing is taken"):
+        ledger.trained()
+    with pytest.raises(LedgerError, match="expected something trained"):
+        ledger.published()
+    ledger.start(i)
+    ledger.finish(i, Sample(PROMPT, ()))
+    ledger.take()
+    with pytest.raises(LedgerError, match="sample 0 is taken"):
+        ledger.drop(i, "late")
+    with pytest.raises(LedgerError, match="middle of a window"):
+        ledger.snapshot()
+
+
+def test_a_colocated_window_is_takeable_only_whole() -> None:
+    ledger = Ledger(Schedule(ppo_mini_batch_size=2, trigger_parameter_sync_step=2, placement=Placement.COLOCATED))
+    for _ in range(4):
+        ledger.start(ledger.admit(PROMPT))
+    for i in range(3):
+        ledger.finish(i, Sample(PROMPT, ()))
+        assert not ledger.takeable()
+    ledger.finish(3, Sample(PROMPT, ()))
+    assert ledger.takeable() == [0, 1]
+
+
+def test_closing_ends_the_run_with_what_is_held() -> None:
+    ledger = Ledger(Schedule(ppo_mini_batch_size=4), limit=100)
+    for _ in range(3):
+        ledger.start(ledger.admit(PROMPT))
+    ledger.close()
+    assert not ledger.can_admit() and ledger.remaining() == 3
+    ledger.drop(1, "error")
+    for i in (0, 2):
+        ledger.finish(i, Sample(PROMPT, ()))
+    assert ledger.takeable() == [0, 2]
+    ledger.take()
+    ledger.trained()
+    assert ledger.sync_due()
+    ledger.published()
+    assert ledger.done()
+
+
+def test_a_smaller_capacity_after_a_restart_is_reached_by_waiting() -> None:
+    big, small = Schedule(ppo_mini_batch_size=4, staleness_threshold=1.0), Schedule(ppo_mini_batch_size=4)
+    ledger = Ledger(big)
+    while ledger.can_admit():
+        ledger.admit(PROMPT)
+    restored = Ledger.restore(small, ledger.snapshot())
+    restored.check()
+    assert restored.held == 8 and not restored.can_admit()

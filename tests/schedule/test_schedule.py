@@ -1,0 +1,66 @@
+"""The arithmetic of the Schedule, against the recipes' worked examples."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.schedule.order import choose
+from millrace.schedule.route import route
+from millrace.schedule.schedule import Schedule
+
+
+def test_the_recipes_worked_examples() -> None:
+    """7B on 64 + 64: mini 32, 4 batches, trigger 4, staleness 0.5; 4 + 4: staleness 0.1 (fully-async recipe)."""
+    large = Schedule(ppo_mini_batch_size=32, require_batches=4, trigger_parameter_sync_step=4, staleness_threshold=0.5)
+    assert (large.step_size, large.window, large.capacity) == (128, 512, 768)
+    small = Schedule(ppo_mini_batch_size=32, require_batches=4, trigger_parameter_sync_step=4, staleness_threshold=0.1)
+    assert small.capacity == 563
+    assert small.optimizer_steps(512) == 16
+
+
+def test_lag_bounds_of_the_modes() -> None:
+    assert Schedule(ppo_mini_batch_size=8).lag_bound == 0
+    assert Schedule(ppo_mini_batch_size=8, staleness_threshold=1).lag_bound == 1
+    assert Schedule(ppo_mini_batch_size=8, staleness_threshold=4).lag_bound == 4
+    assert Schedule(ppo_mini_batch_size=8, staleness_threshold=1, lookahead=9).lag_bound == 2
+
+
+@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 1000), st.integers(1, 3))
+def test_steps_are_counted_as_they_are_taken(mini: int, batches: int, trigger: int, samples: int, epochs: int) -> None:
+    schedule = Schedule(ppo_mini_batch_size=mini, require_batches=batches, trigger_parameter_sync_step=trigger)
+    left, steps, local = samples, 0, 0
+    while left:
+        take = min(left, schedule.step_size)
+        steps += epochs * -(-take // mini)
+        local, left = local + 1, left - take
+    assert schedule.optimizer_steps(samples, epochs) == steps
+    assert schedule.local_steps(samples) == local
+    assert schedule.versions(samples) == -(-samples // schedule.window)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.7])
+def test_capacity_is_not_lost_to_floating_point(share: float) -> None:
+    assert Schedule(ppo_mini_batch_size=10, staleness_threshold=share).capacity == round(10 * (1 + share))
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 10), st.integers(1, 10))
+def test_order_never_passes_over_a_sample_by_more_than_the_lookahead(ready: list[bool], count: int, lookahead: int) -> None:
+    chosen = choose(list(enumerate(ready)), count, lookahead)
+    assert len(chosen) in (0, count) and len(set(chosen)) == len(chosen) and all(ready[i] for i in chosen)
+    taken: set[int] = set()
+    for i in chosen:
+        oldest = min(set(range(len(ready))) - taken)
+        assert i < oldest + lookahead
+        taken.add(i)
+    if lookahead == 1 and chosen:
+        assert chosen == list(range(count))
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5))
+def test_routing_is_least_loaded_unless_home_is_near(loads: list[int], home: int) -> None:
+    homes = {"s": home % len(loads)}
+    assert loads[route("new", loads, homes)] == min(loads)
+    chosen = route("s", loads, homes)
+    assert chosen == homes["s"] or loads[homes["s"]] - loads[chosen] >= 8

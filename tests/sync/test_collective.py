@@ -1,0 +1,285 @@
+"""The weight sync over real gloo groups: what is sent is what is served, and whatever is not is never served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.config import Config
+from millrace.errors import SyncError
+from millrace.ports import TransferReport
+from millrace.sync import collective
+from millrace.sync.buckets import specs_of
+from millrace.sync.collective import Receiver, Sender
+
+TRAINERS, REPLICAS = 2, 2
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def model(seed: int) -> dict[str, Tensor]:
+    """Tensors of several dtypes, in more buckets of 1 MiB than there are ranks; the first of them fills one alone."""
+    noise = torch.Generator().manual_seed(seed)
+    shapes = {
+        "embed": (700, 512),
+        "layer.0.w": (300, 200),
+        "layer.0.b": (200,),
+        "layer.1.w": (512, 400),
+        "layer.1.b": (7,),
+        "norm": (),
+    }
+    tensors = {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+    return tensors | {"head": torch.randn(511, 301, generator=noise).to(torch.bfloat16)}
+
+
+@dataclass
+class Source:
+    """A trainer rank's weights."""
+
+    tensors: dict[str, Tensor]
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+
+@dataclass
+class Holder:
+    """A replica whose swap copies, as it should."""
+
+    live: dict[str, Tensor]
+    version: int = 0
+    swaps: list[int] = field(default_factory=list)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.live
+
+    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
+        for name, tensor in self.live.items():
+            tensor.copy_(staged[name])
+        self.version = version
+        self.swaps.append(version)
+        return 0.25
+
+
+class Deaf(Holder):
+    """A replica that says it took the new weights and serves the old ones."""
+
+    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
+        self.version = version
+        return 0.0
+
+
+class Forgetful(Holder):
+    """A replica that takes all new tensors but one."""
+
+    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
+        kept = self.live["layer.0.b"].clone()
+        paused = await super().swap(version, staged)
+        self.live["layer.0.b"].copy_(kept)
+        return paused
+
+
+@dataclass
+class Fleet:
+    sources: list[Source]
+    holders: list[Holder]
+    senders: list[Sender]
+    receivers: list[Receiver]
+
+    async def transfer(self, version: int) -> tuple[list[TransferReport], list[TransferReport]]:
+        """Senders block where they are called, as in a process of their own: here each has a thread."""
+        sent = [asyncio.to_thread(asyncio.run, s.transfer(version)) for s in self.senders]  # type: ignore[arg-type]
+        received = [r.transfer(version) for r in self.receivers]
+        reports = await asyncio.gather(*sent, *received, return_exceptions=True)
+        for report in reports:
+            if isinstance(report, BaseException):
+                raise report
+        return reports[: len(sent)], reports[len(sent) :]  # type: ignore[return-value]
+
+    async def activate(self, version: int) -> list[float]:
+        return list(await asyncio.gather(*(r.activate(version) for r in self.receivers)))
+
+
+@asynccontextmanager
+async def fleet(
+    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)), trainer: dict[str, Tensor] | None = None
+) -> AsyncIterator[Fleet]:
+    """Two trainer ranks and two replicas, connected as workers connect."""
+    config = Config(
+        trainer={"n_gpus_per_node": TRAINERS}, rollout={"n_gpus_per_node": REPLICAS}, sync={"bucket_mb": 1, "timeout_s": 20}
+    )
+    store = dist.HashStore()
+    sources = [Source(trainer if trainer is not None else model(1)) for _ in range(TRAINERS)]
+    replicas = [holders(i) for i in range(REPLICAS)]
+    joined = await asyncio.gather(
+        *(Sender.join(source, store, rank, config) for rank, source in enumerate(sources)),
+        *(Receiver.join(holder, store, i, config) for i, holder in enumerate(replicas)),
+    )
+    yield Fleet(sources, replicas, list(joined[:TRAINERS]), list(joined[TRAINERS:]))  # type: ignore[arg-type]
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            for version in (0, 1, 2):
+                new = model(50 + version)
+                for source in f.sources:
+                    source.tensors = new
+                before = [{k: t.clone() for k, t in h.live.items()} for h in f.holders]
+                sent, received = await f.transfer(version)
+                assert all(equal(h.live, b) for h, b in zip(f.holders, before, strict=True)), "a transfer touches nothing live"
+                paused = await f.activate(version)
+                assert all(equal(h.live, new) and h.version == version for h in f.holders)
+                size = sum(t.numel() * t.element_size() for t in new.values())
+                assert all(size <= r.bytes < size + 16 * len(new) for r in received)
+                assert sum(s.bytes for s in sent) == received[0].bytes and min(s.bytes for s in sent) > 0, "ranks share the work"
+                assert all(r.seconds > 0 for r in [*sent, *received])
+                assert all(0 < p < 5 for p in paused)
+            assert [h.swaps for h in f.holders] == [[0, 1, 2]] * 2
+
+    asyncio.run(main())
+
+
+def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer() -> None:
+    """A replica that waited 0.2 s for its turn, and stood still for none of it, does not report it as a pause."""
+
+    class Waiting(Holder):
+        async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
+            await asyncio.sleep(0.2)
+            await super().swap(version, staged)
+            return 0.001
+
+    async def main() -> None:
+        async with fleet(lambda i: Waiting(model(i))) as f:
+            await f.transfer(1)
+            assert max(await f.activate(1)) < 0.15
+
+    asyncio.run(main())
+
+
+def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            await f.transfer(1)
+            f.receivers[1]._staged["layer.1.w"].view(torch.int32)[3, 5] ^= 1
+            await f.receivers[0].activate(1)
+            with pytest.raises(SyncError, match=r"replica 1: live weights of version 1 are not the trainer's: layer\.1\.w"):
+                await f.receivers[1].activate(1)
+            with pytest.raises(SyncError, match="replica 1 is told to serve version 1, but holds None"):
+                await f.receivers[1].activate(1)
+
+    asyncio.run(main())
+
+
+def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's checksums are of what it meant to send: one bit of one bucket is flipped after they are taken."""
+    honest = collective._broadcast
+
+    def flips(group: Any, tensor: Tensor) -> None:
+        if group is broken and tensor.dtype == torch.uint8:
+            tensor[1000] ^= 4
+        honest(group, tensor)
+
+    async def main() -> None:
+        nonlocal broken
+        async with fleet() as f:
+            broken = f.senders[1]._group
+            monkeypatch.setattr(collective, "_broadcast", flips)
+            with pytest.raises(SyncError, match=r"replica \d: received weights of version 4 are not the trainer's: layer\.0\.w"):
+                await f.transfer(4)
+            for i, receiver in enumerate(f.receivers):
+                with pytest.raises(SyncError, match=f"replica {i} is told to serve version 4, but holds None"):
+                    await receiver.activate(4)
+            assert all(not h.swaps for h in f.holders)
+
+    broken: Any = None
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Deaf, "embed and 6 more tensors"), (Forgetful, "layer.0.b differ")])
+def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(kind: type[Holder], named: str) -> None:
+    """The trap of engines that confirm an update and serve the old weights: the proof is on live tensors, not on a message."""
+
+    async def main() -> None:
+        async with fleet(lambda i: kind(model(9)) if i == 0 else Holder(model(9))) as f:
+            await f.transfer(1)
+            with pytest.raises(SyncError, match=r"replica 0: live weights of version 1") as caught:
+                await f.receivers[0].activate(1)
+            assert named in str(caught.value)
+            await f.receivers[1].activate(1)
+
+    asyncio.run(main())
+
+
+def test_a_replica_refuses_a_version_that_it_does_not_hold() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            with pytest.raises(SyncError, match="replica 0 is told to serve version 0, but holds None"):
+                await f.receivers[0].activate(0)
+            await f.transfer(1)
+            with pytest.raises(SyncError, match="replica 0 is told to serve version 2, but holds 1"):
+                await f.receivers[0].activate(2)
+            assert all(not h.swaps for h in f.holders)
+
+    asyncio.run(main())
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layer.0.b", "layer.0.bias"): t for name, t in tensors.items()}
+
+
+def reshaped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"layer.1.w": torch.zeros(400, 512)}
+
+
+def retyped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"head": tensors["head"].float()}
+
+
+def shorter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(list(tensors.items())[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (renamed, r"replica 0 has layer\.0\.bias float32\[200\] where the trainer has layer\.0\.b float32\[200\]"),
+        (reshaped, r"replica 0 has layer\.1\.w float32\[400, 512\] where the trainer has layer\.1\.w float32\[512, 400\]"),
+        (retyped, r"replica 0 has head float32\[511, 301\] where the trainer has head bfloat16\[511, 301\]"),
+        (shorter, "replica 0 has 6 tensors, the trainer 7"),
+    ],
+)
+def test_models_that_differ_are_refused_by_replica_and_tensor(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    store = dist.HashStore()
+    store.set(collective._PLAN, msgspec.json.encode(specs_of(model(0))))  # the rest of Sender.join waits for the replicas
+    with pytest.raises(SyncError, match=message):
+        asyncio.run(Receiver.join(Holder(change(model(0))), store, 0, Config(sync={"timeout_s": 5})))
+
+
+def test_a_trainer_that_sends_another_order_than_planned_is_refused() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            source = f.sources[0]
+            source.tensors = dict(reversed(source.tensors.items()))
+            with pytest.raises(SyncError, match=r"the train engine sends head where the plan has embed"):
+                await f.senders[0].transfer(1)
+
+    asyncio.run(main())

@@ -1,0 +1,155 @@
+"""One tensor of one replica goes wrong in a training that is real but for its processes: the run ends, with both their names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.config import Config, ModelShape
+from millrace.engines import fsdp_train, torch_rollout
+from millrace.engines.model import eos_ids, load_model, write_shape
+from millrace.engines.torch_rollout import TorchRolloutEngine
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import SyncError
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.ports import TransferReport
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger
+from millrace.sync.collective import Receiver, Sender
+from millrace.types import Prompt, SamplingParams, Score, tokens_of
+from tests.pipeline.simulated import Record
+
+SHAPE = ModelShape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+BROKEN = "model.layers.1.mlp.up_proj.weight"
+
+
+class OldTensor(TorchRolloutEngine):
+    """From version `since` on, its swap leaves one tensor as it was, and says nothing of it."""
+
+    since = 2
+
+    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
+        live = self.weights()
+        return await super().swap(version, {**staged, BROKEN: live[BROKEN].clone()} if version >= self.since else staged)
+
+
+class Sync:
+    """The worker's two ends without workers: what remote.py calls."""
+
+    def __init__(self, sender: Sender, receivers: Sequence[Receiver]) -> None:
+        self.sender = sender
+        self.receivers = receivers
+
+    async def transfer(self, version: int) -> TransferReport:
+        sending = asyncio.to_thread(asyncio.run, self.sender.transfer(version))  # type: ignore[arg-type]
+        reports = await asyncio.gather(sending, *(r.transfer(version) for r in self.receivers))
+        return reports[0]  # type: ignore[return-value]
+
+    async def activate(self, version: int) -> float:
+        return max(await asyncio.gather(*(r.activate(version) for r in self.receivers)))
+
+    async def close(self) -> None: ...
+
+
+class Prompts:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index, tokens_of([2 + index % 5, 3]), "", "d")
+
+
+class Reward:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        return [Score(float(len(text) % 2)) for text in completions]
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+
+
+def config(**schedule: object) -> Config:
+    return Config(
+        trainer={"device": "cpu"},
+        rollout={"n": 2, "n_gpus_per_node": 2, "max_prompt_length": 8, "max_response_length": 8, "max_num_seqs": 16},
+        actor={"ppo_mini_batch_size": 2, "optim": {"lr": 1e-2}},
+        async_training=schedule,
+        sync={"timeout_s": 20},
+    )
+
+
+async def train(
+    folder: str, c: Config, second: type[TorchRolloutEngine], samples: int = 12
+) -> tuple[Record, list[TorchRolloutEngine]]:
+    """A run with two replicas, the second one of class `second`."""
+    engine = fsdp_train.build(c, folder, rank=0, world_size=1)
+    engine.begin(c.actor.optim, samples)
+    model = load_model(folder, seed=9, dtype="float32")  # other weights than the trainer's, which the first sync brings
+    broken = second(model, eos_ids=eos_ids(model), slots=16, max_len=16)
+    replicas = [torch_rollout.build(c, folder), broken]
+    store = dist.HashStore()
+    joined = await asyncio.gather(
+        Sender.join(engine, store, 0, c), *(Receiver.join(replica, store, i, c) for i, replica in enumerate(replicas))
+    )
+    ledger = Ledger(c.schedule, samples)
+    queue = SampleQueue(ledger, deadline_s=30)
+    roller = SampleRoller(lambda p: SingleTurn(), Reward(), lambda tokens: " " * sum(tokens), SamplingParams(8), 2, seed=0)
+    rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record()
+    sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]
+    trainer = Trainer(queue, rollouter, engine, sync, record, Stopwatch(asyncio.get_running_loop().time))
+    await trainer.begin()
+    try:
+        assert await run_pipeline(rollouter, trainer)
+    finally:
+        records.append(record)
+    for name, tensor in engine.full_weights():
+        assert all(torch.equal(replica.weights()[name], tensor) for replica in replicas), name
+    return record, replicas
+
+
+records: list[Record] = []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    records.clear()
+    write_shape(tmp_path, SHAPE, vocab_size=24, eos_token_id=1, max_position_embeddings=64)
+    return str(tmp_path)
+
+
+def leaf(error: BaseException) -> BaseException:
+    return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@pytest.mark.parametrize("on_sync", ["drain", "interrupt", "swap"])
+def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_sync: str) -> None:
+    record, replicas = asyncio.run(train(model, config(on_sync=on_sync, staleness_threshold=0.5), TorchRolloutEngine))
+    assert [r.version for r in replicas] == [6, 6] and len(record.rows) == 6
+
+
+@pytest.mark.parametrize("on_sync", ["drain", "interrupt", "swap"])
+def test_a_replica_that_keeps_one_old_tensor_ends_the_run_before_its_version_counts(model: str, on_sync: str) -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(train(model, config(on_sync=on_sync, staleness_threshold=0.5), OldTensor))
+    cause = leaf(caught.value)
+    assert isinstance(cause, SyncError)
+    assert f"replica 1: live weights of version 2 are not the trainer's: {BROKEN} differ in checksum" in str(cause)
+    assert [row["version"] for row in records[0].rows] == [1] and len(records[0].cuts) == 1
+
+
+def test_a_broken_replica_is_found_by_the_first_sync_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OldTensor, "since", 0)
+    with pytest.raises(SyncError, match="replica 1: live weights of version 0"):
+        asyncio.run(train(model, config(), OldTensor))

@@ -1,0 +1,170 @@
+"""The command line: what it teaches, what it prints for programs, and the exit codes that it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace import __version__, cli, recipe
+
+QUICKSTART = str(Path(__file__).parent.parent / "recipes" / "quickstart.yaml")
+SMALL = ["data.train_files=['task:copy?size=100']", "data.val_files=[]", "model.shape.hidden_size=16"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Runs `millrace ARGUMENTS` in an empty folder, in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def test_version(run):
+    assert run("--version") == (0, f"millrace {__version__}\n", "")
+
+
+def test_the_command_is_installed():
+    command = Path(sys.executable).parent / "millrace"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"millrace {__version__}\n", "")
+
+
+def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for part in ("millrace train recipes/quickstart.yaml", "key=value", "--help-config", "130 or 143"):
+        assert part in out
+    for command in ("train", "sft", "eval", "export", "ledger", "doctor"):
+        assert f" {command} " in out
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "ledger", "doctor"])
+def test_every_command_has_help(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0 and f"millrace {command}" in out and "--json" in out
+
+
+def test_help_config_prints_every_key(run):
+    code, out, _ = run("train", "--help-config")
+    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert code == 0 and {key for key, _ in recipe.all_keys()} <= shown
+    code, out, _ = run("train", "--help-config", "--json")
+    keys = json.loads(out)
+    assert code == 0 and list(keys) == [key for key, _ in recipe.all_keys()]
+    assert all(set(value) == {"type", "default", "meaning"} and value["meaning"] for value in keys.values())
+
+
+def test_a_dry_run_prints_the_configuration_and_every_derived_number(run, tmp_path):
+    code, out, err = run("train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    printed = json.loads(out.splitlines()[-1])
+    assert set(printed) == {"config", "derived"}
+    assert printed["config"] == recipe.load(QUICKSTART, [*SMALL, "trainer.total_epochs=3"]).model_dump(mode="json")
+    assert printed["derived"] == {
+        "window": 64,
+        "capacity": 96,
+        "lag_bound": 2,
+        "lookahead": 64,
+        "versions": 5,
+        "optimizer_steps": 10,
+        "lr_horizon": 10,
+        "samples": 300,
+        "trajectories": 2400,
+        "nodes_needed": 1,
+    }
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(run, tmp_path):
+    code, out, _ = run("train", QUICKSTART, *SMALL, "--dry-run")
+    lines = out.splitlines()
+    title = next(n for n, line in enumerate(lines) if line.strip() == "derived")
+    (tmp_path / "again.yaml").write_text("\n".join(lines[:title]))
+    assert code == 0 and recipe.load(tmp_path / "again.yaml") == recipe.load(QUICKSTART, SMALL)
+    assert ["capacity", "96"] in [line.split() for line in lines[title:]]
+
+
+def test_a_dry_run_checks_the_data_too(run):
+    code, out, err = run("train", QUICKSTART, "data.train_files=[nowhere.jsonl]", "--dry-run")
+    assert (code, out) == (2, "") and err.startswith("error: data.train_files = 'nowhere.jsonl': no such file")
+
+
+def test_a_command_without_arguments_says_what_is_missing(run):
+    code, _, err = run("train")
+    assert code == 2 and "RECIPE is missing, for example recipes/quickstart.yaml" in err
+    assert run("ledger")[0] == 2
+    assert run("no-such-command")[0] == 2
+    assert run("train", QUICKSTART, "--no-such-option")[0] == 2
+
+
+def test_sft_without_steps_is_refused(run):
+    code, _, err = run("sft", QUICKSTART, "sft.steps=0")
+    assert code == 2 and err == "error: sft.steps = 0: there is nothing to do. Fix: sft.steps=200.\n"
+
+
+def test_a_ledger_of_what_is_no_run_is_refused(run, tmp_path):
+    for folder in ("nowhere", "."):
+        code, out, err = run("ledger", folder)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: RUN = {folder!r}: has no history.jsonl: not a run folder. Fix: ")
+
+
+def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ()) -> None:
+    lines: list[dict] = [{"event": "start", "attempt": 1, "version": 0}]
+    for version, samples in enumerate(trained, 1):
+        admitted = sum(map(len, trained[:version])) + len(held)
+        lines.append({"event": "version", "attempt": 1, "version": version, "admitted": admitted, "trained": samples})
+    lines.append({**lines[-1], "event": "end", "trained": [], "held": list(held), "complete": True})
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(run, tmp_path):
+    write_history(tmp_path, [0, 1], [2, 3])
+    code, out, _ = run("ledger", ".", "--json")
+    found = json.loads(out)
+    assert code == 0 and (found["admitted"], found["trained"], found["lost"], found["trained_twice"]) == (4, 4, 0, 0)
+    write_history(tmp_path, [0, 1], [1, 3])
+    code, out, _ = run("ledger", ".", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["trained_twice"] == 1
+
+
+def test_the_doctor_reports_as_json_and_as_a_table(run):
+    code, out, _ = run("doctor", "--json")
+    report = json.loads(out)
+    names = {check["name"] for check in report["checks"]}
+    assert {"Python", "torch", "transformers", "pydantic"} <= names
+    assert all(set(check) == {"name", "state", "found", "fix"} for check in report["checks"])
+    assert all(check["fix"] for check in report["checks"] if check["state"] == "bad")
+    assert report["complete"] == all(check["state"] != "bad" for check in report["checks"]) == (code == 0)
+    again, table, _ = run("doctor")
+    assert again == code and "Python" in table
+
+
+def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(recipe, "load", broken)
+    code, _, err = run("train", QUICKSTART)
+    assert code == 1 and "Traceback" in err and err.endswith("\nerror: RuntimeError: no such luck\n")
+
+
+def test_the_first_cause_of_a_group_is_no_mere_cancellation():
+    import asyncio
+
+    cause = ValueError("it")
+    inner = BaseExceptionGroup("inner", [asyncio.CancelledError(), cause])
+    assert cli.first_cause(BaseExceptionGroup("outer", [asyncio.CancelledError(), inner])) is cause
+    assert cli.first_cause(cause) is cause

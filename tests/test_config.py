@@ -1,0 +1,177 @@
+"""The configuration: every key explained, every derived number true, and nothing that contradicts itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from millrace import recipe
+from millrace.config import MODES, Config, nodes_needed
+from millrace.errors import ConfigError
+
+
+def make(**sections) -> Config:
+    return Config.model_validate(sections)
+
+
+@pytest.mark.parametrize(("key", "field"), list(recipe.all_keys()), ids=lambda v: v if isinstance(v, str) else "")
+def test_every_key_has_a_docstring_of_a_sentence(key, field):
+    assert field.description and field.description.strip().endswith(".") and len(field.description) >= 6
+
+
+def test_describe_has_every_key_with_type_and_default():
+    described = {key: (kind, default) for key, kind, default, _ in recipe.describe()}
+    assert list(described) == [key for key, _ in recipe.all_keys()]
+
+    def leaves(tree, prefix=""):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+
+    with_type = {key for key, (kind, _) in described.items() if kind}
+    assert with_type == set(leaves(Config().model_dump(mode="json")))
+    assert described["rollout.n"] == ("int", "8")
+    assert described["data.train_files"] == ("list of str", "[]")
+    assert described["async_training.on_sync"] == ("drain | interrupt | swap", "drain")
+    assert described["model.trust_remote_code"] == ("bool", "false")
+    assert described["actor.optim.betas"] == ("[float, float]", "[0.9, 0.999]")
+    assert described["model.path"] == ("str", '""')
+
+
+def test_the_defaults_are_a_configuration_and_survive_json():
+    assert Config.model_validate(Config().model_dump(mode="json")) == Config()
+    with pytest.raises(ValidationError):
+        Config().name = "other"  # frozen
+
+
+counts = st.integers(1, 40)
+
+
+@given(
+    mini=counts,
+    require=counts,
+    trigger=counts,
+    staleness=st.floats(0, 8),
+    samples=st.integers(1, 5000),
+    epochs=st.integers(1, 4),
+    passes=st.integers(0, 3),
+    rows=st.integers(1, 1000),
+    n=st.integers(2, 16),
+)
+def test_derived_numbers_follow_from_the_keys(mini, require, trigger, staleness, samples, epochs, passes, rows, n):
+    config = make(
+        actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs},
+        async_training={
+            "require_batches": require,
+            "trigger_parameter_sync_step": trigger,
+            "staleness_threshold": staleness,
+        },
+        rollout={"total_rollout_steps": samples, "n": n},
+        trainer={"total_epochs": passes},
+    )
+    derived = config.derived(rows)
+    window = mini * require * trigger
+    assert derived.window == window
+    assert window <= derived.capacity <= (1 + staleness) * window + 1e-6
+    assert derived.capacity > (1 + staleness) * window - 1
+    assert derived.samples == (min(samples, passes * rows) if passes else samples)
+    assert derived.trajectories == derived.samples * n
+    assert (derived.versions - 1) * window < derived.samples <= derived.versions * window
+    assert derived.lr_horizon == derived.optimizer_steps
+    assert derived.optimizer_steps % epochs == 0
+    assert derived.optimizer_steps // epochs == derived.samples // mini + (derived.samples % mini > 0)
+    assert derived.lookahead == (window if staleness else 1)
+    assert derived.lag_bound == (derived.capacity + derived.lookahead - 2) // window
+    assert config.derived(None).samples == samples
+    assert set(asdict(derived)) == {
+        "window", "capacity", "lag_bound", "lookahead", "versions",
+        "optimizer_steps", "lr_horizon", "samples", "trajectories", "nodes_needed",
+    }  # fmt: skip
+
+
+def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_it_is_given():
+    stale = {"staleness_threshold": 0.5}
+    assert make(async_training=stale).schedule.lookahead == 32
+    assert make(async_training=stale | {"lookahead": 3}).schedule.lookahead == 3
+    assert make(async_training=stale, trainer={"deterministic": True}).schedule.lookahead == 1
+    assert make().schedule.lookahead == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "in_node", "nodes"),
+    [
+        ((1, 4), (1, 4), 0, 1),  # 8 fit the 8 that a node has where nothing else is said
+        ((1, 4), (1, 5), 0, 2),
+        ((2, 4), (2, 4), 8, 2),
+        ((2, 4), (1, 4), 8, 2),
+        ((2, 3), (2, 2), 4, 4),
+        ((1, 2), (3, 2), 4, 3),
+    ],
+)
+def test_nodes_are_shared_where_both_sides_fit(train, rollout, in_node, nodes):
+    config = make(
+        trainer={"nnodes": train[0], "n_gpus_per_node": train[1], "gpus_in_node": in_node},
+        rollout={"nnodes": rollout[0], "n_gpus_per_node": rollout[1]},
+    )
+    assert nodes_needed(config) == config.derived().nodes_needed == nodes
+    assert config.trainer_ranks == train[0] * train[1] and config.replicas == rollout[0] * rollout[1]
+
+
+def test_colocated_sides_are_on_the_same_nodes():
+    side = {"nnodes": 2, "n_gpus_per_node": 8}
+    config = make(trainer=side, rollout=side, async_training={"placement": "colocated"})
+    assert nodes_needed(config) == 2
+
+
+def test_either_test_freq_counts():
+    assert make(trainer={"test_freq": 5}).test_freq == make(rollout={"test_freq": 5}).test_freq == 5
+    assert make(trainer={"test_freq": 5}, rollout={"test_freq": 5}).test_freq == 5
+
+
+@given(prompt=st.integers(1, 4096), response=st.integers(1, 4096), room=st.integers(1, 9000))
+def test_a_micro_batch_holds_the_longest_trajectory_or_is_refused(prompt, response, room):
+    sections = {
+        "rollout": {"max_prompt_length": prompt, "max_response_length": response},
+        "actor": {"ppo_max_token_len_per_gpu": room},
+    }
+    if room >= prompt + response:
+        make(**sections)
+    else:
+        with pytest.raises(ConfigError, match=rf"ppo_max_token_len_per_gpu = {room}: .* = {prompt + response} tokens"):
+            make(**sections)
+
+
+@given(heads=st.integers(1, 12), groups=st.integers(1, 12), size=st.integers(1, 12))
+def test_shapes_with_whole_even_heads_are_taken(heads, groups, size):
+    shape = {"hidden_size": heads * size, "num_attention_heads": heads, "num_key_value_heads": groups}
+    if size % 2 == 0 and heads % groups == 0:
+        make(model={"shape": shape})
+    else:
+        with pytest.raises(ConfigError, match=r"model\.shape\."):
+            make(model={"shape": shape})
+
+
+@given(batch=st.integers(1, 300), mini=st.integers(1, 16), mode=st.sampled_from(sorted(MODES)))
+def test_a_train_batch_is_the_window_or_refused(batch, mini, mode):
+    tree = {"mode": mode, "data": {"train_batch_size": batch}, "actor": {"ppo_mini_batch_size": mini}}
+    if mode in ("colocate_sync", "one_step_off") and batch % mini == 0:
+        assert recipe.parse(recipe.resolve([tree])).schedule.window == batch
+    else:
+        with pytest.raises(ConfigError, match=r"data\.train_batch_size = .*Fix: "):
+            recipe.parse(recipe.resolve([tree]))
+
+
+def test_one_rollout_is_allowed_where_nothing_is_divided_by_its_std():
+    make(rollout={"n": 1}, algorithm={"norm_adv_by_std_in_grpo": False})
+    with pytest.raises(ConfigError, match=r"rollout\.n = 1"):
+        make(rollout={"n": 1})
+
+
+@given(st.floats())
+def test_only_finite_numbers_are_numbers(value):
+    assume(not 0 < value < float("inf"))
+    with pytest.raises(ValidationError):
+        make(actor={"optim": {"lr": value}})
