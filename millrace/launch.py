@@ -16,7 +16,7 @@ from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import MillraceError, bad_value
 from millrace.observe.progress import Progress
-from millrace.observe.sinks import make_sinks
+from millrace.observe.sinks import make_sinks, validations
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History
@@ -186,7 +186,9 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     queue = SampleQueue(ledger, deadline_s=trainer_config.wait_deadline_s)
     rollouter = make_rollouter(s, queue)
     # Rows of versions that this attempt makes again go; at version 0 that is all of them.
-    sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version or -1)
+    # A start from version 0 goes on from nothing, unless its validation is there: then that is the "before" of this attempt too.
+    done = validations(s.run.path, ledger.version) if s.run.resume_from is not None else {}
+    sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1)
     s.checkpoints.supersede(ledger.version)
     history = History(s.run.path, ledger.snapshot())
     try:
@@ -205,9 +207,13 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))
             s.progress.phase("first weight sync")
             await trainer.begin()
-            if ledger.version == 0 and trainer_config.val_before_train:
+            if 0 in done:
+                record.first = Result(0, done[0], ())
+            elif ledger.version == 0 and trainer_config.val_before_train:
                 s.progress.phase("validating the start weights")
                 await record.validate_now(0)
+            if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
+                record.validate(ledger.version)
             s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
             stop.attach(queue, trainer_config.stop_grace_s, record.abandon_validation)
             start = clock()

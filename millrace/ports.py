@@ -37,10 +37,13 @@ class StepReport:
     """What a train engine did with one batch."""
 
     optimizer_steps: int
+    """Steps of the LR schedule's clock, those that were skipped included."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Means over the batch's optimizer steps, by the metric's full name."""
     totals: dict[str, float] = field(default_factory=dict)
     """Counts over the batch, by the metric's full name: added up, never averaged."""
+    skipped_steps: int = 0
+    """Of optimizer_steps: left out, for a gradient that is not finite or nothing to learn from. They are in no mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,15 @@ def weights_folder(config: Config, model_folder: Path) -> str:
 
 
 def copy_config(config: Config, model_folder: Path) -> None:
-    """A user's local model: its config.json belongs into the run's model folder too, so that checkpoints stand alone."""
+    """A user's model: its config.json belongs into the run's model folder too, so that checkpoints stand alone."""
+    if not config.model.path:
+        return
     source = Path(config.model.path)
+    if not source.is_dir():
+        from transformers import AutoConfig
+
+        AutoConfig.from_pretrained(str(source), trust_remote_code=config.model.trust_remote_code).save_pretrained(model_folder)
+        return
     for name in ("config.json", "generation_config.json"):
-        if config.model.path and (source / name).is_file() and not (model_folder / name).is_file():
+        if (source / name).is_file() and not (model_folder / name).is_file():
             shutil.copy(source / name, model_folder / name)

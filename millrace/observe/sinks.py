@@ -43,16 +43,27 @@ def _version_of(line: str) -> float:
         return math.inf  # a line that a crash cut short
 
 
-class TensorBoard:
-    """Event files that TensorBoard reads; needs neither torch nor TensorFlow."""
+def validations(run_dir: Path, up_to: int) -> dict[int, dict[str, float]]:
+    """The validations that metrics.jsonl holds, by version, up to version `up_to`."""
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to] if path.is_file() else []
+    found = [(int(row.pop("version")), row) for row in rows]
+    return {version: row for version, row in found if row and all(name.startswith("val/") for name in row)}
 
-    def __init__(self, folder: Path) -> None:
+
+class TensorBoard:
+    """Event files that TensorBoard reads; needs neither torch nor TensorFlow. It is told which steps come again."""
+
+    def __init__(self, folder: Path, resumed_from: int | None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event: Any = event_pb2.Event
         self._summary: Any = summary_pb2.Summary
         self._writer = EventFileWriter(str(folder))
+        if resumed_from is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(self._event(step=resumed_from + 1, wall_time=time.time(), session_log=start))
 
     def write(self, version: int, row: dict[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.items()]
@@ -66,5 +77,5 @@ def make_sinks(run_dir: Path, loggers: Sequence[str], resumed_from: int | None) 
     """metrics.jsonl, and what trainer.logger names."""
     sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", resumed_from)]
     if "tensorboard" in loggers:
-        sinks.append(TensorBoard(run_dir / "tensorboard"))
+        sinks.append(TensorBoard(run_dir / "tensorboard", resumed_from))
     return sinks

@@ -33,7 +33,6 @@ class RunRecord:
     ) -> None:
         self.first: Result | None = None
         self.last: Result | None = None
-        self.optimizer_steps = 0
         self._history = history
         self._checkpoints = checkpoints
         self._engine = engine
@@ -50,7 +49,6 @@ class RunRecord:
         self._history.version(snapshot, trained)
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
-        self.optimizer_steps += report.optimizer_steps
         scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]
         self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
 

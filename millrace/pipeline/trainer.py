@@ -90,8 +90,8 @@ class Trainer:
             if self.queue.stopping:
                 return
             async with self._turn():
-                transfer, pause_s = await self._window()
-            await self._close_version(transfer, pause_s)
+                await self._window()
+            self.observer.validate(ledger.version)
 
     async def stop(self) -> None:
         """Save the state of a run that is done or was told to stop: nothing is TAKEN or TRAINED."""
@@ -111,7 +111,7 @@ class Trainer:
             await self.queue.wait("trainer", "the samples of its next step", lambda: bool(takeable()) or or_else())
         self._waited_s += clock() - start
 
-    async def _window(self) -> tuple[TransferReport, float]:
+    async def _window(self) -> None:
         """Local steps until a sync is due, then the sync."""
         ledger, queue = self.queue.ledger, self.queue
         while not ledger.sync_due():
@@ -126,10 +126,14 @@ class Trainer:
             queue.do(ledger.trained)
             self._metrics.stepped(samples, ledger.version, report)
             self.observer.stepped(samples, report)
-        return await self._publish()
+        await self._publish()
 
-    async def _publish(self) -> tuple[TransferReport, float]:
-        """Make the next version live, and cut a checkpoint if one is due."""
+    async def _publish(self) -> None:
+        """Make the next version live, flush its row, and cut a checkpoint if one is due.
+
+        The row comes first: a run that goes on from the checkpoint has it. So the seconds that a checkpoint and the change
+        of hands after it take are the next version's.
+        """
         ledger = self.queue.ledger
         version = ledger.version + 1
         if ledger.schedule.colocated:
@@ -144,15 +148,14 @@ class Trainer:
             # The cut: nothing is TAKEN or TRAINED, and the weights are this version's until the next step.
             snapshot = ledger.snapshot()
             self.observer.published(version, trained, snapshot)
+        await self._flush_row(version, transfer, pause_s)
         if self.observer.checkpoint_due(version):
             with self.watch.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot)
-        return transfer, pause_s
 
-    async def _close_version(self, transfer: TransferReport, pause_s: float) -> None:
-        """Start what is due on the new weights, then flush the version's row: figures of its own steps, and no others."""
+    async def _flush_row(self, version: PolicyVersion, transfer: TransferReport, pause_s: float) -> None:
+        """Figures of the version's own steps, and no others."""
         ledger = self.queue.ledger
-        self.observer.validate(ledger.version)
         stats = await self.rollouter.pool.stats()
         metrics, self._metrics = self._metrics, VersionMetrics()
         row = metrics.row(
@@ -164,7 +167,7 @@ class Trainer:
             pause_s=pause_s,
         )
         self._stats = stats
-        self.observer.row(ledger.version, row)
+        self.observer.row(version, row)
 
     @asynccontextmanager
     async def _hold(self, needed: bool) -> AsyncIterator[None]:

@@ -12,7 +12,6 @@ found and the state expected. `admitted == held + retired + dropped` after every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -74,7 +73,6 @@ class Ledger:
         self.admitted = 0
         self.retired = 0
         self.dropped: dict[str, int] = {}
-        self.closed = False
         self._held: dict[int, Held] = {}  # insertion order is order of admission
         self._counts = dict.fromkeys(State, 0)
         self._most = schedule.capacity  # a restored ledger may hold more than a smaller capacity allows
@@ -83,7 +81,7 @@ class Ledger:
 
     def can_admit(self) -> bool:
         """Whether a slot is free and the run still needs a sample."""
-        if self.closed or len(self._held) >= self.schedule.capacity:
+        if len(self._held) >= self.schedule.capacity:
             return False
         return self.limit is None or self.retired + len(self._held) < self.limit
 
@@ -95,10 +93,6 @@ class Ledger:
         self._held[sample_id] = Held(prompt, self.version)
         self._counts[State.WAITING] += 1
         return sample_id
-
-    def close(self) -> None:
-        """There are no more prompts: the run ends with the samples that hold a slot now."""
-        self.closed = True
 
     # -- rollout
 
@@ -127,8 +121,6 @@ class Ledger:
     def remaining(self) -> int | None:
         """Samples that are still to be taken in this run; None if it has no end."""
         in_step = self._counts[State.TAKEN] + self._counts[State.TRAINED]
-        if self.closed:
-            return len(self._held) - in_step
         return None if self.limit is None else self.limit - self.retired - in_step
 
     def takeable(self) -> list[int]:
@@ -199,10 +191,6 @@ class Ledger:
     def held(self) -> int:
         return len(self._held)
 
-    def lag(self, sample_id: int) -> int:
-        """Versions between the sample's admission and now."""
-        return self.version - self._entry(sample_id).version
-
     def describe(self) -> str:
         """One line on who holds what, for errors and watchdogs."""
         states = ", ".join(f"{self._counts[s]} {s}" for s in State if self._counts[s]) or "none"
@@ -265,8 +253,3 @@ class Ledger:
         self._counts[source] -= 1
         self._counts[target] += 1
         return held
-
-
-def lags(samples: Sequence[Sample], version: PolicyVersion) -> list[int]:
-    """Versions between the oldest token of each sample and the weights that train on it now."""
-    return [version - sample.oldest_version for sample in samples]

@@ -83,10 +83,6 @@ class Schedule:
         """Weight syncs in a run of `samples`; the last window may be short."""
         return math.ceil(samples / self.window)
 
-    def local_steps(self, samples: int) -> int:
-        """Local steps in a run of `samples`; the last one may be short."""
-        return math.ceil(samples / self.step_size)
-
     def optimizer_steps(self, samples: int, ppo_epochs: int = 1) -> int:
         """Optimizer steps in a run of `samples`; short mini-batches count."""
         whole, rest = divmod(samples, self.step_size)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 LONG = [
     "rollout.total_rollout_steps=720",
     "trainer.save_freq=2",
+    "trainer.test_freq=5",
     "trainer.max_ckpt_to_keep=2",
     "trainer.threads=1",
     "trainer.resume=auto",
@@ -190,6 +191,9 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     assert [row["version"] for row in runs.rows(chain.folder)] == list(range(1, found["versions"] + 1)), (
         "one row for each version"
     )
+    written = [json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()]
+    validated = [row["version"] for row in written if "val/sort_digits/greedy" in row]
+    assert validated == list(range(5, found["versions"] + 1, 5)), "each due validation once, also one that a stop cut short"
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(tmp_path: Path) -> None:
