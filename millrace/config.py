@@ -1,7 +1,7 @@
 """The whole configuration: frozen models, a docstring under every field, every default in one place.
 
 More than 400 lines, because one file is where a user looks for a key. Reading recipes, overrides and their error messages
-is in recipe.py; the numbers that follow from a configuration are in `Config.derived`.
+is in recipe.py, cross-checks in config_checks.py; the numbers that follow from a configuration are in `Config.derived`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from millrace.errors import bad_value
+from millrace.algorithms.modes import AggMode, LossMode
 from millrace.schedule.schedule import OnSync, Placement, Schedule
 
 Mode = Literal[
@@ -68,6 +68,8 @@ class TrainerConfig(Section):
     """Folder of the run; empty makes runs/<recipe>-<number>."""
     logger: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Sinks beside metrics.jsonl, which is always written."""
+    critic_warmup: int = Field(0, ge=0)
+    """First optimizer steps in which the critic alone is trained."""
     wait_deadline_s: float = Field(1800.0, gt=0)
     """Seconds any wait may take before the run fails and names who waited for what."""
     stop_grace_s: float = Field(8.0, ge=0)
@@ -146,6 +148,16 @@ class DataConfig(Section):
     """First validation rows that are used; 0 uses all."""
 
 
+class OverlongBufferConfig(Section):
+    enable: bool = False
+    """DAPO's soft punishment of long responses, in training: 0 up to rollout.max_response_length - len tokens, from there
+    linear down to -penalty_factor at the limit. Added to the score; `reward/overlong_reward/mean` is its mean."""
+    len: int = Field(0, ge=0)
+    """Tokens before the limit over which the penalty grows."""
+    penalty_factor: float = Field(1.0, ge=0)
+    """Largest penalty."""
+
+
 class RewardConfig(Section):
     function: str = ""
     """path.py:name or module:name of a reward function in verl's or TRL's signature; empty takes the data source's own."""
@@ -157,6 +169,8 @@ class RewardConfig(Section):
     """Seconds one call may take; a worker that runs past it is killed and replaced."""
     max_error_share: float = Field(0.2, ge=0, le=1)
     """The run fails if more than this share of the last 50 samples was dropped for reward errors."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    """Overlong reward shaping."""
 
 
 class ModelShape(Section):
@@ -209,8 +223,8 @@ class SftConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    """Peak learning rate."""
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate; 0 trains nothing, to measure."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up; the first one has lr / lr_warmup_steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -227,6 +241,32 @@ class OptimConfig(Section):
     """Largest norm of the whole gradient; 0 does not clip."""
 
 
+KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+
+
+class PolicyLossConfig(Section):
+    loss_mode: LossMode = "vanilla"
+    """Policy loss; docs/algorithms.md has their formulas."""
+    tau_pos: float = Field(1.0, gt=0)
+    """sapo: temperature of its gate for advantages over 0."""
+    tau_neg: float = Field(1.05, gt=0)
+    """sapo: temperature of its gate for other advantages."""
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """clip_cov: share of the mini-batch's tokens that are detached."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: least covariance of a token that may be detached."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of a token that may be detached."""
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """kl_cov: share of the mini-batch's tokens, those of largest covariance, that get a KL penalty."""
+    ppo_kl_coef: float = Field(0.1, ge=0)
+    """kl_cov: weight of that penalty."""
+    dppo_clip_c: float = Field(20.0, gt=1)
+    """dppo_tv, dppo_kl: bound on the ratio as a weight."""
+    dro_beta: float = Field(0.05, gt=0)
+    """dro: weight of the squared log-ratio, on the scale of the advantages."""
+
+
 class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(32, ge=1)
     """Samples in one optimizer step, global over all devices."""
@@ -234,29 +274,131 @@ class ActorConfig(Section):
     """Passes over each batch that the trainer takes."""
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
     """Tokens packed into one micro-batch on one device."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """Which loss, and what belongs to it alone."""
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
-    """PPO clip below 1."""
+    """PPO clip below 1; gspo, cispo and geo_mean clip their own ratios by it, dppo_* differences of probabilities or KL."""
     clip_ratio_high: float = Field(0.2, gt=0)
     """PPO clip above 1; larger than clip_ratio_low is DAPO's clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: bound on the ratio for negative advantages."""
-    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
-    """How token losses become one number, always over the global mini-batch."""
+    loss_agg_mode: AggMode | None = None
+    """How token losses become one number, always over the global mini-batch and what rejection leaves of it; null is
+    seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for the others."""
     loss_scale_factor: float = Field(0.0, ge=0)
     """Divisor of seq-mean-token-sum-norm; 0 takes rollout.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy, the weights that RL started from, to the loss."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    """Weight of that KL."""
+    kl_loss_type: KlType = "low_var_kl"
+    """Its estimator; a + takes the value of the one and the gradient of k2, which is that of the KL."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
 
 
+class CriticConfig(Section):
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    """The critic's optimizer; its schedule has the actor's horizon."""
+    cliprange_value: float = Field(0.5, gt=0)
+    """Values may move this far from those of the batch's arrival before the value loss stops to reward it."""
+
+
+class KlCtrlConfig(Section):
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive steers the coefficient to target_kl."""
+    kl_coef: float = Field(0.001, ge=0)
+    """Coefficient, or where an adaptive one starts."""
+    target_kl: float = Field(0.1, gt=0)
+    """KL per token that the adaptive coefficient aims at."""
+    horizon: int = Field(10000, ge=1)
+    """Trajectories over which the adaptive coefficient may change by a fifth."""
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False
+    """Dynamic sampling (DAPO): a sample whose trajectories all have the same outcome is dropped, counted as `equal_outcomes`,
+    and another prompt takes its slot at once."""
+    metric: str = "score"
+    """What is compared: score (of the reward function, before any shaping), reward (what is trained on), or the name of a
+    component that the reward function returns, such as acc."""
+    max_num_gen_batches: int = Field(20, ge=0)
+    """The run fails if more than this many windows of samples are dropped for one version; 0 sets no limit."""
+
+
+class CorrectionConfig(Section):
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights of the policy that the loss is taken against over the one that drew the tokens: of each token, or of
+    whole responses. Without use_rollout_log_probs that is the trainer's own policy over the rollout's; with it, and a loss
+    without a ratio (gpg, reinforce), the current one's over the rollout's."""
+    rollout_is_threshold: float | str = 2.0
+    """A number truncates weights to it (TIS); "lo_hi" sets those outside to 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide weights, after truncation, by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Rejection, a comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3: all must accept."""
+    rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
+    """Bounds, one for each of rollout_rs or one for all: "lo_hi" on the ratio for k1 (u alone means 1/u to u), an upper bound
+    on the divergence for k2 and k3."""
+    rollout_token_veto_threshold: float | None = Field(None, gt=0)
+    """Reject whole responses in which one token's ratio is under this."""
+    max_token_age: int | None = Field(None, ge=0)
+    """Reject tokens drawn more than this many versions before the live one."""
+    reject_before_baseline: bool = False
+    """Responses that are rejected whole are in no group's baseline either."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """The policy that PPO's ratio is taken against without use_rollout_log_probs: the trainer's at the batch's arrival, which
+    takes a forward pass, or interpolated between rollout and current log-probs by each token's version, which takes none."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold or self.max_token_age is not None)
+
+
+Estimator = Literal[
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "remax",
+    "gae",
+    "gdpo",
+    "optimal_token_baseline",
+]
+
+
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
-    """Advantage estimator."""
+    adv_estimator: Estimator = "grpo"
+    """Advantage estimator; docs/algorithms.md has their formulas. gae trains a critic."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; off is Dr.GRPO."""
+    """Divide by the group's standard deviation (grpo, grpo_passk, gdpo); off is Dr.GRPO."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of later rewards (gae, reinforce_plus_plus, remax, optimal_token_baseline)."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """gae's lambda."""
+    bootstrap_truncated: bool = False
+    """gae: a response that the length limit cut ends in the critic's value, not in its score (T-PPO's EGAE)."""
+    gdpo_reward_keys: tuple[str, ...] = ()
+    """gdpo: components of the reward, by the names that the reward function returns; empty takes all of them."""
+    gdpo_reward_weights: tuple[float, ...] = ()
+    """gdpo: their weights; empty is 1 for each."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_ctrl's coefficient times the KL to the reference policy from the reward of each token."""
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
+    """Estimator of that KL."""
+    kl_ctrl: KlCtrlConfig = KlCtrlConfig()
+    """Its coefficient."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    """Dynamic sampling."""
+    overlong_filtering: bool = False
+    """Responses cut by the length limit count in baselines, but none of their tokens is trained."""
+    rollout_correction: CorrectionConfig = CorrectionConfig()
+    """Off-policy correction."""
 
 
 class AsyncConfig(Section):
@@ -276,7 +418,36 @@ class AsyncConfig(Section):
     """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission; 0 is one window
     where there is staleness, and 1 elsewhere and in deterministic runs."""
     use_rollout_log_probs: bool = True
-    """true: the old log-probs of PPO are those of the rollout; false: the trainer's own, computed when a batch arrives."""
+    """true (bypass): the old log-probs of PPO are those of the rollout; false (decoupled): the trainer's own, by
+    algorithm.rollout_correction.proximal. algorithm.rollout_correction.bypass_mode says the same."""
+
+
+class GuardConfig(Section):
+    enable: bool = True
+    """Watch the metrics of each version; an alarm says what is wrong, why and what to change, and is `alarm/<name>` in them."""
+    max_zero_variance_share: float = Field(0.95, ge=0)
+    """zero_variance: a larger train/zero_advantage_share. Groups that were dropped before training are not in it."""
+    max_clip_ratio: float = Field(0.5, ge=0)
+    """truncation: a larger response_length/clip_ratio."""
+    min_entropy_share: float = Field(0.02, ge=0)
+    """entropy_collapse: actor/entropy below this share of its mean in the first rows ..."""
+    min_entropy: float = Field(1e-3, ge=0)
+    """... or below this, in nats per token."""
+    entropy_rows: int = Field(5, ge=1)
+    """Rows that make that mean; until there are as many, min_entropy alone counts."""
+    min_ess: float = Field(0.2, ge=0)
+    """low_ess: a smaller rollout_corr/rollout_is_eff_sample_size."""
+    max_grad_spike: float = Field(10.0, gt=0)
+    """gradient_spike: actor/grad_norm over this many times its running median."""
+    grad_rows: int = Field(20, ge=1)
+    """Rows before this one that the median is of."""
+    min_grad_rows: int = Field(5, ge=1)
+    """Rows that it needs."""
+    max_log_prob_gap: float = Field(0.01, ge=0)
+    """log_prob_gap: a larger actor/log_prob_gap_same_version, the mean |trainer's - rollout's log-prob| of tokens that the live
+    version drew, in the first optimizer step: the same weights, so engines alone differ."""
+    equal_reward_versions: int = Field(3, ge=1)
+    """equal_rewards: reward/std of 0 in this many versions in a row."""
 
 
 class SyncConfig(Section):
@@ -307,17 +478,22 @@ class Config(Section):
     """Supervised warm-up before RL."""
     actor: ActorConfig = ActorConfig()
     """Policy loss and optimizer."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of adv_estimator=gae: the policy's architecture and start weights with a scalar head."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages."""
+    """Advantages, KL and off-policy correction."""
     async_training: AsyncConfig = AsyncConfig()
     """The Schedule."""
     sync: SyncConfig = SyncConfig()
     """Weight sync."""
+    guard: GuardConfig = GuardConfig()
+    """The guard on learning: limits, far outside of what a run that learns shows."""
 
     @model_validator(mode="after")
     def _cross_check(self) -> Config:
-        for check in (_check_sampling, _check_lengths, _check_batches, _check_determinism, _check_placement, _check_model):
-            check(self)
+        from millrace.config_checks import check
+
+        check(self)
         return self
 
     @property
@@ -334,6 +510,15 @@ class Config(Section):
         )
         free = a.staleness_threshold > 0 and not self.trainer.deterministic
         return replace(strict, lookahead=a.lookahead or (strict.window if free else 1))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the start weights takes part."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.adv_estimator == "gae"
 
     @property
     def test_freq(self) -> int:
@@ -401,137 +586,6 @@ def nodes_needed(config: Config) -> int:
     """max(nnodes) where the per-node sum of both sides fits a node, else the sum."""
     nnodes = (config.trainer.nnodes, config.rollout.nnodes)
     return max(nnodes) if sides_share_nodes(config) else sum(nnodes)
-
-
-def _check_sampling(c: Config) -> None:
-    if c.rollout.top_p < 1:
-        raise bad_value(
-            "rollout.top_p",
-            c.rollout.top_p,
-            "training needs log-probs of the full distribution, and a nucleus renormalises them",
-            "rollout.top_p=1 (rollout.val_kwargs.top_p may be less)",
-        )
-    if c.rollout.top_k > 0:
-        raise bad_value(
-            "rollout.top_k",
-            c.rollout.top_k,
-            "training needs log-probs of the full distribution, and a top-k cut renormalises them",
-            "rollout.top_k=0",
-        )
-    if c.rollout.n == 1 and c.algorithm.norm_adv_by_std_in_grpo:
-        raise bad_value(
-            "rollout.n",
-            1,
-            "a group of one has nothing to be compared with: its std is 0, so are all advantages, and nothing is learned",
-            "rollout.n=8 (to measure speed alone, algorithm.norm_adv_by_std_in_grpo=false)",
-        )
-
-
-def _check_lengths(c: Config) -> None:
-    longest = c.rollout.max_prompt_length + c.rollout.max_response_length
-    if c.actor.ppo_max_token_len_per_gpu < longest:
-        raise bad_value(
-            "actor.ppo_max_token_len_per_gpu",
-            c.actor.ppo_max_token_len_per_gpu,
-            f"one trajectory may have rollout.max_prompt_length + rollout.max_response_length = {longest} tokens and must fit",
-            f"actor.ppo_max_token_len_per_gpu={longest} or more, or shorter lengths",
-        )
-
-
-def _check_batches(c: Config) -> None:
-    a, batch = c.async_training, c.data.train_batch_size
-    windowed = c.mode in ("colocate_sync", "one_step_off")
-    if batch and not windowed:
-        raise bad_value(
-            "data.train_batch_size",
-            batch,
-            "a streaming mode has no train batch",
-            "data.train_batch_size=0; actor.ppo_mini_batch_size x async_training.require_batches x "
-            "async_training.trigger_parameter_sync_step is the window",
-        )
-    step = c.actor.ppo_mini_batch_size * a.require_batches
-    if batch and batch != step * a.trigger_parameter_sync_step:
-        raise bad_value(
-            "data.train_batch_size",
-            batch,
-            f"the window is ppo_mini_batch_size x require_batches x trigger_parameter_sync_step = "
-            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x {a.trigger_parameter_sync_step}",
-            f"a multiple of {step}, with async_training.trigger_parameter_sync_step left out",
-        )
-    if c.data.gen_batch_size != 1:
-        raise bad_value("data.gen_batch_size", c.data.gen_batch_size, "samples are admitted one by one", "data.gen_batch_size=1")
-    if a.partial_rollout and a.on_sync is not OnSync.INTERRUPT:
-        raise bad_value(
-            "async_training.on_sync",
-            a.on_sync.value,
-            "partial_rollout=true means on_sync=interrupt",
-            "leave one of the two keys out",
-        )
-    if c.trainer.test_freq and c.rollout.test_freq and c.trainer.test_freq != c.rollout.test_freq:
-        raise bad_value(
-            "rollout.test_freq",
-            c.rollout.test_freq,
-            f"trainer.test_freq is {c.trainer.test_freq}, and both say the same thing",
-            "set one of them",
-        )
-
-
-def _check_determinism(c: Config) -> None:
-    if c.trainer.deterministic and c.async_training.on_sync is not OnSync.DRAIN:
-        raise bad_value(
-            "trainer.deterministic",
-            True,
-            f"with on_sync={c.async_training.on_sync.value} timing decides which version draws which token",
-            "async_training.on_sync=drain, or trainer.deterministic=false",
-        )
-    if c.trainer.deterministic and c.schedule.lookahead > 1:
-        raise bad_value(
-            "async_training.lookahead",
-            c.schedule.lookahead,
-            "with a look-ahead, timing decides the order of training",
-            "async_training.lookahead=1, or trainer.deterministic=false",
-        )
-
-
-def _check_placement(c: Config) -> None:
-    t, r = c.trainer, c.rollout
-    limit = t.gpus_in_node
-    for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
-        if limit and value > limit:
-            raise bad_value(key, value, f"a node has trainer.gpus_in_node = {limit} devices", f"{key}={limit} or less")
-    if c.async_training.placement is Placement.COLOCATED and c.trainer_ranks != c.replicas:
-        raise bad_value(
-            "async_training.placement",
-            "colocated",
-            f"both sides share the same devices, but trainer.nnodes x n_gpus_per_node = {c.trainer_ranks} and "
-            f"rollout.nnodes x n_gpus_per_node = {c.replicas}",
-            f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
-        )
-
-
-def _check_model(c: Config) -> None:
-    shape = c.model.shape
-    if shape.hidden_size % shape.num_attention_heads:
-        raise bad_value(
-            "model.shape.num_attention_heads",
-            shape.num_attention_heads,
-            f"must divide model.shape.hidden_size = {shape.hidden_size}",
-            "a divisor of the width",
-        )
-    if (shape.hidden_size // shape.num_attention_heads) % 2:
-        raise bad_value(
-            "model.shape.hidden_size",
-            shape.hidden_size,
-            f"the head size hidden_size / num_attention_heads = {shape.hidden_size // shape.num_attention_heads} must be even",
-            "a multiple of 2 x num_attention_heads",
-        )
-    if shape.num_attention_heads % shape.num_key_value_heads:
-        raise bad_value(
-            "model.shape.num_key_value_heads",
-            shape.num_key_value_heads,
-            f"must divide model.shape.num_attention_heads = {shape.num_attention_heads}",
-            "a divisor of the heads",
-        )
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -38,7 +38,7 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
         engine.begin(config.actor.optim, 1)
         await engine.load(str(checkpoint / "engine"))
         await engine.export(str(folder))
-        return sum(p.numel() for p in engine.parameters)
+        return sum(p.numel() for p in engine.actor.parameters)
 
     parameters = asyncio.run(write())
     for file in (checkpoint / "model").iterdir():

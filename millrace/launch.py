@@ -15,8 +15,9 @@ from millrace.assemble import Engines, build_engines, open_runtime
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import MillraceError, bad_value
+from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
-from millrace.observe.sinks import make_sinks, validations
+from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History
@@ -28,7 +29,9 @@ from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result, Validator
 from millrace.problems import Problems
 from millrace.rewards.pool import RewardPool
+from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.sample import SampleRoller
+from millrace.rollout.shaping import OverlongBuffer
 from millrace.run_dir import RunDir, open_eval_dir, open_run_dir
 from millrace.schedule.ledger import Ledger
 from millrace.types import SamplingParams
@@ -172,11 +175,38 @@ def make_validator(s: Session) -> Validator | None:
 
 
 def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
-    rollout = s.config.rollout
+    c, rollout = s.config, s.config.rollout
+    overlong, groups = c.reward.overlong_buffer, c.algorithm.filter_groups
     params = SamplingParams(rollout.max_response_length, rollout.temperature, stop=rollout.stop, ignore_eos=rollout.ignore_eos)
-    decode, seed = s.problems.chat.decode, s.config.trainer.seed
-    roller = SampleRoller(lambda prompt: SingleTurn(), s.reward, decode, params, rollout.n, seed)
-    return Rollouter(queue, s.problems.train, s.engines.pool, roller, max_error_share=s.config.reward.max_error_share)
+    roller = SampleRoller(
+        lambda prompt: SingleTurn(),
+        s.reward,
+        s.problems.chat.decode,
+        params,
+        rollout.n,
+        c.trainer.seed,
+        overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor) if overlong.enable else None,
+        greedy_baseline=c.algorithm.adv_estimator == "remax",
+    )
+    sampling = DynamicSampling(groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window)
+    return Rollouter(
+        queue,
+        s.problems.train,
+        s.engines.pool,
+        roller,
+        max_error_share=c.reward.max_error_share,
+        dynamic_sampling=sampling if groups.enable else None,
+    )
+
+
+def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
+    """The guard, having seen the rows of the attempts before."""
+    if not config.guard.enable:
+        return None
+    guard = Guard(config.guard)
+    for version, row in rows.items():
+        guard.check(version, row)
+    return guard
 
 
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
@@ -187,7 +217,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     rollouter = make_rollouter(s, queue)
     # Rows of versions that this attempt makes again go; at version 0 that is all of them.
     # A start from version 0 goes on from nothing, unless its validation is there: then that is the "before" of this attempt too.
-    done = validations(s.run.path, ledger.version) if s.run.resume_from is not None else {}
+    rows, done = read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1)
     s.checkpoints.supersede(ledger.version)
     history = History(s.run.path, ledger.snapshot())
@@ -202,6 +232,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 progress=s.progress,
                 save_freq=trainer_config.save_freq,
                 test_freq=s.config.test_freq,
+                guard=make_guard(s.config, rows),
                 tasks=tasks,
             )
             trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))

@@ -31,6 +31,10 @@ ALIASES = {
     "custom_reward_function.path": "reward.function",
     "trainer.default_local_dir": "trainer.run_dir",
     "trainer.resume_mode": "trainer.resume",
+    "algorithm.rollout_correction.bypass_mode": "async_training.use_rollout_log_probs",
+    "reward_model.overlong_buffer.enable": "reward.overlong_buffer.enable",
+    "reward_model.overlong_buffer.len": "reward.overlong_buffer.len",
+    "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
 }
 """Other systems' names of the same things."""
 
@@ -314,5 +318,5 @@ def _shown(value: Any) -> str:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML: a recipe that makes the same run."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not read all else as it wrote it."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

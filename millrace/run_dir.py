@@ -115,6 +115,15 @@ def _check_same_problems(config: Config, checkpoint: Path) -> None:
     for key, (now, then) in pairs.items():
         if now != then:
             raise bad_value(key, now, f"the checkpoint {checkpoint} was made with {then!r}", f"{key}={then}, or a new run")
+    estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
+    if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
+        rule = (
+            f"the checkpoint {checkpoint} was made with {before_it}: its samples have no greedy response, or there is no critic"
+        )
+        raise bad_value("algorithm.adv_estimator", estimator, rule, f"algorithm.adv_estimator={before_it}, or a new run")
+    if config.needs_reference != before.needs_reference:
+        rule = f"the checkpoint {checkpoint} was made {'with' if before.needs_reference else 'without'} a reference policy"
+        raise bad_value("actor.use_kl_loss", config.actor.use_kl_loss, rule, "the KL settings of that run, or a new run")
 
 
 def _missing(path: Path) -> tuple[Path, ...]:

@@ -119,8 +119,16 @@ class Score:
     """What a reward function said of one trajectory."""
 
     value: float
+    """What is trained on."""
     extra: dict[str, float] = field(default_factory=dict)
     """Named components: logged, and usable by estimators over several rewards."""
+    raw: float | None = None
+    """What the reward function said, where shaping came after it; None where `value` is that."""
+
+    @property
+    def unshaped(self) -> float:
+        """The value before any shaping."""
+        return self.value if self.raw is None else self.raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,11 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Response tokens of all authors."""
         return sum(len(s.tokens) for s in self.segments)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Response tokens that the policy drew, in all its turns."""
+        return sum(len(s.tokens) for s in self.segments if s.author is Author.POLICY)
 
     @property
     def tokens(self) -> Tokens:
@@ -169,8 +182,10 @@ class Sample:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     admitted_version: PolicyVersion = 0
+    greedy: Trajectory | None = None
+    """The greedy response, where an estimator takes its score as the baseline (remax). Never trained, and none of the n."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version in any trajectory; the version at admission if nothing was drawn."""
+        """The oldest version in any trajectory that is trained; the version at admission if nothing was drawn."""
         return min((v for t in self.trajectories for v in t.versions), default=self.admitted_version)

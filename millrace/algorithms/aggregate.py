@@ -6,11 +6,11 @@ add up to what one batch would give, however it is cut.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor
 
-AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+from millrace.algorithms.modes import AggMode
 
 
 def token_weights(
@@ -33,7 +33,8 @@ def token_weights(
 
     sequence_ids [T] integers: index into sequence_lengths. sequence_lengths [S]: trained tokens of each WHOLE sequence, also
     if only some of its tokens are here. total_tokens: trained tokens of the global mini-batch; total_sequences: its
-    sequences, those without a trained token included. A total of 0 counts as 1: there is nothing to add then.
+    sequences that have one. Both after rejection: what is rejected weighs nothing in a mean (verl keeps sequences that are masked
+    whole in its count). A total of 0 counts as 1: there is nothing to add then.
     (verl's agg_loss, verl/trainer/ppo/core_algos.py; its 1e-8 beside the length is left out, for a token's sequence has one.)
     """
     if mode not in get_args(AggMode):

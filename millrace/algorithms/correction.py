@@ -1,49 +1,253 @@
-"""Importance weights between the policy that drew the tokens (b) and the one that trains on them (a).
+"""Rollout correction: importance weights and rejection between the policy that drew the tokens (b) and the one that trains (a).
 
-Weights are constants (detached) and multiply token losses; bounds are on the ratio r = pi_a / pi_b itself: lo <= r <= hi.
+Decoupled: a is the trainer's log-probs of the weights before the step, b the rollout's. Without a third policy (bypass): a is
+the policy that is being trained. Weights multiply token losses; they and what is kept are constants, without a gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from millrace.algorithms.losses import log_ratio
+from millrace.algorithms.rejection import (
+    Ratios,
+    RejectionRule,
+    accept,
+    accept_without_veto,
+    beyond,
+    check_band,
+    rejected,
+    share,
+    spread,
+)
+
+PREFIX = "rollout_corr/"
+MAX_LOG_PPL = 100.0
+"""Perplexities are reported up to e^100."""
 
 
-def token_ratios(log_probs_a: Tensor, log_probs_b: Tensor) -> Tensor:
-    """r_t = exp(clamp(log a - log b, +-20)), [T] in the dtype of the arguments, detached."""
-    return log_ratio(log_probs_a.detach(), log_probs_b.detach()).exp()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionOptions:
+    """What `correct` does. Raises ValueError for values out of range and for two rules of one name."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weight of a token: its own ratio, or the product of its sequence's ratios; None gives 1."""
+    rollout_is_threshold: float | tuple[float, float] = 2.0
+    """A number C truncates, min(r, C) (TIS); a pair keeps lo <= r <= hi and gives 0 outside (IcePop, arXiv 2510.18855)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: tuple[RejectionRule, ...] = ()
+    """A token must be accepted by all of them."""
+    rollout_token_veto_threshold: float | None = None
+    """A whole sequence is rejected if one token's ratio is below this."""
+    max_token_age: int | None = None
+    """Tokens older than this many versions are rejected."""
+
+    def __post_init__(self) -> None:
+        if self.rollout_is not in ("token", "sequence", None):
+            raise ValueError(f"rollout_is must be token, sequence or None, got {self.rollout_is!r}")
+        check_band(*self.band)
+        names = [rule.name for rule in self.rollout_rs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
+        if self.rollout_token_veto_threshold is not None and not self.rollout_token_veto_threshold > 0:
+            raise ValueError(f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}")
+        if self.max_token_age is not None and self.max_token_age < 0:
+            raise ValueError(f"max_token_age must be at least 0, got {self.max_token_age}")
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Bounds of the weights; of a truncation, 0 and C."""
+        bounds = self.rollout_is_threshold
+        return bounds if isinstance(bounds, tuple) else (0.0, bounds)
 
 
-def sequence_ratios(log_probs_a: Tensor, log_probs_b: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """r_i = exp(clamp(sum_t (log a - log b), +-20)) over the tokens of sequence i, [num_sequences], detached.
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The result of `correct`."""
 
-    log_probs [T] of trained tokens, sequence_ids [T] integers below num_sequences. A sequence without tokens has ratio 1.
-    Index the result with sequence_ids for a weight of each token.
+    weights: Tensor
+    """[T] float, detached: multiply token losses; 0 for tokens that are not kept."""
+    keep: Tensor
+    """[T] bool: included and not rejected."""
+    metrics: dict[str, float]
+    """By name, `rollout_corr/...`."""
+
+
+def correct(
+    log_probs_a: Tensor,
+    log_probs_b: Tensor,
+    lengths: Tensor,
+    options: CorrectionOptions,
+    *,
+    ages: Tensor | None = None,
+    include: Tensor | None = None,
+) -> Correction:
+    """Importance weights and rejection of a batch (arXiv 2505.24298, 2510.18855; names and presets are verl's).
+
+    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. lengths [N]. ages [T] integers: versions between the one
+    that drew a token and the live one; needed for max_token_age. include [T] bool: tokens that are trained at all; the
+    others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
+    float32; everything is computed in float64.
+
+    l = log_probs_a - log_probs_b clamped to +-20, r = e^l; a sequence's ratio is e^clamp(sum l, +-20) over its included tokens.
+
+    1. Rejection: a token is kept if max_token_age, the veto and every rule accept it; each looks at all included tokens. A
+       ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
+       at: by sequence weights, sequence rules and the veto. Rejecting every token is a valid result: weights of 0.
+    2. Weights: r truncated or cut by the band. Outside the band a weight is 0 but the token is still kept: it counts in means.
+    3. Normalisation, after that: divide by the mean over kept tokens (token weights) or over sequences that keep a token
+       (sequence weights, each sequence once) of this batch: give it whole. A mean of 0 leaves the weights as they are.
+
+    All bounds are inclusive, with a slack of 1e-12 in log space: a ratio of exactly 0.5 or 5.0 in float64 is within 0.5 to 5.
+    Log-probs of float32 have lost about 1e-7 x |log p| before they get here, so there a ratio that close to a bound may fall
+    on either side of it.
+
+    Metrics `rollout_corr/NAME`, all finite, 0 where there is nothing to count. A unit is a token or, with sequence weights, a
+    sequence (verl mixes the two in sequence mode, and counts sequences without tokens). Stds are those of a population.
+    rollout_is_{mean,max,min,std}        of the kept units' weights after step 2
+    rollout_is_eff_sample_size           their `effective_sample_size`
+    rollout_is_ratio_fraction_{high,low} share of all units with a ratio over C, under 1/C; or over hi, under lo of the band
+    rollout_is_oob_ratio                 band alone: share of all units outside
+    rollout_is_batch_norm_factor         with normalisation: the divisor
+    rollout_is_seq_{mean,max,min,std}    of the sequences' mean weights over kept tokens; max_deviation is the largest |. - 1|
+    rollout_is_seq_fraction_{high,low}   share of sequences whose mean ratio is over or under the bounds above
+    rollout_rs_RULE_*                    see `rejection.accept`
+    rollout_rs_X_masked_fraction         share of tokens that X rejects: X a rule, token_age, token_veto, or nonfinite
+    rollout_rs_X_seq_masked_fraction     share of sequences with such a token
+    rollout_rs_[seq_]masked_fraction     the same of all that is rejected
+    and those of `drift`.
+
+    T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ or max_token_age lacks ages.
     """
-    delta = (log_probs_a - log_probs_b).detach()
-    total = delta.new_zeros(num_sequences).index_add_(0, sequence_ids, delta)
-    return log_ratio(total, torch.zeros_like(total)).exp()
+    _check_shapes(log_probs_a, log_probs_b, lengths, ages, include)
+    ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
+    if ages is not None and include is not None:
+        ages = ages[include]
+    keep, metrics = _reject(ratios, options, ages)
+    weights, of_weights = _weigh(ratios, keep, options)
+    dtype = torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32
+    return Correction(
+        weights=_spread_out(weights.to(dtype), include),
+        keep=_spread_out(keep, include),
+        metrics=_named(metrics | of_weights) | drift(log_probs_a, log_probs_b, lengths, include),
+    )
 
 
-def truncate(ratios: Tensor, upper: float) -> Tensor:
-    """min(r, upper): truncated importance sampling (TIS). Shape and dtype of `ratios`. upper must be over 0."""
-    if upper <= 0:
-        raise ValueError(f"upper must be over 0, got {upper}")
-    return ratios.clamp(max=upper)
+def _reject(ratios: Ratios, options: CorrectionOptions, ages: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which included tokens are kept, [M] bool, and the metrics of rejection."""
+    metrics: dict[str, Tensor] = {}
+    verdicts = {"nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite}
+    if options.max_token_age is not None:
+        if ages is None:
+            raise ValueError("max_token_age needs the ages of the tokens")
+        verdicts["token_age"] = ages <= options.max_token_age
+    if options.rollout_token_veto_threshold is not None:
+        verdicts["token_veto"] = accept_without_veto(options.rollout_token_veto_threshold, ratios)
+    for rule in options.rollout_rs:
+        verdicts[rule.name], statistics = accept(rule, ratios)
+        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in statistics.items()}
+    keep = torch.ones_like(ratios.finite)
+    for name, verdict in verdicts.items():
+        keep &= verdict
+        metrics |= {f"rollout_rs_{name}_{what}": value for what, value in rejected(verdict, ratios).items()}
+    return keep, metrics | {f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()}
 
 
-def band(ratios: Tensor, lower: float, upper: float) -> tuple[Tensor, Tensor]:
-    """r where lower <= r <= upper, else 0 (IcePop, arXiv 2510.18855), and the bool mask of what is kept; shapes of `ratios`.
+def _weigh(ratios: Ratios, keep: Tensor, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weight of each included token, [M] float64, and the metrics of weights."""
+    if options.rollout_is is None:
+        return keep.double(), {}
+    by_token = options.rollout_is == "token"
+    keeping = ratios.sums(keep.double())
+    logs, units, kept = (ratios.log, ratios.finite, keep) if by_token else (ratios.sequence_logs(), ratios.whole, keeping > 0)
+    cut = _cut(logs, options)
+    weights = torch.where(keep, cut if by_token else cut[ratios.ids], 0.0)
+    low, high = _outside(logs[units], options)
+    metrics = {f"rollout_is_{name}": value for name, value in spread(cut[kept]).items()} | {
+        "rollout_is_eff_sample_size": effective_sample_size(cut[kept]),
+        "rollout_is_ratio_fraction_high": share(high),
+        "rollout_is_ratio_fraction_low": share(low),
+    }
+    if isinstance(options.rollout_is_threshold, tuple):
+        metrics["rollout_is_oob_ratio"] = share(low | high)
+    metrics |= _sequence_metrics(ratios, (ratios.sums(weights) / keeping)[keeping > 0], logs, options)
+    if options.rollout_is_batch_normalize:
+        mean = metrics["rollout_is_mean"]
+        factor = torch.where(mean > 0, mean, 1.0)
+        weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, factor
+    return weights, metrics
 
-    A ratio that is not a number is outside. Bounds are of the ratio itself, 0 <= lower <= upper: not of its inverse, as in
-    verl's rejection by k1, where a band that is not reciprocal keeps the wrong tokens.
+
+def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
+    """Ratios, truncated or 0 outside the band."""
+    if not isinstance(options.rollout_is_threshold, tuple):
+        return logs.exp().clamp(max=options.rollout_is_threshold)
+    low, high = beyond(logs, *options.band)
+    return torch.where(low | high, 0.0, logs.exp())
+
+
+def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
+    """Ratios below and above the bounds that metrics speak of: the band, or 1/C and C."""
+    bounds = options.rollout_is_threshold
+    return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
+
+
+def _sequence_metrics(ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions) -> dict[str, Tensor]:
+    """rollout_is_seq_*; `means` are the mean weights of the sequences that keep a token."""
+    of_tokens = options.rollout_is == "token"
+    raw = (ratios.sums(ratios.log.exp()) / ratios.counts).log() if of_tokens else logs
+    low, high = _outside(raw[ratios.whole], options)
+    deviation = (means - 1).abs()
+    metrics = spread(means) | {
+        "max_deviation": spread(deviation)["max"],
+        "fraction_high": share(high),
+        "fraction_low": share(low),
+    }
+    return {f"rollout_is_seq_{name}": value for name, value in metrics.items()}
+
+
+def drift(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None) -> dict[str, float]:
+    """How far policy a has moved from the policy b that drew the tokens, as `rollout_corr/NAME`; arguments as in `correct`.
+
+    kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
+    k3_kl                      mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
+    chi2_token, chi2_seq       mean of r^2 over tokens, of the squared product of ratios over sequences; minus 1
+    training_log_ppl           mean over sequences of -(mean over tokens of log a); rollout_log_ppl: of log b
+    training_ppl, rollout_ppl  mean over sequences of the perplexity e^(log ppl), at most e^100
+    log_ppl_diff               mean over sequences of log ppl of a - log ppl of b; log_ppl_abs_diff, log_ppl_diff_max, _min
+    ppl_ratio                  mean over sequences of e^(that difference), the exponent within +-100
+
+    Tokens whose ratio is not finite are left out, and so are sequences without tokens (verl counts those as perplexity 1).
+    Computed in float64, always finite; no tokens give 0 for all.
     """
-    if not 0 <= lower <= upper:
-        raise ValueError(f"a band needs 0 <= lower <= upper, got {lower} and {upper}")
-    kept = (ratios >= lower) & (ratios <= upper)
-    return torch.where(kept, ratios, 0.0), kept
+    finite = (log_probs_a.detach().double() - log_probs_b.detach().double()).isfinite()
+    used = finite if include is None else finite & include
+    ratios = Ratios.of(log_probs_a, log_probs_b, lengths, used)
+    a, b = log_probs_a.detach()[used].double(), log_probs_b.detach()[used].double()
+    log_ppl_a, log_ppl_b = ((-ratios.sums(x) / ratios.counts)[ratios.whole] for x in (a, b))
+    difference = log_ppl_a - log_ppl_b
+    over_sequences = spread(difference)
+    return _named(
+        {
+            "kl": _mean(b - a),
+            "k3_kl": _mean(ratios.log.expm1() - ratios.log),
+            "chi2_token": _mean((2 * ratios.log).expm1()),
+            "chi2_seq": _mean((2 * ratios.sequence_logs()[ratios.whole]).expm1()),
+            "training_log_ppl": _mean(log_ppl_a),
+            "rollout_log_ppl": _mean(log_ppl_b),
+            "training_ppl": _mean(log_ppl_a.clamp(max=MAX_LOG_PPL).exp()),
+            "rollout_ppl": _mean(log_ppl_b.clamp(max=MAX_LOG_PPL).exp()),
+            "log_ppl_diff": over_sequences["mean"],
+            "log_ppl_diff_max": over_sequences["max"],
+            "log_ppl_diff_min": over_sequences["min"],
+            "log_ppl_abs_diff": _mean(difference.abs()),
+            "ppl_ratio": _mean(difference.clamp(-MAX_LOG_PPL, MAX_LOG_PPL).exp()),
+        }
+    )
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -56,3 +260,29 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor
         w = w[mask != 0]
     squares = w.square().sum() * w.numel()
     return torch.where(squares > 0, w.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+def _check_shapes(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, ages: Tensor | None, include: Tensor | None) -> None:
+    shapes = [tuple(x.shape) for x in (log_probs_b, ages, include) if x is not None]
+    if log_probs_a.ndim != 1 or any(shape != log_probs_a.shape for shape in shapes):
+        raise ValueError(f"log-probs, ages and include must all be [T], got {[tuple(log_probs_a.shape), *shapes]}")
+    if include is not None and include.dtype != torch.bool:
+        raise ValueError(f"include must be bool, got {include.dtype}")
+    if int(lengths.sum()) != len(log_probs_a):
+        raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(log_probs_a)} log-probs")
+
+
+def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
+    """Values of included tokens [M] back to [T], 0 elsewhere."""
+    if include is None:
+        return values
+    return values.new_zeros(include.shape).masked_scatter_(include, values)
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.sum() / max(len(values), 1)
+
+
+def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers, in one transfer from the device."""
+    return {PREFIX + name: value for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)}

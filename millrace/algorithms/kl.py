@@ -6,6 +6,7 @@ with a gradient to log_probs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -36,7 +37,24 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (x.expm1() - x).clamp(-10.0, 10.0)
 
 
-KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+Estimator = Callable[[Tensor, Tensor], Tensor]
+
+
+def with_k2_gradient(estimator: Estimator) -> Estimator:
+    """The value of `estimator` with the gradient of k2, log pi - log ref: the one whose mean is the gradient of the KL.
+
+    Straight-through: k2 - sg(k2) + sg(estimator). The gradient is k2's also where the estimator is clamped and has none.
+    """
+
+    def estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        carrier = k2(log_probs, ref_log_probs)
+        # In this order the first difference is exactly 0 and the value keeps its digits.
+        return (carrier - carrier.detach()) + estimator(log_probs, ref_log_probs).detach()
+
+    return estimate
+
+
+_BASE: dict[str, Estimator] = {
     "kl": k1,
     "k1": k1,
     "abs": absolute,
@@ -45,4 +63,26 @@ KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "low_var_kl": k3,
     "k3": k3,
 }
-"""By the names that recipes use."""
+
+KL: dict[str, Estimator] = _BASE | {f"{name}+": with_k2_gradient(estimator) for name, estimator in _BASE.items()}
+"""By the names that recipes use; a name with `+` has the gradient of k2."""
+
+MAX_ERROR = 0.2
+"""What one update of the coefficient takes of the error kl / target - 1."""
+
+
+def adapt(coef: float, kl: float, target: float, horizon: float, count: float) -> float:
+    """The next coefficient of a KL penalty in the reward: coef (1 + clip(kl / target - 1, +-0.2) count / horizon).
+
+    (arXiv 1909.08593, whose constant 0.1 is count / horizon.) kl: mean over the batch; count: its trajectories.
+    A fixed coefficient is one that is never adapted. Raises ValueError if target or horizon is not over 0, kl is not finite (the
+    coefficient would never recover), or 0.2 count reaches the horizon: the coefficient could then reach 0, or change its sign.
+    """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"target and horizon must be over 0, got {target} and {horizon}")
+    if not math.isfinite(kl):
+        raise ValueError(f"kl is {kl}")
+    if MAX_ERROR * count >= horizon:
+        raise ValueError(f"a horizon of {horizon} is too short for steps of {count}: it must be over {MAX_ERROR * count}")
+    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
+    return coef * (1 + error * count / horizon)

@@ -1,9 +1,15 @@
-"""Policy losses, token by token. Aggregation to one number is in aggregate.py."""
+"""Policy losses, token by token. Aggregation to one number is in aggregate.py, weights W of a rollout correction in correction.py
+(the caller multiplies them in), losses on whole sequences in sequence_losses.py, all modes by name in policy_losses.py.
+
+Below rho = exp(clamp(log pi - log pi_old, +-20)), A the advantage, sg a constant (stop gradient).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: exp(20) = 4.9e8 still leaves a finite square in float32."""
@@ -12,6 +18,16 @@ MAX_LOG_RATIO = 20.0
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """log(pi / pi_old) clamped to +-20, the shape of its arguments; no gradient where the clamp acts."""
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and the bool mask of where the clip won; shapes of `ratio`.
+
+    A ratio on an edge is inside: it is not clipped and has its whole gradient.
+    """
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(plain, clipped), clipped > plain
 
 
 def ppo_clip(
@@ -23,14 +39,14 @@ def ppo_clip(
     clip_high: float,
     clip_c: float,
     weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347) with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
 
     ratio = exp(clamp(log_probs - old_log_probs, +-20))
     loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A clip_c; times `weights`.
 
     All tensors [T] and of one floating dtype; only `log_probs` has a gradient. `weights` are importance weights of the
-    rollout correction, constants. clip_c must be over 1.
+    rollout correction, constants. clip_c must be over 1. Ratios on an edge are inside.
 
     Returns the token losses [T] and detached statistics, each [T] in the dtype of `log_probs`:
     clipped        1 where the clip changed the loss (verl's pg_clipfrac is its mean)
@@ -42,18 +58,102 @@ def ppo_clip(
         raise ValueError(f"clip_c must be over 1, got {clip_c}")
     old, adv = old_log_probs.detach(), advantages.detach()
     delta = log_ratio(log_probs, old)
-    ratio = delta.exp()
-    plain = -adv * ratio
-    clipped = -adv * ratio.clamp(1 - clip_low, 1 + clip_high)
-    pessimistic = torch.maximum(plain, clipped)
+    pessimistic, clipped = clipped_surrogate(delta.exp(), adv, clip_low, clip_high)
     bound = torch.where(adv < 0, -adv * clip_c, torch.inf)
-    loss = torch.minimum(pessimistic, bound)
+    over = pessimistic > bound
+    loss = torch.where(over, bound, pessimistic)
     if weights is not None:
         loss = loss * weights.detach()
-    with torch.no_grad():
-        stats = {
-            "clipped": (clipped > plain).to(loss.dtype),
-            "clipped_lower": (pessimistic > bound).to(loss.dtype),
-            "log_ratio": delta.detach(),
-        }
-    return loss, stats
+    return loss, statistics(log_probs, log_ratio=delta, clipped=clipped, clipped_lower=over)
+
+
+def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """`ppo_clip`: PPO with clip-higher and dual clip."""
+    x = inputs.trained()
+    return ppo_clip(
+        x.log_probs,
+        x.old_log_probs,
+        x.advantages,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        clip_c=options.clip_c,
+    )
+
+
+def reinforce(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """-A log pi: the policy gradient, with nothing that holds it near the old policy.
+
+    Also the loss of GPG (arXiv 2504.02546), whose own part is in its advantages. With W = sg(rho) outside it is off-policy
+    REINFORCE. The old log-probs are not read, so the log_ratio statistic is 0.
+    """
+    x = inputs.trained()
+    return -x.advantages * x.log_probs, statistics(x.log_probs)
+
+
+def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585).
+
+    The clip bounds a token's weight, never its gradient to 0. `clipped` marks weights that it changed where A is not 0. The
+    paper bounds only above: give clip_low = 1 for that.
+    """
+    x = inputs.trained()
+    delta = log_ratio(x.log_probs, x.old_log_probs).detach()
+    ratio = delta.exp()
+    weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    clipped = (weight != ratio) & (x.advantages != 0)
+    return -weight * x.advantages * x.log_probs, statistics(x.log_probs, log_ratio=delta, clipped=clipped)
+
+
+def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """-A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347).
+
+    A smooth clip: the gradient is that of -A log pi at rho = 1 and fades on both sides. Nothing is clipped in the statistics.
+    """
+    x = inputs.trained()
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    tau = torch.where(x.advantages > 0, delta.new_full((), options.tau_pos), delta.new_full((), options.tau_neg))
+    gate = torch.sigmoid(tau * (delta.exp() - 1)) * (4 / tau)
+    return -gate * x.advantages, statistics(x.log_probs, log_ratio=delta)
+
+
+def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """-(A log pi - dro_beta / 2 (log pi - log pi_old)^2) (DRO, arXiv 2405.19107, token by token as in verl and Tinker).
+
+    The log-ratio in the loss is not clamped: the square must go on pulling a token back that has gone far.
+    """
+    x = inputs.trained()
+    distance = (x.log_probs - x.old_log_probs).square()
+    loss = 0.5 * options.dro_beta * distance - x.advantages * x.log_probs
+    return loss, statistics(x.log_probs, log_ratio=log_ratio(x.log_probs, x.old_log_probs))
+
+
+def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """PPO's clip without dual clip; 0, so without gradient, for selected tokens (Clip-Cov, arXiv 2505.22617).
+
+    `clipped` marks both. Tokens come from covariance.clip_cov_tokens. Raises ValueError without `selected`.
+    """
+    x = inputs.trained()
+    selected = _selected(x)
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    loss, clipped = clipped_surrogate(delta.exp(), x.advantages, options.clip_low, options.clip_high)
+    return loss.masked_fill(selected, 0.0), statistics(x.log_probs, log_ratio=delta, clipped=clipped | selected)
+
+
+def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """-A rho, + ppo_kl_coef |log pi - log pi_old| for selected tokens (KL-Cov, arXiv 2505.22617). No clip.
+
+    The penalty is not clamped, so it pulls back from any distance; at distance 0 its gradient is 0, so the first step on a
+    batch is without it. Tokens come from covariance.kl_cov_tokens. Raises ValueError without `selected`.
+    """
+    x = inputs.trained()
+    selected = _selected(x)
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    penalty = options.ppo_kl_coef * (x.log_probs - x.old_log_probs).abs()
+    loss = torch.where(selected, penalty, 0.0) - x.advantages * delta.exp()
+    return loss, statistics(x.log_probs, log_ratio=delta)
+
+
+def _selected(inputs: LossInput) -> Tensor:
+    if inputs.selected is None:
+        raise ValueError("this loss needs `selected`: the tokens that covariance.py chooses over the whole mini-batch")
+    return inputs.selected

@@ -7,9 +7,8 @@ of its own.
 from __future__ import annotations
 
 import itertools
-import math
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,94 +16,122 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from millrace.algorithms.advantages import equal_groups, grpo
+from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.engines import train_state
 from millrace.engines.attention import Ints
+from millrace.engines.critic import PackedCritic, copy_weights
 from millrace.engines.device import pick
+from millrace.engines.experience import Experience, Models, make_experience
 from millrace.engines.meter import Meter
+from millrace.engines.mini_batch import MiniBatch, settle
 from millrace.engines.model import DTYPES, load_model
-from millrace.engines.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
-from millrace.engines.packing import MicroBatch, Rows, pack, rows_of_examples, rows_of_samples, split
+from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
-from millrace.engines.policy_loss import SUMS, PolicyData, Totals, policy_loss, sampler_metrics, token_metrics
-from millrace.errors import MillraceError
+from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.engines.trainable import Outputs, Trainable
+from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
 from millrace.ports import StepReport, TrainBatch
 from millrace.types import Sample, Tokens
 
-MAX_NONFINITE_STEPS = 3
-"""Optimizer steps in a row without a finite loss and gradient before the run fails: it will not recover."""
-
-ESTIMATORS = {"grpo": grpo}
-"""Advantage estimators by algorithm.adv_estimator."""
-
-LossOf = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, Tensor]]
-"""(log_probs [M], entropy [M], micro-batch) -> loss, SUMS [9], largest probability difference."""
+M = TypeVar("M", PackedPolicy, PackedCritic)
 
 
 class FsdpTrainEngine:
-    """A policy under training. Satisfies ports.TrainEngine; call `begin` before the first step."""
+    """A policy under training, with the critic and the reference that its algorithm asks for. Satisfies ports.TrainEngine.
+
+    Call `begin` before the first step.
+    """
 
     def __init__(
-        self, policy: PackedPolicy, config: Config, *, model_folder: str, rank: int, world_size: int, device: torch.device
+        self,
+        policy: PackedPolicy,
+        config: Config,
+        *,
+        model_folder: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        critic: PackedCritic | None = None,
+        reference: PackedPolicy | None = None,
     ) -> None:
+        def trainable(name: str, module: nn.Module) -> Trainable:
+            return Trainable(name, module, config, rank=rank, world_size=world_size, device=device)
+
         self.policy = policy
+        self.actor = trainable("actor", policy)
+        self._critic = critic
+        self.critic = None if critic is None else trainable("critic", critic)
+        self.reference = None if reference is None else trainable("reference", reference)
         self.config = config
         self.model_folder = model_folder
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        # torch's varlen attention is for half precision on CUDA alone.
-        self.padded = device.type == "cpu" or config.model.dtype == "float32"
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
-        self.optim = config.actor.optim
-        self.horizon = 1
-        self.optimizer: torch.optim.AdamW | None = None
-        self.steps = 0
-        """Optimizer steps since `begin`, skipped ones included: the LR schedule's clock."""
-        self.nonfinite_in_a_row = 0
+        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         self.owns_group = False
+        self._seen_version: int | None = None
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """A fresh AdamW and LR schedule for `horizon` optimizer steps; the weights stay."""
-        self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
-        self.optimizer = adamw(self.parameters, optim)
+        """Fresh optimizers and LR schedules for `horizon` optimizer steps; the policy's weights stay, and critic and reference
+        start from them.
+        """
+        self.actor.begin(optim, horizon)
+        self.kl_coef = self.config.algorithm.kl_ctrl.kl_coef
+        if self.critic is not None and self._critic is not None:
+            self._critic.start_from(self.policy)
+            self.critic.begin(self.config.critic.optim, horizon)
+        if self.reference is not None:
+            copy_weights(self.policy, self.reference.module)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since `begin`, skipped ones included."""
+        return self.actor.steps
 
     async def step(self, batch: TrainBatch) -> StepReport:
         """One optimizer step for each mini-batch of `ppo_mini_batch_size` samples (the last may be short), `ppo_epochs` times.
 
-        Metrics of the batch, the same on every rank; besides those of `token_metrics` and `sampler_metrics`:
-        actor/pg_loss               aggregated PPO loss, without the entropy bonus; mean over optimizer steps
-        actor/grad_norm             2-norm of the gradient before clipping; mean over optimizer steps
-        actor/lr                    learning rate; mean over optimizer steps
-        actor/nonfinite_steps       optimizer steps skipped for a loss or gradient that is not finite; a count. They are in no
-                                    other metric
-        train/tokens                prompt and response tokens of the trajectories that were trained, each epoch; a count
-        train/pad_share             padding in the attention's batches, as a share of them
-        train/zero_advantage_share  share of samples whose rewards are all equal
+        The metrics of a batch, the same on every rank, are documented in training_metrics.py, but for these counts:
+        actor/nonfinite_steps  optimizer steps skipped for a loss or gradient that is not finite; they are in no other metric
+        actor/rejected_steps   optimizer steps skipped because the mini-batch had no token to train: all were rejected
+        train/tokens           prompt and response tokens of the trajectories that were trained, each epoch
         """
-        actor = self.config.actor
-        data, zero_share = self._policy_data(batch.samples)
-        edges = [*range(0, len(batch.samples), actor.ppo_mini_batch_size), len(batch.samples)]
-        meter = Meter()
-        for epoch in range(actor.ppo_epochs):
-            for first, last in itertools.pairwise(edges):
-                members = np.arange(data.rows.first_row[first], data.rows.first_row[last])
-                self._mini_batch(data, members, meter, first_pass=epoch == 0)
-        largest, pad_share = self._reduce_own(meter)
-        metrics = {
-            **token_metrics(meter.sums),
-            **sampler_metrics(meter.first_sums, largest),
-            **meter.step_means("actor/"),
-            "actor/pg_loss": meter.sums["loss"] / max(meter.finite, 1),
-            "train/pad_share": pad_share,
-            "train/zero_advantage_share": zero_share,
+        models = Models(self.actor, self.critic, self.reference)
+        data = make_experience(batch.samples, batch.version, models, self.config, self.kl_coef)
+        meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
+        corrections: list[dict[str, float]] = []
+        first_tokens, rejected = torch.zeros_like(data.include), 0
+        for k, members in enumerate(self._mini_batches(data, len(batch.samples)) * self.config.actor.ppo_epochs):
+            mini = self._settle(data, members, untouched=k == 0)
+            corrections.append(mini.metrics)
+            rejected += not mini.tokens
+            if k == 0:
+                first_tokens = mini.mask
+            first_pass = k * self.config.actor.ppo_mini_batch_size < len(batch.samples)
+            if self.critic is not None:
+                self._step(self.critic, data, mini, CriticLoss, critic_meter, first_pass)
+            if self.actor.steps >= self.config.trainer.critic_warmup:
+                self._step(self.actor, data, mini, PolicyLoss, meter, first_pass)
+            else:
+                self.actor.skip_step(meter)
+        fresh, self._seen_version = batch.version != self._seen_version, batch.version
+        seen = self.actor.reduce(meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM).cpu()
+        metrics = policy_metrics(meter, data, corrections, self.config)
+        metrics |= sampler_metrics(seen, data, self.config, same_weights=first_tokens if fresh else None)
+        if self.critic is not None:
+            metrics |= critic_metrics(critic_meter, data)
+        if self.config.algorithm.use_kl_in_reward:
+            metrics |= self._steer_kl(data)
+        totals = {
+            "train/tokens": float(data.rows.lengths.sum() * self.config.actor.ppo_epochs),
+            "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
+            "actor/rejected_steps": float(rejected),
         }
-        tokens = float(data.rows.lengths.sum() * actor.ppo_epochs)
-        return StepReport(meter.steps, metrics, {"train/tokens": tokens, "actor/nonfinite_steps": meter.nonfinite})
+        return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
         """One optimizer step on (prompt, response): mean of -log p over all response tokens, at temperature 1.
@@ -113,29 +140,26 @@ class FsdpTrainEngine:
         sft/nonfinite_steps, sft/tokens, sft/pad_share as their namesakes of `step`.
         """
         rows = rows_of_examples(examples)
-        totals = _totals(rows, np.arange(len(rows.starts)))
-        meter = Meter()
+        members = np.arange(len(rows.starts))
+        tokens = max(int(rows.trained_tokens.sum()), 1)
 
-        def loss_of(log_probs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            loss = -log_probs.sum() / max(totals.tokens, 1)
-            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=loss.device)
-            sums[0] = loss.detach()
-            return loss, sums, sums.new_zeros(())
+        def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            loss = -outputs[0].sum() / tokens
+            return loss, loss.detach().double().reshape(1)
 
-        self._accumulate(rows, np.arange(len(rows.starts)), loss_of, 1.0, meter)
-        self._optimizer_step(meter, first_pass=True)
-        metrics = meter.step_means("sft/") | {
-            "sft/loss": meter.sums["loss"],
-            "sft/pad_share": self._reduce_own(meter)[1],
-        }
-        return StepReport(1, metrics, {"sft/tokens": float(rows.lengths.sum()), "sft/nonfinite_steps": meter.nonfinite})
+        meter = Meter(("loss",))
+        self.actor.accumulate(rows, members, 1.0, loss_of, meter)
+        self.actor.optimizer_step(meter, first_pass=False)
+        cells = self.actor.reduce(meter.cells().to(self.device), dist.ReduceOp.SUM).cpu()
+        metrics = meter.step_means("sft/") | {"sft/loss": meter.sums["loss"], "sft/pad_share": pad_share(cells)}
+        totals = {"sft/tokens": float(rows.lengths.sum()), "sft/nonfinite_steps": float(meter.nonfinite)}
+        return StepReport(1, metrics, totals, meter.nonfinite)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         """log p(token) at the training temperature, for each trajectory of each sample, in order."""
         rows = rows_of_samples(samples)
-        flat = self._log_probs(rows).numpy()
-        ends = (rows.starts + rows.lengths).tolist()
-        return [flat[a:b][rows.trained[a:b]].tolist() for a, b in zip(rows.starts.tolist(), ends, strict=True)]
+        flat = self.actor.tokens(rows, temperature=self.config.rollout.temperature)[0]
+        return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
 
     async def save(self, folder: str) -> None:
         train_state.save(self, folder)
@@ -168,129 +192,58 @@ class FsdpTrainEngine:
 
     async def close(self) -> None:
         """Let go of the process group, if it was made here; a group of several ranks is its maker's."""
-        self.optimizer = None
+        self.actor.optimizer = None
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
     # One mini-batch ---------------------------------------------------------------------------------------------------
 
-    def _policy_data(self, samples: tuple[Sample, ...]) -> tuple[PolicyData, float]:
-        """Advantages and old log-probs of a batch, and the share of samples whose rewards are all equal."""
-        rows = rows_of_samples(samples)
-        rewards, groups = _rewards(samples)
-        estimate = ESTIMATORS[self.config.algorithm.adv_estimator]
-        advantages = estimate(rewards, groups, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo)
-        rollout = torch.from_numpy(rows.rollout_log_probs)
-        old: Tensor | None = rollout
-        if not self.config.async_training.use_rollout_log_probs:
-            one_step = self.config.actor.ppo_epochs == 1 and len(samples) <= self.config.actor.ppo_mini_batch_size
-            old = None if one_step else self._log_probs(rows)
-        equal = equal_groups(rewards, groups)
-        data = PolicyData(rows, advantages, rollout, old, torch.from_numpy(rows.trained_tokens))
-        return data, equal.double().mean().item() if len(equal) else 0.0
+    def _mini_batches(self, data: Experience, num_samples: int) -> list[Ints]:
+        """Rows of each mini-batch."""
+        first_row = data.rows.first_row
+        edges = [*range(0, num_samples, self.config.actor.ppo_mini_batch_size), num_samples]
+        return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
 
-    def _mini_batch(self, data: PolicyData, members: Ints, meter: Meter, *, first_pass: bool) -> None:
-        totals = _totals(data.rows, members)
+    def _settle(self, data: Experience, members: Ints, *, untouched: bool) -> MiniBatch:
+        """`untouched`: the weights are those of the batch's arrival."""
 
-        def loss_of(log_probs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            return policy_loss(log_probs, entropy, micro, data, totals, self.config)
+        def current() -> Tensor:
+            if untouched and data.arrival is not None:
+                return data.arrival
+            return self.actor.tokens(data.rows, members, temperature=self.config.rollout.temperature)[0]
 
-        self._accumulate(data.rows, members, loss_of, self.config.rollout.temperature, meter)
-        self._optimizer_step(meter, first_pass=first_pass)
+        generator = torch.Generator().manual_seed(self.config.trainer.seed + self.actor.steps)
+        return settle(data, members, self.config, current=current, generator=generator)
 
-    def _accumulate(self, rows: Rows, members: Ints, loss_of: LossOf, temperature: float, meter: Meter) -> None:
-        """Gradients of this rank's share of the mini-batch; summed over ranks in the last micro-batch's backward pass."""
-        limit = self.config.actor.ppo_max_token_len_per_gpu
-        shares = split(rows, members, max_tokens=limit, world_size=self.world_size)
-        for i, share in enumerate(shares):
-            micro = pack(rows, share[self.rank], self.device, padded=self.padded)
-            if isinstance(self.policy, FSDPModule):
-                self.policy.set_requires_gradient_sync(i == len(shares) - 1)
-            log_probs, entropy = self.policy(micro, temperature)
-            loss, sums, largest = loss_of(log_probs, entropy, micro)
-            # FSDP averages gradients over ranks, and the shares of the loss are to be added.
-            torch.autograd.backward(loss * self.world_size)
-            meter.add(sums, largest, micro)
+    def _step(
+        self,
+        model: Trainable,
+        data: Experience,
+        mini: MiniBatch,
+        loss: type[PolicyLoss] | type[CriticLoss],
+        meter: Meter,
+        first_pass: bool,
+    ) -> None:
+        if not mini.tokens:
+            model.skip_step(meter)
+            return
+        model.accumulate(data.rows, mini.members, self.config.rollout.temperature, loss(data, mini, self.config), meter)
+        model.optimizer_step(meter, first_pass=first_pass)
 
-    def _optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
-        """Clip and step, on all ranks or on none: the loss and the norm that decide are global."""
-        if self.optimizer is None:
-            raise MillraceError("the train engine has no optimizer. Fix: call begin(optim, horizon) before the first step")
-        lr = lr_at(self.optim, self.horizon, self.steps)
-        gradients = gradients_of(self.parameters)
-        sums, largest = meter.take()
-        sums = self._reduce(sums, dist.ReduceOp.SUM)
-        # The one place in a step where the host waits for the device.
-        *values, own_largest, norm = torch.cat([sums, largest, gradient_norm(gradients).double().reshape(1)]).tolist()
-        self.steps += 1
-        if math.isfinite(norm) and math.isfinite(values[0]):
-            self.nonfinite_in_a_row = 0
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            clip_(gradients, norm, self.optim.clip_grad)
-            self.optimizer.step()
-            meter.finish(dict(zip(SUMS, values, strict=True)), own_largest, norm, lr, first_pass=first_pass)
-        else:
-            self.nonfinite_in_a_row += 1
-            meter.skip()
-        self.optimizer.zero_grad()
-        if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
-            raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a loss or gradient that is not finite "
-                f"(the last: loss {values[0]}, norm {norm}). Fix: a lower actor.optim.lr, or model.dtype=float32"
-            )
-
-    @torch.no_grad()
-    def _log_probs(self, rows: Rows) -> Tensor:
-        """[T] float32 on the host, whole on every rank; 0 where a token is not trained."""
-        flat = torch.zeros(len(rows.tokens))
-        limit = self.config.actor.ppo_max_token_len_per_gpu
-        for share in split(rows, np.arange(len(rows.starts)), max_tokens=limit, world_size=self.world_size):
-            micro = pack(rows, share[self.rank], self.device, padded=self.padded)
-            log_probs, _ = self.policy(micro, self.config.rollout.temperature)
-            flat[micro.source] = log_probs.float().cpu()
-        if isinstance(self.policy, FSDPModule):
-            # A forward pass leaves the root's weights whole; they would outlive a load, and take memory in sleep.
-            self.policy.reshard()
-        return self._reduce(flat.to(self.device), dist.ReduceOp.SUM).cpu()
-
-    def _reduce_own(self, meter: Meter) -> tuple[float, float]:
-        """Global maximum of the probability difference, and global padding share."""
-        own = meter.ranks_own().to(self.device)
-        self._reduce(own[:1], dist.ReduceOp.MAX)
-        self._reduce(own[1:], dist.ReduceOp.SUM)
-        largest, cells, padded_cells = own.tolist()
-        return largest, (padded_cells - cells) / max(padded_cells, 1.0)
-
-    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(value, op)
-        return value
+    def _steer_kl(self, data: Experience) -> dict[str, float]:
+        """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
+        ctrl, used = self.config.algorithm.kl_ctrl, self.kl_coef
+        if ctrl.type == "adaptive":
+            self.kl_coef = adapt(used, data.kl_to_reference, target=ctrl.target_kl, horizon=ctrl.horizon, count=len(data.lengths))
+        return {"actor/reward_kl_penalty": data.kl_to_reference, "actor/reward_kl_penalty_coeff": used}
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu":
             return
-        nn.Module.to(self.policy, device)
-        for state in (self.optimizer.state if self.optimizer else {}).values():
-            for key, value in state.items():
-                state[key] = value.to(device)
+        for model in (self.actor, self.critic, self.reference):
+            if model is not None:
+                model.move(device)
         torch.cuda.empty_cache()
-
-
-def _rewards(samples: tuple[Sample, ...]) -> tuple[Tensor, Tensor]:
-    """Rewards [N] float64 and sample numbers [N] of all trajectories."""
-    rewards, groups = array("d"), array("q")
-    for i, sample in enumerate(samples):
-        for trajectory in sample.trajectories:
-            if trajectory.score is None:
-                raise MillraceError(f"a trajectory of sample {sample.prompt.index} has no score: it cannot be trained")
-            rewards.append(trajectory.score.value)
-            groups.append(i)
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)
-
-
-def _totals(rows: Rows, members: Ints) -> Totals:
-    return Totals(tokens=int(rows.trained_tokens[members].sum()), sequences=len(members))
 
 
 def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
@@ -299,27 +252,43 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank.
     """
     device = pick(config)
-    model = load_model(model_folder, seed=config.trainer.seed, dtype="float32", trust_remote_code=config.model.trust_remote_code)
-    policy = PackedPolicy(model, gradient_checkpointing=config.model.gradient_checkpointing)
     alone = not dist.is_initialized()
-    policy = shard(policy, config, world_size, device)
-    engine = FsdpTrainEngine(policy, config, model_folder=model_folder, rank=rank, world_size=world_size, device=device)
+
+    def packed() -> PackedPolicy:
+        model = load_model(
+            model_folder, seed=config.trainer.seed, dtype="float32", trust_remote_code=config.model.trust_remote_code
+        )
+        return PackedPolicy(model, gradient_checkpointing=config.model.gradient_checkpointing)
+
+    policy = shard(packed(), config, world_size, device)
+    critic = shard(PackedCritic(packed().model), config, world_size, device) if config.needs_critic else None
+    reference = shard(packed().requires_grad_(False), config, world_size, device) if config.needs_reference else None
+    engine = FsdpTrainEngine(
+        policy,
+        config,
+        model_folder=model_folder,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        critic=critic,
+        reference=reference,
+    )
     engine.owns_group = alone and dist.is_initialized()
     return engine
 
 
-def shard(policy: PackedPolicy, config: Config, world_size: int, device: torch.device) -> PackedPolicy:
+def shard(module: M, config: Config, world_size: int, device: torch.device) -> M:
     """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
     if world_size == 1 and config.model.dtype == "float32":
         # Nothing to shard and nothing to cast: wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
-        return policy.to(device)
+        return module.to(device)
     if not dist.is_initialized():
         # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (world_size,))
     bf16 = config.model.dtype == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
-    for layer in policy.layers():
+    for layer in module.layers():
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+    return module

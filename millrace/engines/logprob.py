@@ -36,6 +36,17 @@ def log_probs_and_entropy(
     return result
 
 
+@torch.no_grad()
+def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    """sum_v p_v^2 of p = softmax(hidden weight^T / temperature), [N], arguments and dtypes as above; no gradient."""
+    sums = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
+    rows = max(CHUNK_ELEMENTS // weight.shape[0], 1)
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        sums[part] = _matmul(hidden[part], weight.t()).div_(temperature).softmax(-1).square_().sum(-1)
+    return sums
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(

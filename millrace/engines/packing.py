@@ -25,14 +25,18 @@ SMALL_UNIT = 4
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Trajectories in one run of tokens; [T] counts all of them together, [N] the rows."""
+    """Trajectories in one run of tokens: [T] counts all of them together, [K] the trained ones, [N] the rows."""
 
     tokens: Ints
     """[T] token ids."""
     trained: NDArray[np.bool_]
     """[T] true for tokens of the policy."""
+    order: Ints
+    """[T] which of the trained tokens each is; of no meaning where `trained` is false."""
     rollout_log_probs: NDArray[np.float32]
-    """[T] log-probs at the rollout; 0 where `trained` is false."""
+    """[K] log-probs at the rollout."""
+    versions: Ints
+    """[K] policy version that drew each."""
     starts: Ints
     """[N] position of each row's first token."""
     lengths: Ints
@@ -63,14 +67,17 @@ class MicroBatch:
     targets: Tensor
     """[M] int64 the trained tokens."""
     source: Tensor
-    """[M] int64 on the host: positions of the trained tokens in Rows.tokens."""
-    rows: Tensor
-    """[M] int64 on the host: row of each trained token."""
+    """[M] int64 on the host: which of the trained tokens of Rows each is."""
+    sequence: Tensor
+    """[M] int64 on the host: row of each trained token, by its place in this micro-batch. Never decreasing."""
+    num_sequences: int
+    """Rows of this micro-batch."""
 
 
 def rows_of_samples(samples: Sequence[Sample]) -> Rows:
     """One row for each trajectory, samples in order. Raises ValueError if a trajectory has no prompt to predict from."""
     tokens, log_probs = tokens_of(), floats_of()
+    versions: list[tuple[int, int]] = []  # version and length of each segment of the policy
     runs: list[int] = []  # lengths of prompts and segments, as they come
     authored: list[bool] = []
     row_runs: list[int] = []
@@ -89,9 +96,11 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
                 authored.append(segment.author is Author.POLICY)
                 if segment.author is Author.POLICY:
                     log_probs.extend(segment.log_probs)
+                    versions.append((segment.version, len(segment.tokens)))
             row_runs.append(1 + len(trajectory.segments))
         counts.append(counts[-1] + len(sample.trajectories))
-    return _rows(tokens, log_probs, runs, authored, row_runs, counts)
+    drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
+    return _rows(tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts)
 
 
 def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
@@ -104,12 +113,14 @@ def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
         tokens.extend(response)
         runs += (len(prompt), len(response))
     n = len(runs) // 2
-    return _rows(tokens, None, runs, [False, True] * n, [2] * n, list(range(n + 1)))
+    none = np.zeros(0, dtype=np.int64)
+    return _rows(tokens, floats_of(), none, runs, [False, True] * n, [2] * n, list(range(n + 1)))
 
 
 def _rows(
     tokens: Tokens,
-    log_probs: Floats | None,
+    log_probs: Floats,
+    versions: Ints,
     runs: list[int],
     authored: list[bool],
     row_runs: list[int],
@@ -117,9 +128,6 @@ def _rows(
 ) -> Rows:
     flat = _int64(tokens)
     trained = np.repeat(np.asarray(authored, dtype=bool), np.asarray(runs, dtype=np.int64))
-    rollout = np.zeros(len(flat), dtype=np.float32)
-    if log_probs:
-        rollout[trained] = torch.frombuffer(log_probs, dtype=torch.float32).numpy()
     run_ends = np.concatenate([[0], np.cumsum(np.asarray(runs, dtype=np.int64))])
     edges = run_ends[np.concatenate([[0], np.cumsum(np.asarray(row_runs, dtype=np.int64))])]
     starts, lengths = edges[:-1], np.diff(edges)
@@ -134,7 +142,9 @@ def _rows(
     return Rows(
         tokens=flat,
         trained=trained,
-        rollout_log_probs=rollout,
+        order=before[1:] - 1,
+        rollout_log_probs=np.array(log_probs, dtype=np.float32),
+        versions=versions,
         starts=starts,
         lengths=lengths,
         inputs=inputs,
@@ -246,8 +256,9 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
         layout=make_layout(lengths, token, num_tokens, device, padded=padded),
         select=torch.from_numpy(token[predicts]).to(device),
         targets=torch.from_numpy(rows.tokens[targets]).to(device),
-        source=torch.from_numpy(targets),
-        rows=torch.from_numpy(np.repeat(members, lengths)[predicts]),
+        source=torch.from_numpy(rows.order[targets]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)[predicts]),
+        num_sequences=len(members),
     )
 
 
@@ -255,4 +266,4 @@ def _dummy(device: torch.device, *, padded: bool) -> MicroBatch:
     none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     layout = make_layout(np.ones(1, dtype=np.int64), zero.numpy(), 1, device, padded=padded)
     on_device = none.to(device)
-    return MicroBatch(zero.to(device), zero.to(device), layout, on_device, on_device, none, none)
+    return MicroBatch(zero.to(device), zero.to(device), layout, on_device, on_device, none, none, 0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.engines import attention
-from millrace.engines.logprob import log_probs_and_entropy
+from millrace.engines.logprob import log_probs_and_entropy, sum_of_squares
 from millrace.engines.packing import MicroBatch
 from millrace.errors import bad_value
 
@@ -31,8 +31,10 @@ class PackedPolicy(nn.Module):
                 layer.training = not isinstance(layer, nn.Dropout)
         self.model = model
 
-    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model."""
+    def forward(self, batch: MicroBatch, temperature: float, squares: bool = False) -> tuple[Tensor, ...]:
+        """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model. With `squares` also the
+        sum of p^2 over the vocabulary, which has no gradient.
+        """
         hidden = self.model.base_model(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.position_ids.unsqueeze(0),
@@ -40,12 +42,18 @@ class PackedPolicy(nn.Module):
             packed_layout=batch.layout,
         ).last_hidden_state[0]
         weight = cast(Tensor, output_embeddings(self.model).weight)
-        return log_probs_and_entropy(hidden.index_select(0, batch.select), weight, batch.targets, temperature)
+        states = hidden.index_select(0, batch.select)
+        both = log_probs_and_entropy(states, weight, batch.targets, temperature)
+        return (*both, sum_of_squares(states, weight, temperature)) if squares else both
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order: the units of sharding."""
-        names = set(self.model._no_split_modules or ())
-        return [module for module in self.model.modules() if type(module).__name__ in names]
+        return layers_of(self.model)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module:

@@ -1,140 +1,124 @@
-"""The loss of one micro-batch of a policy, and the sums from which a step's metrics are made."""
+"""The losses of one micro-batch of policy and critic, and the sums from which a step's metrics are made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms.aggregate import token_weights
-from millrace.algorithms.kl import k3
-from millrace.algorithms.losses import ppo_clip
-from millrace.config import ActorConfig, Config
-from millrace.engines.packing import MicroBatch, Rows
+from millrace.algorithms.correction import correct
+from millrace.algorithms.kl import KL
+from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.proximal import interpolate
+from millrace.algorithms.value import value_loss
+from millrace.config import Config
+from millrace.engines.experience import Experience
+from millrace.engines.mini_batch import MiniBatch, corrects_in_passing
+from millrace.engines.options import correction_options, loss_options
+from millrace.engines.packing import MicroBatch
+from millrace.engines.trainable import Outputs
 
-SUMS = ("loss", "tokens", "entropy", "clipped", "clipped_lower", "log_ratio", "to_sampler", "k3", "probs_diff")
-"""What a micro-batch adds up, in this order: the global loss's share, and sums over its trained tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts of one global mini-batch: the denominators of its loss, the same on every rank."""
-
-    tokens: int
-    """Trained tokens."""
-    sequences: int
-    """Trajectories, those without a trained token included."""
+POLICY_SUMS = ("loss", "pg_loss", "kl_loss", "tokens", "entropy", "clipped", "clipped_lower", "log_ratio")
+"""What a micro-batch of the policy adds up, in this order: the global loss's share and its parts, sums over trained tokens."""
+CRITIC_SUMS = ("loss", "tokens", "clipped")
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyData:
-    """What the loss needs beside the model's output, for all rows of a batch, on the host."""
+class PolicyLoss:
+    """Loss = aggregated policy loss + kl_loss_coef x aggregated KL - entropy_coeff x aggregated entropy, of one mini-batch."""
 
-    rows: Rows
-    advantages: Tensor
-    """[N] float32."""
-    rollout_log_probs: Tensor
-    """[T] float32."""
-    old_log_probs: Tensor | None
-    """[T] float32; None takes those of the very pass that is trained: right for the only step on a batch."""
-    sequence_lengths: Tensor
-    """[N] trained tokens of each row."""
+    def __init__(self, data: Experience, mini: MiniBatch, config: Config) -> None:
+        self.data = data
+        self.mini = mini
+        self.actor = config.actor
+        self.lose = POLICY_LOSSES[config.actor.policy_loss.loss_mode]
+        self.options = loss_options(config)
+        self.interpolated = data.old is None and config.algorithm.rollout_correction.proximal == "interpolate"
+        self.bypass = config.async_training.use_rollout_log_probs
+        self.correction = correction_options(config) if corrects_in_passing(config) else None
 
-
-def policy_loss(
-    log_probs: Tensor, entropy: Tensor, micro: MicroBatch, data: PolicyData, totals: Totals, config: Config
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This micro-batch's share of the mini-batch's loss; its SUMS [9] float64; its largest |p_rollout - p_current|.
-
-    log_probs and entropy [M] of the micro-batch's trained tokens. Loss = aggregated PPO-clip - entropy_coeff * aggregated
-    entropy. The last two results are detached.
-    """
-    actor = config.actor
-    rollout, old, advantages, weights = _host_inputs(micro, data, totals, config).to(log_probs)
-    if data.old_log_probs is None:
-        old = log_probs.detach()
-    losses, stats = ppo_clip(
-        log_probs,
-        old,
-        advantages,
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        clip_c=actor.clip_ratio_c,
-    )
-    pg_loss = (losses * weights).sum()
-    loss = pg_loss
-    if actor.entropy_coeff:
-        loss = loss - actor.entropy_coeff * (entropy * weights).sum()
-    with torch.no_grad():
-        diff = (rollout.exp() - log_probs.exp()).abs()
-        per_token = (
-            entropy,
-            stats["clipped"],
-            stats["clipped_lower"],
-            stats["log_ratio"],
-            rollout - log_probs,
-            k3(rollout, log_probs),
-            diff,
+    def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached. `outputs` are log-probs and entropy [M]."""
+        log_probs, entropy = outputs[0], outputs[1]
+        at = self._columns(micro, log_probs)
+        mask = at["mask"] > 0
+        old = self._old(at, log_probs)
+        losses, stats = self.lose(
+            LossInput(
+                log_probs=log_probs,
+                old_log_probs=old,
+                advantages=at["advantages"],
+                sequence_ids=micro.sequence.to(log_probs.device),
+                num_sequences=micro.num_sequences,
+                mask=mask,
+                selected=at["selected"] > 0 if "selected" in at else None,
+            ),
+            self.options,
         )
-        head = torch.stack([pg_loss.detach().double(), pg_loss.new_tensor(len(losses), dtype=torch.float64)])
-        sums = torch.cat([head, torch.stack(per_token).sum(-1, dtype=torch.float64)])
-        largest = diff.max() if len(diff) else diff.new_zeros(())
-    return loss, sums, largest
+        weights = self._weights_in_passing(at, log_probs, old, micro) if self.correction else at.get("weights")
+        pg_loss = ((losses if weights is None else losses * weights) * at["factors"]).sum()
+        loss, kl_loss = pg_loss, pg_loss.new_zeros(())
+        if self.actor.use_kl_loss:
+            kl_loss = (KL[self.actor.kl_loss_type](log_probs, at["reference"]) * at["factors"]).sum()
+            loss = loss + self.actor.kl_loss_coef * kl_loss
+        if self.actor.entropy_coeff:
+            loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
+        with torch.no_grad():
+            per_token = (at["mask"], entropy * at["mask"], stats["clipped"], stats["clipped_lower"], stats["log_ratio"])
+            sums = torch.cat(
+                [
+                    torch.stack([loss.detach(), pg_loss.detach(), kl_loss.detach()]).double(),
+                    torch.stack(per_token).sum(-1, dtype=torch.float64),
+                ]
+            )
+        return loss, sums
+
+    def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
+        """What the loss needs of each token, [M] each, in one copy to the device."""
+        data, mini, source = self.data, self.mini, micro.source
+        columns = {"advantages": data.advantages, "factors": mini.factors, "mask": mini.mask, "rollout": data.rollout}
+        optional = {
+            "old": data.old,
+            "reference": data.reference if self.actor.use_kl_loss else None,
+            "weights": mini.weights,
+            "selected": mini.selected,
+            "ages": data.ages if self.interpolated else None,
+        }
+        columns |= {name: column for name, column in optional.items() if column is not None}
+        # float64 keeps the digits for float64 models; it is a few bytes a token.
+        stacked = torch.stack([column[source].double() for column in columns.values()]).to(like)
+        return dict(zip(columns, stacked, strict=True))
+
+    def _old(self, at: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
+        """What ratios are taken against; the current log-probs are right for the only step on a batch."""
+        if "old" in at:
+            return at["old"]
+        if self.interpolated:
+            return interpolate(at["rollout"], log_probs, -at["ages"], 0)
+        return log_probs.detach()
+
+    def _weights_in_passing(self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch) -> Tensor:
+        """Importance weights of current or interpolated policy over rollout: a micro-batch holds whole rows."""
+        assert self.correction is not None
+        lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
+        numerator = log_probs.detach() if self.bypass else old
+        return correct(numerator, at["rollout"], lengths, self.correction, include=at["mask"] > 0).weights.to(log_probs.dtype)
 
 
-def _host_inputs(micro: MicroBatch, data: PolicyData, totals: Totals, config: Config) -> Tensor:
-    """[4, M]: rollout log-probs, old log-probs, advantages, weights in the aggregate. One array, so one copy to the device."""
-    actor = config.actor
-    rollout = data.rollout_log_probs[micro.source]
-    old = rollout if data.old_log_probs is None else data.old_log_probs[micro.source]
-    weights = token_weights(
-        actor.loss_agg_mode,
-        sequence_ids=micro.rows,
-        sequence_lengths=data.sequence_lengths,
-        total_tokens=totals.tokens,
-        total_sequences=totals.sequences,
-        scale=loss_scale(actor, config.rollout.max_response_length),
-    )
-    # float64 keeps the weights' digits for float64 models; it is a few bytes a token.
-    return torch.stack([rollout.double(), old.double(), data.advantages[micro.rows].double(), weights.double()])
+class CriticLoss:
+    """Aggregated value loss of one mini-batch."""
 
+    def __init__(self, data: Experience, mini: MiniBatch, config: Config) -> None:
+        assert data.values is not None and data.returns is not None
+        self.columns = (mini.factors, mini.mask.double(), data.values, data.returns)
+        self.cliprange = config.critic.cliprange_value
 
-def loss_scale(actor: ActorConfig, max_response_length: int) -> float:
-    """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
-    return actor.loss_scale_factor or float(max_response_length)
-
-
-def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over trained tokens, of all optimizer steps of a batch together.
-
-    actor/entropy                  entropy of the policy at the sampling temperature, nats
-    actor/pg_clipfrac              share of tokens whose loss PPO's clip changed
-    actor/pg_clipfrac_lower        share whose loss the dual clip bounded
-    actor/ppo_kl                   old log-prob - current log-prob
-    """
-    n = max(sums["tokens"], 1.0)
-    return {
-        "actor/entropy": sums["entropy"] / n,
-        "actor/pg_clipfrac": sums["clipped"] / n,
-        "actor/pg_clipfrac_lower": sums["clipped_lower"] / n,
-        "actor/ppo_kl": -sums["log_ratio"] / n,
-    }
-
-
-def sampler_metrics(sums: Mapping[str, float], largest: float) -> dict[str, float]:
-    """How far the policy under training is from the one that drew the tokens; from the first pass over the batch.
-
-    actor/kl_to_sampler            mean of rollout log-prob - current log-prob: KL(sampler || policy), k1
-    actor/k3_to_sampler            the same by k3: never negative, less noise
-    actor/rollout_probs_diff_mean  mean of |p_rollout - p_current|
-    actor/rollout_probs_diff_max   its maximum
-    """
-    n = max(sums["tokens"], 1.0)
-    return {
-        "actor/kl_to_sampler": sums["to_sampler"] / n,
-        "actor/k3_to_sampler": sums["k3"] / n,
-        "actor/rollout_probs_diff_mean": sums["probs_diff"] / n,
-        "actor/rollout_probs_diff_max": largest,
-    }
+    def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached. `outputs` are values [M]."""
+        (values,) = outputs
+        factors, mask, old, returns = torch.stack([column[micro.source] for column in self.columns]).to(values)
+        losses, stats = value_loss(values, old, returns, cliprange=self.cliprange)
+        loss = (losses.masked_fill(mask == 0, 0.0) * factors).sum()
+        sums = torch.stack([loss.detach(), mask.sum(), (stats["clipped"] * mask).sum()]).double()
+        return loss, sums

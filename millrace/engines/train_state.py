@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
@@ -20,6 +25,7 @@ from millrace.errors import CheckpointError
 
 if TYPE_CHECKING:
     from millrace.engines.fsdp_train import FsdpTrainEngine
+    from millrace.engines.trainable import Trainable
 
 SKIPPED_FILES = ("config.json", "generation_config.json")
 """Files of a model folder that save_pretrained writes itself."""
@@ -28,7 +34,9 @@ SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 
 
 def save(engine: FsdpTrainEngine, folder: str) -> None:
-    """Weights, optimizer, the LR schedule's step and rank 0's random state, by torch.distributed.checkpoint. All ranks call."""
+    """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
+    one; the reference's weights; the KL coefficient; rank 0's random state.
+    """
     with _one_process_is_meant():
         save_checkpoint(_state(engine), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
@@ -40,14 +48,14 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
     state = _state(engine)
     with _one_process_is_meant():
         load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(
-        engine.policy,
-        _optimizer(engine),
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    engine.steps = int(state["steps"].item())
-    engine.nonfinite_in_a_row = int(state["nonfinite_in_a_row"].item())
+    for model, name in _under_training(engine):
+        part = state[name] if name else state
+        set_state_dict(model.module, _optimizer(model), model_state_dict=part["model"], optim_state_dict=part["optimizer"])
+        model.steps = int(part["steps"].item())
+        model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
+    if engine.reference is not None:
+        set_model_state_dict(engine.reference.module, state["reference"])
+    engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
 
 
@@ -59,22 +67,32 @@ def _one_process_is_meant() -> Iterator[None]:
         yield
 
 
+def _under_training(engine: FsdpTrainEngine) -> list[tuple[Trainable, str]]:
+    """With the keys of their states; the policy's is on top."""
+    return [(engine.actor, "")] + ([(engine.critic, "critic")] if engine.critic is not None else [])
+
+
 def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
-    # Also makes the moments of an optimizer that has not stepped yet, with a step at learning rate 0.
-    model, optimizer = get_state_dict(engine.policy, _optimizer(engine))
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "steps": torch.tensor(engine.steps),
-        "nonfinite_in_a_row": torch.tensor(engine.nonfinite_in_a_row),
-        "random": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = {"random": torch.get_rng_state(), "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64)}
+    for model, name in _under_training(engine):
+        # Also makes the moments of an optimizer that has not stepped yet, with a step at learning rate 0.
+        weights, optimizer = get_state_dict(model.module, _optimizer(model))
+        part = {
+            "model": weights,
+            "optimizer": optimizer,
+            "steps": torch.tensor(model.steps),
+            "nonfinite_in_a_row": torch.tensor(model.nonfinite_in_a_row),
+        }
+        state |= {name: part} if name else part
+    if engine.reference is not None:
+        state["reference"] = get_model_state_dict(engine.reference.module)
+    return state
 
 
-def _optimizer(engine: FsdpTrainEngine) -> torch.optim.AdamW:
-    if engine.optimizer is None:
+def _optimizer(model: Trainable) -> torch.optim.AdamW:
+    if model.optimizer is None:
         raise CheckpointError("the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first")
-    return engine.optimizer
+    return model.optimizer
 
 
 def export(engine: FsdpTrainEngine, folder: str) -> None:

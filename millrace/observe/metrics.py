@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from millrace.ports import RolloutStats, StepReport, TransferReport
-from millrace.types import PolicyVersion, Sample, Stop, Trajectory
+from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
 
 WAITS = ("wait_samples", "wait_rollouts", "wait_validation")
 """Parts of the trainer's time in which its devices have nothing to do."""
@@ -86,12 +86,13 @@ class VersionMetrics:
 
     def _rewards(self) -> dict[str, float]:
         trajectories = [t for s, _ in self._samples for t in s.trajectories]
-        scores = [t.score.value for t in trajectories if t.score is not None]
+        scores = [t.score for t in trajectories if t.score is not None]
+        values = [score.value for score in scores]
         lengths = [t.num_tokens for t in trajectories]
         row = {
-            # Reward of the trajectories trained in this version.
-            "reward/mean": _mean(scores),
-            "reward/std": statistics.pstdev(scores) if scores else 0.0,
+            # Reward of the trajectories trained in this version: what is trained on, after any shaping.
+            "reward/mean": _mean(values),
+            "reward/std": statistics.pstdev(values) if values else 0.0,
             # Tokens of a response; clip_ratio is the share cut by the length limit.
             "response_length/mean": _mean(lengths),
             "response_length/max": float(max(lengths, default=0)),
@@ -99,9 +100,13 @@ class VersionMetrics:
             "response_length/clip_ratio": _ratio(sum(t.stop is Stop.LENGTH for t in trajectories), len(trajectories)),
             "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
         }
-        names = sorted({name for t in trajectories if t.score for name in t.score.extra})
-        for name in names:  # named components of the reward
-            row[f"reward/{name}/mean"] = _mean([t.score.extra[name] for t in trajectories if t.score and name in t.score.extra])
+        for name in sorted({name for score in scores for name in score.extra}):  # named components of the reward
+            row[f"reward/{name}/mean"] = _mean([score.extra[name] for score in scores if name in score.extra])
+        if any(score.raw is not None for score in scores):  # what the reward function said, before shaping
+            row["reward/score/mean"] = _mean([score.unshaped for score in scores])
+        greedy = [s.greedy.score.value for s, _ in self._samples if s.greedy is not None and s.greedy.score is not None]
+        if greedy:  # the greedy responses that are a baseline: in no other figure
+            row["reward/greedy/mean"] = _mean(greedy)
         return row
 
     def _staleness(self) -> dict[str, float]:
@@ -123,7 +128,16 @@ class VersionMetrics:
         }
         for age, count in sorted(Counter(ages).items()):  # histogram: trajectories of each age
             row[f"staleness/hist/{age}"] = float(count)
+        for age, count in sorted(self._token_ages().items()):  # histogram: the policy's tokens of each age
+            row[f"staleness/token_hist/{age}"] = float(count)
         return row
+
+    def _token_ages(self) -> Counter[int]:
+        ages: Counter[int] = Counter()
+        for sample, version in self._samples:
+            for segment in (s for t in sample.trajectories for s in t.segments if s.author is Author.POLICY and s.tokens):
+                ages[version - segment.version] += len(segment.tokens)
+        return ages
 
 
 def _span(trajectory: Trajectory) -> int:

@@ -43,12 +43,13 @@ def _version_of(line: str) -> float:
         return math.inf  # a line that a crash cut short
 
 
-def validations(run_dir: Path, up_to: int) -> dict[int, dict[str, float]]:
-    """The validations that metrics.jsonl holds, by version, up to version `up_to`."""
+def read_rows(run_dir: Path, up_to: int) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
+    """What metrics.jsonl holds up to version `up_to`: the rows of versions, and the validations, by version."""
     path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to] if path.is_file() else []
-    found = [(int(row.pop("version")), row) for row in rows]
-    return {version: row for version, row in found if row and all(name.startswith("val/") for name in row)}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to] if path.is_file() else []
+    found = [(int(row.pop("version")), row) for row in lines]
+    validations = {version: row for version, row in found if row and all(name.startswith("val/") for name in row)}
+    return {version: row for version, row in found if validations.get(version) is not row}, validations
 
 
 class TensorBoard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.pipeline.checkpoint import Checkpoints
@@ -29,6 +30,7 @@ class RunRecord:
         progress: Progress,
         save_freq: int,
         test_freq: int,
+        guard: Guard | None,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.first: Result | None = None
@@ -41,6 +43,7 @@ class RunRecord:
         self._progress = progress
         self._save_freq = save_freq
         self._test_freq = test_freq
+        self._guard = guard
         self._tasks = tasks
         self._validation: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
@@ -53,6 +56,13 @@ class RunRecord:
         self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
 
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None:
+        if self._guard is not None:
+            self._guard.check(version, row)
+            row = row | self._guard.as_metrics()
+            for alarm in self._guard.began:
+                self._progress.note(f"alarm: {alarm}")
+            for alarm in self._guard.ended:
+                self._progress.note(f"alarm over at version {version}: {alarm.name}")
         for sink in self._sinks:
             sink.write(version, row)
         self._progress.row(version, row)

@@ -2,7 +2,7 @@
 
     consumes  prompts, free slots of the ledger
     waits for a free slot; the gate, while rollouts are held still
-    produces  READY samples; drops, with a reason, those whose reward failed
+    produces  READY samples; drops, with a reason, those whose reward failed or whose outcomes are all equal
 
 It knows two things of the Schedule: whether running trajectories are awaited or interrupted when it is held still, and
 nothing else. Modes are values.
@@ -18,11 +18,12 @@ from typing import Protocol
 
 from millrace.errors import RewardError
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import OnSync
-from millrace.types import Prompt, SamplingParams, Segment, Tokens
+from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Segment, Tokens
 
 _RECENT = 50  # samples over which the share of reward errors is taken
 
@@ -37,13 +38,21 @@ class Rollouter:
     """The rollout side of the pipeline."""
 
     def __init__(
-        self, queue: SampleQueue, prompts: Prompts, pool: RolloutPool, roller: SampleRoller, *, max_error_share: float = 0.2
+        self,
+        queue: SampleQueue,
+        prompts: Prompts,
+        pool: RolloutPool,
+        roller: SampleRoller,
+        *,
+        max_error_share: float = 0.2,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.queue = queue
         self.prompts = prompts
         self.pool = pool
         self.roller = roller
         self.max_error_share = max_error_share
+        self.dynamic_sampling = dynamic_sampling
         self.drawing = 0  # requests inside a rollout engine
         self.undrawn = 0  # trajectories of running samples whose last token is not drawn yet
         self.held = False
@@ -63,7 +72,7 @@ class Rollouter:
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
-        self.undrawn += self.roller.n
+        self.undrawn += self.roller.num_responses
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
 
     async def _roll(self, sample_id: int) -> None:
@@ -81,16 +90,23 @@ class Rollouter:
         except RewardError as error:
             self._drop(sample_id, error)
         else:
-            self._outcomes.append(True)
-            queue.do(ledger.finish, sample_id, sample)
+            self._finish(sample_id, sample)
         finally:
-            for i in range(self.roller.n):
+            for i in range(self.roller.num_responses):
                 self.pool.forget(f"{held.prompt.index}/{i}")
 
     def _drawn(self) -> None:
         self.undrawn -= 1
         if self.held:
             self.queue.wake()
+
+    def _finish(self, sample_id: int, sample: Sample) -> None:
+        ledger = self.queue.ledger
+        self._outcomes.append(True)
+        if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
+            self.queue.do(ledger.finish, sample_id, sample)
+        else:
+            self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
 
     def _drop(self, sample_id: int, error: RewardError) -> None:
         self._outcomes.append(False)
@@ -102,6 +118,10 @@ class Rollouter:
                 f"{failed} of the last {len(self._outcomes)} samples had no score, more than reward.max_error_share = "
                 f"{self.max_error_share:g} of {_RECENT}. The last error: {error}",
             ) from error
+
+    def row(self, version: PolicyVersion) -> dict[str, float]:
+        """Metrics of the samples finished while `version` was live, to be asked for once."""
+        return {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
 
     async def draw(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
         """Draw tokens once the gate is open: it is closed for the length of a sync, whose waits have deadlines."""

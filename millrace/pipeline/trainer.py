@@ -162,12 +162,12 @@ class Trainer:
             timing=self.watch.flush(),
             before=self._stats,
             after=stats,
-            usable_slots=ledger.schedule.capacity * self.rollouter.roller.n,
+            usable_slots=ledger.schedule.capacity * self.rollouter.roller.num_responses,
             transfer=transfer,
             pause_s=pause_s,
         )
         self._stats = stats
-        self.observer.row(version, row)
+        self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
     async def _hold(self, needed: bool) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""One sample: n trajectories of one prompt, each scored the moment it is finished."""
+"""One sample: n trajectories of one prompt, and a greedy one where it is asked for, each scored the moment it is finished."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from millrace.errors import RewardError
 from millrace.ports import Environment, RewardFunction
 from millrace.rollout.episode import Draw, request_seed, run_episode
+from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
 Progress = Callable[[tuple[Trajectory, ...]], None]
@@ -24,6 +25,15 @@ class SampleRoller:
     params: SamplingParams
     n: int
     seed: int
+    overlong: OverlongBuffer | None = None
+    """Added to every score."""
+    greedy_baseline: bool = False
+    """Draw one more response, at temperature 0."""
+
+    @property
+    def num_responses(self) -> int:
+        """Trajectories drawn for each sample: n, and the greedy one after them."""
+        return self.n + self.greedy_baseline
 
     async def roll(
         self,
@@ -37,10 +47,11 @@ class SampleRoller:
     ) -> Sample:
         """The finished sample, continued from `progress`. Raises RewardError if one of its trajectories has no score.
 
-        `on_progress` sees all n trajectories whenever one of them changes; `on_drawn` is called as the last token of each
-        trajectory is drawn, before its score is known.
+        `on_progress` sees all trajectories, the greedy one last, whenever one of them changes; `on_drawn` is called as the
+        last token of each is drawn, before its score is known.
         """
-        trajectories = [*progress, *[Trajectory()] * (self.n - len(progress))]
+        count = self.num_responses
+        trajectories = [*progress[:count], *[Trajectory()] * (count - len(progress))]
 
         def update(i: int, trajectory: Trajectory) -> None:
             trajectories[i] = trajectory
@@ -52,7 +63,7 @@ class SampleRoller:
                 draw,
                 self.make_environment(prompt),
                 prompt,
-                replace(self.params, seed=request_seed(self.seed, prompt.index, i)),
+                self._params(prompt, i),
                 f"{prompt.index}/{i}",
                 so_far=trajectories[i],
                 on_progress=lambda t: update(i, t),
@@ -60,12 +71,20 @@ class SampleRoller:
             if on_drawn is not None:
                 on_drawn()
             update(i, finished)
-            (score,) = await self.reward.score(prompt, [self.decode(finished.tokens)])
-            return replace(finished, score=score)
+            return await self._scored(prompt, finished)
 
         # Siblings settle before the first failure is raised: none is left running for a sample that is gone.
-        outcomes = await asyncio.gather(*(one(i) for i in range(self.n)), return_exceptions=True)
+        outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
         failures = [o for o in outcomes if isinstance(o, BaseException)]
         if failures:  # a lost worker is no failed reward: it comes first
             raise min(failures, key=lambda error: isinstance(error, RewardError))
-        return Sample(prompt, tuple(o for o in outcomes if isinstance(o, Trajectory)), version)
+        drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
+        return Sample(prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None)
+
+    def _params(self, prompt: Prompt, i: int) -> SamplingParams:
+        params = replace(self.params, seed=request_seed(self.seed, prompt.index, i))
+        return params if i < self.n else replace(params, temperature=0.0)
+
+    async def _scored(self, prompt: Prompt, finished: Trajectory) -> Trajectory:
+        (score,) = await self.reward.score(prompt, [self.decode(finished.tokens)])
+        return replace(finished, score=score if self.overlong is None else self.overlong.shape(score, finished))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
@@ -258,14 +259,16 @@ class SimWeightSync:
 
 
 class SimReward:
-    """Takes `reward_s` for each call."""
+    """Takes `reward_s` for each call. A response is right, 1, or wrong, 0, as its text and its prompt's chance have it."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, chance: Callable[[Prompt], float] = lambda prompt: 1.0) -> None:
         self._cost = cost
+        self._chance = chance
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         await asyncio.sleep(self._cost.reward_s)
-        return [Score(1.0) for _ in completions]
+        drawn = [random.Random(f"{prompt.index}/{text}").random() for text in completions]
+        return [Score(float(one < self._chance(prompt))) for one in drawn]
 
     async def close(self) -> None:
         return None

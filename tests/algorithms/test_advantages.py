@@ -1,68 +1,201 @@
-"""GRPO advantages against NumPy in float64, and their exact zeros."""
+"""Outcome advantages against NumPy in float64, and their exact zeros."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.advantages import equal_groups, grpo
+from millrace.algorithms.advantages import equal_groups, gdpo, gpg, grpo, grpo_passk, opo, rloo
 
-GROUPED = st.lists(
-    st.tuples(st.integers(-3, 5), st.floats(-100, 100).map(lambda x: round(x, 3))),
-    min_size=1,
-    max_size=40,
-)
+CALM = settings(deadline=None)
+REWARD = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.floats(-100, 100).map(lambda x: round(x, 3)))
+ROWS = st.lists(st.tuples(st.integers(-3, 5), REWARD, st.integers(0, 9)), max_size=40)
+"""Group, reward, length; groups of any size in any order."""
 
 
-def reference(rewards, groups, norm_by_std, eps=1e-6):
-    result = np.zeros(len(rewards))
-    for g in set(groups):
-        at = [i for i, x in enumerate(groups) if x == g]
-        r = np.array([rewards[i] for i in at], dtype=np.float64)
-        if len(set(r.tolist())) == 1:
-            continue
-        result[at] = (r - r.mean()) / ((r.std(ddof=1) + eps) if norm_by_std else 1.0)
+def members(groups):
+    return {g: [i for i, x in enumerate(groups) if x == g] for g in set(groups)}
+
+
+def differ(r):
+    return len(set(r.tolist())) > 1
+
+
+def reference_grpo(r, norm_by_std, eps=1e-6):
+    return (r - r.mean()) / ((r.std(ddof=1) + eps) if norm_by_std else 1.0)
+
+
+def reference_passk(r, norm_by_std, eps=1e-6):
+    second, first = sorted(r.tolist())[-2:]
+    result = np.zeros(len(r))
+    result[r.tolist().index(first)] = (first - second) / ((r.std(ddof=1) + eps) if norm_by_std else 1.0)
     return result
 
 
-@given(GROUPED, st.booleans())
+def reference_rloo(r):
+    return np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
+
+
+def reference_opo(r, lengths):
+    return r - (r * lengths).sum() / lengths.sum() if lengths.sum() else np.zeros(len(r))
+
+
+def by_group(rows, function):
+    """`function` of the rewards and lengths of each group in which rewards differ, 0 in the others."""
+    result = np.zeros(len(rows))
+    for at in members([g for g, _, _ in rows]).values():
+        r = np.array([rows[i][1] for i in at], dtype=np.float64)
+        if differ(r):
+            result[at] = function(r, np.array([rows[i][2] for i in at], dtype=np.float64))
+    return result
+
+
+def tensors(rows):
+    return (
+        torch.tensor([r for _, r, _ in rows], dtype=torch.float64),
+        torch.tensor([g for g, _, _ in rows], dtype=torch.long),
+        torch.tensor([n for _, _, n in rows], dtype=torch.long),
+    )
+
+
+def close(got, expected):
+    assert got.dtype == torch.float64 and not got.requires_grad
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@CALM
+@given(ROWS, st.booleans())
 def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(rows, norm_by_std):
-    groups, rewards = [g for g, _ in rows], [r for _, r in rows]
-    got = grpo(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), norm_by_std=norm_by_std)
-    assert got.dtype == torch.float64
-    np.testing.assert_allclose(got.numpy(), reference(rewards, groups, norm_by_std), rtol=1e-6, atol=1e-7)
+    rewards, groups, _ = tensors(rows)
+    close(grpo(rewards, groups, norm_by_std=norm_by_std), by_group(rows, lambda r, _: reference_grpo(r, norm_by_std)))
 
 
-@given(st.integers(1, 20), st.floats(-5, 5), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
-def test_equal_rewards_give_exactly_zero(n, reward, norm_by_std, dtype):
-    got = grpo(torch.full((n,), reward, dtype=dtype), torch.zeros(n, dtype=torch.long), norm_by_std=norm_by_std)
-    assert got.tolist() == [0.0] * n
+@CALM
+@given(ROWS, st.booleans())
+def test_passk_matches_numpy(rows, norm_by_std):
+    rewards, groups, _ = tensors(rows)
+    close(grpo_passk(rewards, groups, norm_by_std=norm_by_std), by_group(rows, lambda r, _: reference_passk(r, norm_by_std)))
 
 
-def test_seven_times_point_three_gives_zero_and_leaves_other_groups_alone():
-    rewards = torch.tensor([0.3] * 7 + [0.0, 1.0])
-    groups = torch.tensor([4] * 7 + [1, 1])
-    got = grpo(rewards, groups)
-    assert got[:7].tolist() == [0.0] * 7
-    assert got[7:].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+@CALM
+@given(ROWS)
+def test_rloo_is_the_reward_less_the_mean_of_the_others(rows):
+    rewards, groups, _ = tensors(rows)
+    close(rloo(rewards, groups), by_group(rows, lambda r, _: reference_rloo(r)))
+
+
+@CALM
+@given(ROWS)
+def test_opo_matches_numpy(rows):
+    rewards, groups, lengths = tensors(rows)
+    close(opo(rewards, groups, lengths), by_group(rows, reference_opo))
+
+
+@CALM
+@given(ROWS)
+def test_gpg_matches_numpy(rows):
+    rewards, groups, _ = tensors(rows)
+    valid = sum(len(at) for at in members(groups.tolist()).values() if differ(np.array([rows[i][1] for i in at])))
+    expected = by_group(rows, lambda r, _: reference_grpo(r, False)) * len(rows) / max(valid, 1)
+    close(gpg(rewards, groups), expected)
+
+
+@CALM
+@given(ROWS, st.booleans(), st.floats(-2, 2))
+def test_gdpo_adds_the_weighted_grpo_of_each_component(rows, norm_by_std, weight):
+    rewards, groups, lengths = tensors(rows)
+    parts = {"right": rewards, "short": lengths.double()}
+    swapped = [(g, float(n), 0) for g, _, n in rows]
+    expected = by_group(rows, lambda r, _: reference_grpo(r, norm_by_std))
+    expected += weight * by_group(swapped, lambda r, _: reference_grpo(r, norm_by_std))
+    close(gdpo(parts, groups, weights={"short": weight}, norm_by_std=norm_by_std), expected)
+
+
+def opo_of_ones(rewards, groups):
+    return opo(rewards, groups, torch.ones_like(groups))
+
+
+def gdpo_of_one(rewards, groups):
+    return gdpo({"one": rewards}, groups, weights={"one": 3.0})
+
+
+def dr_grpo(rewards, groups):
+    return grpo(rewards, groups, norm_by_std=False)
+
+
+ALL = [grpo, dr_grpo, grpo_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
+
+
+@pytest.mark.parametrize("estimator", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@CALM
+@given(n=st.integers(1, 20), reward=st.one_of(st.sampled_from([0.1, 0.3, 0.7, 1 / 3]), st.floats(-5, 5)))
+def test_equal_rewards_give_exactly_zero(estimator, dtype, n, reward):
+    got = estimator(torch.full((n,), reward, dtype=dtype), torch.zeros(n, dtype=torch.long))
+    assert got.tolist() == [0.0] * n and got.dtype == dtype
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_seven_times_point_three_gives_zero_and_leaves_other_groups_alone(estimator):
+    rewards = torch.tensor([0.0] + [0.3] * 7 + [1.0], dtype=torch.float64)
+    groups = torch.tensor([1] + [4] * 7 + [1])
+    got = estimator(rewards, groups)
+    assert got[1:8].tolist() == [0.0] * 7
+    assert got[8] > 0.4 and got[0] <= 0
     assert equal_groups(rewards, groups).tolist() == [False, True]  # ascending by group number
 
 
-def test_a_group_of_one_has_no_baseline_and_gives_zero():
-    assert grpo(torch.tensor([5.0]), torch.tensor([0])).tolist() == [0.0]
-    assert grpo(torch.tensor([5.0]), torch.tensor([0]), norm_by_std=False).tolist() == [0.0]
+@pytest.mark.parametrize("estimator", ALL)
+def test_a_group_of_one_has_no_baseline_and_gives_zero(estimator):
+    assert estimator(torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 7, 7])).tolist()[0] == 0.0
     assert equal_groups(torch.tensor([5.0]), torch.tensor([0])).tolist() == [True]
 
 
-def test_no_trajectories_give_none():
+@pytest.mark.parametrize("estimator", ALL)
+def test_no_trajectories_give_none(estimator):
     empty = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    assert grpo(*empty).shape == (0,)
+    assert estimator(*empty).shape == (0,)
     assert equal_groups(*empty).shape == (0,)
 
 
-def test_bad_rewards_are_refused():
+@pytest.mark.parametrize("estimator", ALL)
+def test_bad_rewards_are_refused(estimator):
     with pytest.raises(ValueError, match="not finite"):
-        grpo(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
+        estimator(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="must both be"):
-        grpo(torch.zeros(3), torch.zeros(2, dtype=torch.long))
+        estimator(torch.zeros(3), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_rewards_of_any_real_dtype_give_float32(estimator):
+    assert estimator(torch.tensor([1, 0, 0]), torch.zeros(3, dtype=torch.long)).dtype == torch.float32
+
+
+def test_passk_gives_a_shared_best_nothing():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    got = grpo_passk(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), norm_by_std=False)
+    assert got.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
+
+
+def test_gpg_counts_groups_without_a_gradient_and_not_rewards_of_zero():
+    groups = torch.tensor([0, 0, 1, 1])
+    assert gpg(torch.tensor([1.0, -1.0, -1.0, -1.0]), groups).tolist() == [2.0, -2.0, 0.0, 0.0]
+    assert gpg(torch.tensor([1.0, 0.0, 0.0, 1.0]), groups).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert gpg(torch.zeros(4), groups).tolist() == [0.0] * 4
+
+
+def test_opo_defines_what_has_no_tokens():
+    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
+    assert opo(rewards, groups, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert opo(rewards, groups, torch.tensor([3, 0])).tolist() == [0.0, -1.0]
+    with pytest.raises(ValueError, match="lengths"):
+        opo(rewards, groups, torch.tensor([1]))
+
+
+def test_gdpo_refuses_what_it_cannot_weigh():
+    groups = torch.tensor([0, 0])
+    with pytest.raises(ValueError, match=r"unknown ones: \['b'\]"):
+        gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0})
+    with pytest.raises(ValueError, match="needs components"):
+        gdpo({}, groups)

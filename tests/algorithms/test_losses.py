@@ -1,95 +1,230 @@
-"""PPO-clip and the KL estimators against NumPy in float64, values and gradients."""
+"""The policy losses against NumPy in float64, values, gradients and statistics, and what holds for all of them."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms import kl
+from millrace.algorithms.aggregate import aggregate
+from millrace.algorithms.divergence_losses import binary_kl
+from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.modes import SELECTS, TRUST_REGION, USES_OLD, default_aggregation
+from millrace.algorithms.policy_losses import POLICY_LOSSES
+from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, TOKEN_RULES, build, by_token, check
 
-LOG_PROB = st.floats(-30, 0)
-TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.floats(-4, 4), st.floats(0, 3)), max_size=30)
-PAIRS = st.lists(st.tuples(LOG_PROB, LOG_PROB), max_size=30)
-
-
-def double(values, **kwargs):
-    return torch.tensor(values, dtype=torch.float64, **kwargs)
+MODES = sorted(POLICY_LOSSES)
 
 
-def columns(rows, width):
-    return [np.array([row[i] for row in rows], dtype=np.float64) for i in range(width)]
+def run(mode, inputs, options=OPTIONS[0]):
+    return POLICY_LOSSES[mode](inputs, options)
 
 
-def ppo_reference(new, old, adv, weights, low, high, c):
-    """(loss, d loss / d new, clipped, clipped_lower), token by token, branch by branch."""
-    out = []
-    for n, o, a, w in zip(new, old, adv, weights, strict=True):
-        ratio = np.exp(np.clip(n - o, -20, 20))
-        slope = ratio if abs(n - o) < 20 else 0.0
-        plain, bounded = -a * ratio, -a * np.clip(ratio, 1 - low, 1 + high)
-        loss, grad = (bounded, 0.0) if bounded > plain else (plain, -a * slope)
-        lower = a < 0 and loss > -a * c
-        if lower:
-            loss, grad = -a * c, 0.0
-        out.append((loss * w, grad * w, float(bounded > plain), float(lower)))
-    return np.array(out).reshape(-1, 4).T
-
-
-@given(TOKENS, st.sampled_from([(0.2, 0.2, 3.0), (0.2, 0.28, 3.0), (0.1, 0.5, 1.2)]))
-def test_ppo_clip_matches_numpy_in_value_gradient_and_statistics(rows, bounds):
-    new, old, adv, weights = columns(rows, 4)
-    low, high, c = bounds
-    x = double(new, requires_grad=True)
-    loss, stats = ppo_clip(x, double(old), double(adv), clip_low=low, clip_high=high, clip_c=c, weights=double(weights))
+def one_token(mode, log_ratio, advantage, options):
+    """Loss, gradient and statistics of one trained token of the given log-ratio and old log-prob -1."""
+    inputs, _ = build([[((log_ratio - 1.0, -1.0), advantage, True, False, 1.0)]])
+    loss, stats = run(mode, inputs, options)
     loss.sum().backward()
-    want, grad, clipped, lower = ppo_reference(new, old, adv, weights, low, high, c)
-    np.testing.assert_allclose(loss.detach().numpy(), want, rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(x.grad.numpy(), grad, rtol=1e-6, atol=1e-12)
-    assert stats["clipped"].tolist() == clipped.tolist()
-    assert stats["clipped_lower"].tolist() == lower.tolist()
-    assert not any(value.requires_grad for value in stats.values())
+    return loss.item(), inputs.log_probs.grad.item(), {name: value.item() for name, value in stats.items()}
 
 
-def test_ratios_beyond_float32_stay_finite():
-    x = torch.tensor([0.0, -1000.0], requires_grad=True)
-    loss, stats = ppo_clip(x, torch.tensor([-1000.0, 0.0]), torch.tensor([-1.0, -1.0]), clip_low=0.2, clip_high=0.2, clip_c=3.0)
+@pytest.mark.parametrize("mode", sorted(TOKEN_RULES))
+@settings(max_examples=40)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_token_losses_match_numpy_in_value_gradient_and_statistics(mode, sequences, options):
+    inputs, weights = build(sequences)
+    check(POLICY_LOSSES[mode], inputs, weights, options, by_token(TOKEN_RULES[mode]))
+
+
+@settings(max_examples=60)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_ppo_clip_is_vanilla_times_constant_weights(sequences, options):
+    inputs, weights = build(sequences)
+    inputs = replace(inputs, mask=torch.ones_like(inputs.mask))
+    bounds = {"clip_low": options.clip_low, "clip_high": options.clip_high, "clip_c": options.clip_c}
+    weights.requires_grad_()
+    loss, _ = ppo_clip(inputs.log_probs, inputs.old_log_probs, inputs.advantages, weights=weights, **bounds)
     loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(x.grad).all()
-    assert stats["log_ratio"].tolist() == [20.0, -20.0]
-    assert loss[0].item() == 3.0
+    assert weights.grad is None
+    weighed = inputs.log_probs.grad.clone()
+    inputs.log_probs.grad = None
+    check(POLICY_LOSSES["vanilla"], inputs, weights.detach(), options, by_token(TOKEN_RULES["vanilla"]))
+    np.testing.assert_allclose(weighed.numpy(), inputs.log_probs.grad.numpy(), rtol=1e-12)
 
 
-def test_a_dual_clip_of_one_is_refused():
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=20)
+@given(sequences=SEQUENCES)
+def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
+    inputs, weights = build(sequences)
+    kept = inputs.mask
+
+    def sums(x):
+        leaf = x.log_probs.detach().requires_grad_()
+        loss, stats = run(mode, replace(x, log_probs=leaf))
+        (loss.masked_fill(~kept, 0.0) * weights).sum().backward()
+        return loss.detach(), leaf.grad, stats
+
+    junk = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64).repeat(len(kept))[: len(kept)]
+    poisoned = replace(
+        inputs,
+        log_probs=torch.where(kept, inputs.log_probs, junk),
+        old_log_probs=torch.where(kept, inputs.old_log_probs, junk.flip(0)),
+        advantages=torch.where(kept, inputs.advantages, junk),
+        selected=inputs.selected | ~kept,
+    )
+    (loss, grad, stats), (loss2, grad2, stats2) = sums(inputs), sums(poisoned)
+    assert torch.equal(loss, loss2) and torch.equal(grad, grad2)
+    assert not loss2[~kept].any() and not grad2[~kept].any()
+    assert all(torch.equal(stats[name], stats2[name]) and not stats2[name][~kept].any() for name in stats)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("aggregation", ["default", "token-mean"])
+@settings(max_examples=12)
+@given(sequences=SEQUENCES, cut=st.integers(0, 5))
+def test_micro_batches_add_up_to_the_mini_batch(mode, aggregation, sequences, cut):
+    agg = default_aggregation(mode) if aggregation == "default" else aggregation
+    totals = {"total_tokens": sum(t[2] for s in sequences for t in s), "total_sequences": len(sequences)}
+
+    def share(part):
+        inputs, _ = build(part)
+        loss, _ = run(mode, inputs)
+        lengths = torch.tensor([float(sum(t[2] for t in s)) for s in part], dtype=torch.float64)
+        result = aggregate(loss, inputs.mask, inputs.sequence_ids, agg, sequence_lengths=lengths, **totals)
+        result.backward()
+        return result.item(), inputs.log_probs.grad
+
+    (a, grad_a), (b, grad_b), (whole, grad) = share(sequences[:cut]), share(sequences[cut:]), share(sequences)
+    assert a + b == pytest.approx(whole, rel=1e-9, abs=1e-9)
+    np.testing.assert_allclose(torch.cat([grad_a, grad_b]).numpy(), grad.numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=20)
+@given(sequences=SEQUENCES)
+def test_on_policy_every_mode_has_the_policy_gradient(mode, sequences):
+    # One advantage per sequence, for geo_mean; no tokens selected, for clip_cov.
+    same = [[((old, old), s[0][1], trained, False, w) for (_, old), _, trained, _, w in s] for s in sequences]
+    inputs, _ = build(same)
+    loss, stats = run(mode, inputs)
+    lengths = torch.tensor([float(sum(t[2] for t in s)) for s in same], dtype=torch.float64)
+    totals = {"total_tokens": 1, "total_sequences": 1}
+    aggregate(loss, inputs.mask, inputs.sequence_ids, "seq-mean-token-mean", sequence_lengths=lengths, **totals).backward()
+    want = torch.where(inputs.mask, -inputs.advantages / lengths.clamp(min=1)[inputs.sequence_ids], 0.0)
+    np.testing.assert_allclose(inputs.log_probs.grad.numpy(), want.numpy(), rtol=1e-9, atol=1e-12)
+    assert not stats["clipped"].any() and not stats["log_ratio"].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("far", [1000.0, 1e4])
+def test_extreme_log_ratios_stay_finite_in_float32(mode, far):
+    pairs = [(0.0, -far), (-far, 0.0), (-far, -far), (0.0, 0.0), (-far, -far / 2)]
+    sequences = [[(pair, adv, True, True, 1.0)] for pair in pairs for adv in (-3.0, 0.0, 3.0)]
+    inputs, _ = build([*sequences, [t for s in sequences for t in s]], torch.float32)
+    loss, stats = run(mode, inputs)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32
+    assert torch.isfinite(loss).all() and torch.isfinite(inputs.log_probs.grad).all()
+    assert all(value.dtype == torch.float32 and torch.isfinite(value).all() for value in stats.values())
+    assert stats["log_ratio"].abs().max() <= 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tokens_and_no_sequences_give_empty_losses(mode):
+    for sequences in ([], [[], []]):
+        inputs, _ = build(sequences)
+        loss, stats = run(mode, inputs)
+        loss.sum().backward()
+        assert loss.shape == inputs.log_probs.grad.shape == (0,)
+        assert all(value.shape == (0,) for value in stats.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_sets_say_what_a_mode_reads(mode):
+    inputs, _ = build([[((-1.0, -1.1), 1.0, True, True, 1.0), ((-0.5, -0.9), -1.0, True, False, 1.0)]])
+    near = replace(inputs, old_log_probs=inputs.log_probs.detach())
+    changed = [not torch.equal(a, b) for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, near)), strict=True)]
+    assert any(changed) == (mode in USES_OLD)
+    blind = replace(inputs, selected=None)
+    if mode in SELECTS:
+        with pytest.raises(ValueError, match="selected"):
+            run(mode, blind)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, blind)), strict=True))
+    assert TRUST_REGION <= USES_OLD
+    per_sequence = mode in ("gspo", "sapo", "geo_mean")
+    assert default_aggregation(mode) == ("seq-mean-token-mean" if per_sequence else "token-mean")
+
+
+def _flat(result):
+    return [result[0], *result[1].values()]
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "clip_cov", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [np.log(1.3), np.log(0.7)])
+def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage, log_ratio):
+    # For ratios between 1/2 and 2 both |ratio - 1| and 1 +- that are exact.
+    ratio = torch.tensor((log_ratio - 1.0) - -1.0, dtype=torch.float64).exp().item()
+    edge = abs(ratio - 1)
+    _, grad, stats = one_token(mode, log_ratio, advantage, LossOptions(clip_low=edge, clip_high=edge))
+    assert grad == pytest.approx(-advantage * ratio) and stats["clipped"] == 0.0
+    tight = np.nextafter(edge, 0) - 1e-15
+    _, grad, stats = one_token(mode, log_ratio, advantage, LossOptions(clip_low=tight, clip_high=tight))
+    pushed_out = (advantage > 0) == (ratio > 1)
+    assert stats["clipped"] == float(pushed_out or mode == "cispo")
+    assert (grad == 0.0) == (pushed_out and mode != "cispo")
+
+
+def test_a_ratio_on_the_dual_clip_keeps_its_gradient():
+    d = np.log(3.0)
+    ratio = torch.tensor((d - 1.0) - -1.0, dtype=torch.float64).exp().item()
+    loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio))
+    assert (loss, grad, stats["clipped_lower"]) == (pytest.approx(2 * ratio), pytest.approx(2 * ratio), 0.0)
+    loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio - 1e-12))
+    assert (loss, grad, stats["clipped_lower"]) == (pytest.approx(2 * ratio), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("advantage, log_ratio", [(1.0, 0.3), (-1.0, -0.3)])
+def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage, log_ratio):
+    new = torch.tensor(log_ratio - 1.0, dtype=torch.float64)
+    shift = abs(new.exp() - torch.tensor(-1.0, dtype=torch.float64).exp()).item()
+    for bound, kept in ((shift, True), (np.nextafter(shift, 0), False)):
+        _, grad, stats = one_token("dppo_tv", log_ratio, advantage, LossOptions(clip_low=bound, clip_high=bound))
+        assert (grad != 0.0) == kept and stats["clipped"] == float(not kept)
+
+
+def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones():
+    # In float32 a sure token has log-prob 0: its binary KL must not be infinite.
+    sure, _ = build([[((0.0, -1e-6), 1.0, True, False, 1.0)]], torch.float32)
+    loss, stats = run("dppo_kl", sure)
+    loss.sum().backward()
+    assert stats["clipped"].item() == 0.0 and sure.log_probs.grad.item() == pytest.approx(-1.0, rel=1e-5)
+    half = torch.tensor([0.5], dtype=torch.float64).log()
+    assert binary_kl(half, torch.zeros_like(half)).item() == pytest.approx(0.5 * np.log(0.5) + 0.5 * np.log(0.5 / 1e-8))
+    unsure, _ = build([[((-0.01, -2.0), 1.0, True, False, 1.0), ((-2.0, -0.01), 1.0, True, False, 1.0)]])
+    assert run("dppo_kl", unsure)[1]["clipped"].tolist() == [1.0, 0.0]  # the second moves back
+
+
+def test_dro_and_kl_cov_pull_back_from_any_distance():
+    options = LossOptions(dro_beta=0.1, ppo_kl_coef=0.5)
+    inputs, _ = build([[((-1.0, -101.0), 0.0, True, True, 1.0)]])
+    for mode, pull in (("dro", 10.0), ("kl_cov", 0.5)):
+        inputs.log_probs.grad = None
+        run(mode, inputs, options)[0].sum().backward()
+        assert inputs.log_probs.grad.item() == pytest.approx(pull)
+
+
+def test_options_and_shapes_out_of_range_are_refused():
     with pytest.raises(ValueError, match="clip_c"):
         ppo_clip(torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, clip_c=1.0)
-
-
-KL_REFERENCE = {
-    "k1": (lambda d: d, lambda d: np.ones_like(d)),
-    "abs": (np.abs, np.sign),
-    "k2": (lambda d: d**2 / 2, lambda d: d),
-    "k3": (
-        lambda d: np.clip(np.exp(np.clip(-d, -20, 20)) + np.clip(d, -20, 20) - 1, -10, 10),
-        lambda d: np.where((np.abs(d) < 20) & (np.exp(np.clip(-d, -20, 20)) + d - 1 < 10), 1 - np.exp(np.clip(-d, -20, 20)), 0),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KL_REFERENCE)
-@given(rows=PAIRS)
-def test_kl_estimators_match_numpy_in_value_and_gradient(name, rows):
-    new, ref = columns(rows, 2)
-    x = double(new, requires_grad=True)
-    value = kl.KL[name](x, double(ref))
-    value.sum().backward()
-    want, grad = KL_REFERENCE[name]
-    np.testing.assert_allclose(value.detach().numpy(), want(new - ref), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(x.grad.numpy(), grad(new - ref), rtol=1e-6, atol=1e-9)
-
-
-def test_k3_is_clamped_and_keeps_small_differences():
-    assert kl.k3(torch.tensor([-50.0]), torch.tensor([0.0])).item() == 10.0
-    assert kl.k3(double([0.0]), double([1e-6])).item() == pytest.approx(5e-13, rel=1e-3)
-    assert kl.KL["kl"] is kl.k1 and kl.KL["mse"] is kl.k2 and kl.KL["low_var_kl"] is kl.k3
+    for name, value in {"clip_c": 1.0, "clip_low": -0.1, "tau_pos": 0.0, "dro_beta": 0.0, "ppo_kl_coef": -1.0}.items():
+        with pytest.raises(ValueError, match=name):
+            LossOptions(**{name: value})
+    inputs, _ = build([[((-1.0, -1.0), 1.0, True, True, 1.0)] * 2])
+    with pytest.raises(ValueError, match="advantages has shape"):
+        run("vanilla", replace(inputs, advantages=inputs.advantages[:1]))

@@ -23,12 +23,14 @@ def plain_rows(samples):
         for trajectory in sample.trajectories:
             tokens, trained, log_probs = list(sample.prompt.tokens), [False] * len(sample.prompt.tokens), []
             log_probs += [0.0] * len(tokens)
+            versions = [-1] * len(tokens)
             for segment in trajectory.segments:
                 policy = segment.author is Author.POLICY
                 tokens += segment.tokens
                 trained += [policy] * len(segment.tokens)
                 log_probs += segment.log_probs if policy else [0.0] * len(segment.tokens)
-            rows.append((tokens, trained, log_probs))
+                versions += [segment.version] * len(segment.tokens)
+            rows.append((tokens, trained, log_probs, versions))
     return rows
 
 
@@ -39,11 +41,13 @@ def test_rows_hold_every_token_in_order(counts, seed):
     assert rows.first_row.tolist() == np.cumsum([0, *counts]).tolist()
     assert rows.sample.tolist() == [i for i, n in enumerate(counts) for _ in range(n)]
     assert len(rows.starts) == len(want)
-    for i, (tokens, trained, log_probs) in enumerate(want):
+    for i, (tokens, trained, log_probs, versions) in enumerate(want):
         at = slice(rows.starts[i], rows.starts[i] + rows.lengths[i])
         assert rows.tokens[at].tolist() == tokens
         assert rows.trained[at].tolist() == trained
-        assert rows.rollout_log_probs[at].tolist() == log_probs
+        own = rows.order[at][rows.trained[at]]
+        assert rows.rollout_log_probs[own].tolist() == [p for p, t in zip(log_probs, trained, strict=True) if t]
+        assert rows.versions[own].tolist() == [v for v, t in zip(versions, trained, strict=True) if t]
         assert rows.trained_tokens[i] == sum(trained)
         assert rows.inputs[i] == max((p for p, t in enumerate(trained) if t), default=0)
 
@@ -104,12 +108,14 @@ def test_micro_batches_give_back_the_rows_and_their_trained_tokens(counts, seed,
             assert micro.position_ids[tokens[:real]].tolist() == list(range(real))
             assert set(tokens[real:]) <= {tokens[real - 1]}
             start, seen = start + length, seen + 1
-    assert micro.targets.tolist() == rows.tokens[micro.source.numpy()].tolist()
-    assert sorted(micro.source.tolist()) == np.flatnonzero(rows.trained).tolist()
+    at = np.flatnonzero(rows.trained)[micro.source.numpy()]
+    assert micro.targets.tolist() == rows.tokens[at].tolist()
+    assert sorted(micro.source.tolist()) == list(range(len(rows.versions)))
     # Each trained token is predicted from the token before it, at the position before it.
-    before = micro.source.numpy() - 1
+    before = at - 1
     assert micro.input_ids[micro.select].tolist() == rows.tokens[before].tolist()
-    assert micro.position_ids[micro.select].tolist() == (before - rows.starts[micro.rows.numpy()]).tolist()
+    assert micro.position_ids[micro.select].tolist() == (before - rows.starts[share[micro.sequence.numpy()]]).tolist()
+    assert micro.num_sequences == len(share) and (np.diff(micro.sequence.numpy()) >= 0).all()
 
 
 def test_a_shared_prompt_is_read_once_and_padding_is_small():

@@ -127,7 +127,7 @@ def plain_token_loss(new, old, advantage, actor):
 
 def plain_loss(model, mini_batch, advantages, old_log_probs, config):
     """(PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
-    actor, mode = config.actor, config.actor.loss_agg_mode
+    actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
     sequences, entropies = [], []
     for key, sample, trajectory in mini_batch:
         rows = plain_log_probs(model, sample, trajectory, config.rollout.temperature)
@@ -143,7 +143,7 @@ def plain_loss(model, mini_batch, advantages, old_log_probs, config):
             sums = [s / max(len(v), 1) for s, v in zip(sums, values, strict=True)]
         if mode == "seq-mean-token-sum-norm":
             sums = [s / config.rollout.max_response_length for s in sums]
-        return sum(sums) / max(len(values), 1)
+        return sum(sums) / max(sum(1 for v in values if v), 1)
 
     pg_loss = agg(sequences)
     return pg_loss, pg_loss - actor.entropy_coeff * agg(entropies)
@@ -178,6 +178,9 @@ def plain_run(case, folder):
         for _ in range(actor.ppo_epochs):
             for first in range(0, len(keys), actor.ppo_mini_batch_size):
                 mini_batch = [row for rows in keys[first : first + actor.ppo_mini_batch_size] for row in rows]
+                if not any(s.log_probs for _, _, t in mini_batch for s in t.segments):
+                    step += 1  # nothing to learn from
+                    continue
                 pg_loss, loss = plain_loss(model, mini_batch, advantages, old, config)
                 optimizer.zero_grad()
                 for p in model.parameters():

@@ -83,6 +83,9 @@ EXPECTED = {
     "staleness/hist/0": 3.0,
     "staleness/hist/1": 1.0,
     "staleness/hist/2": 2.0,
+    "staleness/token_hist/0": 3.0 + 9.0 + 2.0 + 4.0,
+    "staleness/token_hist/1": 1.0,
+    "staleness/token_hist/2": 2.0 + 4.0,
     **{f"timing_s/{name}": seconds for name, seconds in TIMING.items()},
     "perf/time_per_version": 10.0,
     "trainer/idle_ratio": 0.25,
@@ -118,6 +121,25 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
             if name.endswith(("_ratio", "idle_ratio")):
                 assert 0 <= value <= 1, name
     assert busier["rollouter/idle_ratio"] == 0.0 and empty["rollouter/tokens_per_s"] == 0.0
+
+
+def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_baseline_is_apart() -> None:
+    """The greedy response is older, longer and better than all: no other figure moves."""
+    shaped = [Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0)) for value in (0.5, 1.0)]
+    greedy = Trajectory((said(0, 50),), Score(7.0, raw=8.0))
+    rows = []
+    for baseline in (None, greedy):
+        metrics = VersionMetrics()
+        metrics.stepped([Sample(Prompt(0, tokens_of([1]), "", "d"), tuple(shaped), 3, baseline)], 3, StepReport(1))
+        rows.append(
+            metrics.row(
+                timing={"step": 1.0}, before=RolloutStats(), after=RolloutStats(), usable_slots=1,
+                transfer=TransferReport(0, 0.0), pause_s=0.0,
+            )
+        )  # fmt: skip
+    without, found = rows
+    assert (found["reward/mean"], found["reward/score/mean"], found["reward/overlong_reward/mean"]) == (0.75, 1.0, -0.25)
+    assert found == without | {"reward/greedy/mean": 7.0}
 
 
 def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.config import MODES
@@ -14,6 +15,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.ports import StepReport
+from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
@@ -77,6 +79,11 @@ class Record:
     def validate(self, version: int) -> None: ...
 
 
+def mixed(prompt: Prompt) -> float:
+    """Chances of a right response such that some groups are all right and some all wrong."""
+    return (prompt.index * 7 % 11) / 10
+
+
 @dataclass
 class Outcome:
     record: Record
@@ -91,14 +98,19 @@ class Outcome:
 
 
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
-                    stop_at: float | None, replicas: int) -> Outcome:  # fmt: skip
+                    stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
+                    greedy: bool) -> Outcome:  # fmt: skip
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     queue = SampleQueue(ledger, deadline_s=1e8)
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
     engine, record = SimTrainEngine(cost), Record()
     params = SamplingParams(max_tokens=1000)
-    roller = SampleRoller(lambda prompt: SingleTurn(), SimReward(cost), lambda tokens: "", params, n, seed=0)
-    rollouter = Rollouter(queue, LongTail(), RolloutPool(rollouts), roller)
+    reward = SimReward(cost, chance) if chance else SimReward(cost)
+    roller = SampleRoller(
+        lambda prompt: SingleTurn(), reward, lambda tokens: str(tokens[:9]), params, n, seed=0, greedy_baseline=greedy
+    )
+    sampling = DynamicSampling("score", max_num_gen_batches=most, window=schedule.window) if chance else None
+    rollouter = Rollouter(queue, LongTail(), RolloutPool(rollouts), roller, dynamic_sampling=sampling)
     loop = asyncio.get_running_loop()
     trainer = Trainer(queue, rollouter, engine, SimWeightSync(cost, rollouts), record, Stopwatch(loop.time))
     if stop_at is not None:
@@ -112,5 +124,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
 def simulate(
     schedule: Schedule, samples: int, *, cost: CostModel | None = None, slots: int = 64, n: int = 4,
     start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
+    chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
 ) -> Outcome:  # fmt: skip
-    return clock.run(_simulate(schedule, samples, cost or CostModel(), slots, n, start, stop_at, replicas))
+    """A whole run. With `chance` of right responses, samples of equal outcomes are dropped: at most `most` windows for a version."""
+    return clock.run(_simulate(schedule, samples, cost or CostModel(), slots, n, start, stop_at, replicas, chance, most, greedy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace import codec
 from millrace.errors import CheckpointError
 from millrace.pipeline import checkpoint
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger, verify
@@ -139,6 +141,33 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
     assert newest(run_dir) == (final, [])
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert len([n for n in left if "version" in n]) <= keep and not any(n.startswith(".writing") for n in left)
+
+
+def shaped() -> Sample:
+    prompt, sample = held()[0][1].prompt, held()[0][1].sample
+    assert sample is not None
+    (done, _) = sample.trajectories
+    return Sample(
+        prompt, (replace(done, score=Score(0.25, {"overlong_reward": -0.25}, 0.5)),), 3, replace(done, score=Score(1.0))
+    )
+
+
+def test_a_shaped_score_and_a_greedy_baseline_survive_as_json_and_msgpack() -> None:
+    cut_ = LedgerSnapshot(1, 2, 12, 9, {}, [(8, Held(shaped().prompt, 3, State.READY, (), shaped()))])
+    assert codec.from_json(codec.to_json(cut_), LedgerSnapshot) == cut_
+    assert codec.decoder(Sample).decode(codec.pack(shaped())) == shaped()
+
+
+def test_samples_saved_before_shaping_and_baselines_were_known_are_read_without_them() -> None:
+    def older(value: object) -> object:
+        if isinstance(value, dict):
+            return {k: older(v) for k, v in value.items() if k not in ("raw", "greedy")}
+        return [older(v) for v in value] if isinstance(value, list) else value
+
+    old = json.dumps(older(json.loads(codec.to_json(shaped()))))
+    sample = codec.from_json(old.encode(), Sample)
+    assert sample.greedy is None and sample.trajectories[0].score == Score(0.25, {"overlong_reward": -0.25})
+    assert sample.trajectories[0].tokens == shaped().trajectories[0].tokens
 
 
 def truncate(path: Path) -> None:

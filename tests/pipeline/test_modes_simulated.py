@@ -121,6 +121,34 @@ def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
         assert after.segments[: len(before.segments)] == before.segments
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) -> None:
+    """In every mode the same greedy responses; where running ones are awaited, each of one version."""
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, 40, cost=COST, greedy=True)
+    reference = simulate(schedule_of("colocate_sync"), 40, cost=COST, greedy=True)
+    greedy = {s.prompt.index: s.greedy for _, s in outcome.trained}
+    assert sorted(greedy) == list(range(40)) and all(len(s.trajectories) == 4 for _, s in outcome.trained)
+    for _, s in reference.trained:
+        found = greedy[s.prompt.index]
+        assert found is not None and s.greedy is not None and found.tokens == s.greedy.tokens and found.score is not None
+    spans = [len(set(g.versions)) for g in greedy.values() if g is not None]
+    assert max(spans) == 1 if schedule.on_sync is OnSync.DRAIN else max(spans) > 1
+
+
+def test_a_greedy_baseline_keeps_its_tokens_over_a_restart() -> None:
+    schedule = schedule_of("async_partial", staleness=1.0)
+    whole = simulate(schedule, 40, cost=COST, greedy=True)
+    cuts = [(cut, i, h) for cut in whole.record.cuts for i, h in cut.held if h.progress and h.progress[-1].segments]
+    cut, index, held = next(found for found in cuts if not found[2].progress[-1].finished)
+    assert len(held.progress) == 5
+    rest = simulate(schedule, 40, cost=COST, start=cut, greedy=True)
+    sample = next(s for _, s in rest.trained if s.prompt.index == index)
+    before = held.progress[-1].segments
+    assert sample.greedy is not None and sample.greedy.segments[: len(before)] == before
+    assert len(sample.trajectories) == 4
+
+
 def test_async_partial_is_faster_than_colocated_sync_on_a_long_tail_with_slow_rewards() -> None:
     sync = simulate(schedule_of("colocate_sync", mini=8), 128, cost=COST, slots=64)
     partial = simulate(schedule_of("async_partial", mini=8), 128, cost=CostModel(reward_s=0.3, share=0.5), slots=32)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from millrace.config import GuardConfig
+from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress, State
 from millrace.pipeline.history import History, read
 from millrace.pipeline.record import RunRecord
@@ -83,6 +85,7 @@ def bench(tmp_path: Path, tasks: asyncio.TaskGroup, *, save_freq: int = 0, test_
         progress=Progress(view, "t", "t"),
         save_freq=save_freq,
         test_freq=test_freq,
+        guard=Guard(GuardConfig()),
         tasks=tasks,
         **fakes,
     )
@@ -164,5 +167,19 @@ def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
             b.record.stepped(samples[:1], StepReport(1))
             progress = b.record._progress.state
             assert progress.samples == 4 and progress.rewards == [0.5, 0.5]
+
+    asyncio.run(main())
+
+
+def test_an_alarm_is_noted_as_it_begins_and_ends_and_is_in_every_row(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            for version, share in enumerate((0.1, 0.99, 0.99, 0.1), start=1):
+                b.record.row(version, {"train/zero_advantage_share": share})
+            assert [row["alarm/zero_variance"] for _, row in b.rows.rows] == [0.0, 1.0, 1.0, 0.0]
+            first, last = b.view.notes
+            assert first.startswith("alarm: zero_variance since version 2: 0.99") and "algorithm.filter_groups.enable" in first
+            assert last == "alarm over at version 4: zero_variance"
 
     asyncio.run(main())

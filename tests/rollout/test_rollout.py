@@ -16,6 +16,7 @@ from millrace.ports import RolloutEngine, RolloutStats, Turn
 from millrace.rollout.episode import request_seed, run_episode
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
+from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import Author, Prompt, Sample, SamplingParams, Score, Segment, Stop, Tokens, Trajectory, floats_of, tokens_of
 
 PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
@@ -134,14 +135,15 @@ class Reward:
     async def close(self) -> None: ...
 
 
-def roller(reward: Reward, n: int = 3) -> SampleRoller:
-    return SampleRoller(
-        lambda prompt: SingleTurn(), reward, lambda tokens: ",".join(map(str, tokens)), SamplingParams(10), n, seed=1
-    )
+def roller(
+    reward: Reward, n: int = 3, environment: Callable[[Prompt], Tool | SingleTurn] = lambda prompt: SingleTurn(), **more: object
+) -> SampleRoller:
+    decode = lambda tokens: ",".join(map(str, tokens))  # noqa: E731
+    return SampleRoller(environment, reward, decode, SamplingParams(10), n, seed=1, **more)  # type: ignore[arg-type]
 
 
-def roll(draw: Callable[..., object], reward: Reward, **more: object) -> Sample:
-    return asyncio.run(roller(reward).roll(draw, PROMPT, 4, **more))  # type: ignore[arg-type]
+def roll(draw: Callable[..., object], reward: Reward, by: SampleRoller | None = None, **more: object) -> Sample:
+    return asyncio.run((by or roller(reward)).roll(draw, PROMPT, 4, **more))  # type: ignore[arg-type]
 
 
 def test_a_sample_has_n_scored_trajectories_with_streams_and_sessions_of_their_own() -> None:
@@ -176,6 +178,75 @@ def test_a_sample_with_one_unscored_trajectory_fails_after_its_siblings_are_done
     with pytest.raises(RewardError, match="timeout: slow"):
         roll(Script([(said([2]),), (said([5]),), (said([6]),)]), reward)
     assert sorted(reward.seen) == ["2", "5", "6"]
+
+
+def test_a_greedy_baseline_is_one_more_response_at_temperature_0_and_none_of_the_n() -> None:
+    reward, script, drawn = Reward(), Script([(said([i + 5], version=3 - i),) for i in range(4)]), list[int]()
+    by = roller(reward, greedy_baseline=True)
+    sample = roll(script, reward, by, on_drawn=lambda: drawn.append(1))
+    assert by.num_responses == 4 == len(drawn)
+    assert [p.temperature for _, p, _ in script.asked] == [1.0, 1.0, 1.0, 0.0]
+    assert [session for _, _, session in script.asked] == ["3/0", "3/1", "3/2", "3/3"]
+    assert [t.tokens.tolist() for t in sample.trajectories] == [[5], [6], [7]]
+    assert sample.greedy is not None and sample.greedy.tokens.tolist() == [8] and sample.greedy.score == Score(1.0)
+    assert sample.oldest_version == 1, "the greedy response's 0 is nothing that is trained"
+
+
+def test_without_a_greedy_baseline_there_is_none() -> None:
+    assert roll(Script([(said([i + 5]),) for i in range(3)]), Reward()).greedy is None
+
+
+def test_a_greedy_response_goes_on_after_a_restart_like_its_siblings() -> None:
+    """Progress has n + 1 entries, the greedy one last; the others are done."""
+    reward, script, seen = Reward(), Script([(said([9], Stop.INTERRUPTED),), (said([8]),)]), list[tuple[Trajectory, ...]]()
+    done = Trajectory((said([1]),))
+    progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
+    sample = roll(script, reward, roller(reward, greedy_baseline=True), progress=progress, on_progress=seen.append)
+    assert [(tokens, p.temperature, p.offset) for tokens, p, _ in script.asked] == [([7, 8, 6], 0.0, 1), ([7, 8, 6, 9], 0.0, 2)]
+    assert sample.greedy is not None and sample.greedy.tokens.tolist() == [6, 9, 8] and len(sample.trajectories) == 3
+    assert all(len(trajectories) == 4 for trajectories in seen)
+
+
+def test_a_greedy_response_that_was_begun_is_left_out_where_no_baseline_is_wanted_any_more() -> None:
+    done, seen = Trajectory((said([1]),)), list[tuple[Trajectory, ...]]()
+    progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
+    sample = roll(Script([]), Reward(), progress=progress, on_progress=seen.append)
+    assert sample.greedy is None and len(sample.trajectories) == 3
+    assert all(len(trajectories) == 3 for trajectories in seen)
+
+
+def test_a_greedy_response_without_a_score_fails_its_sample() -> None:
+    reward = Reward()
+    with pytest.raises(RewardError, match="timeout: slow"):
+        roll(Script([(said([i]),) for i in (5, 6, 7, 2)]), reward, roller(reward, greedy_baseline=True))
+
+
+def test_overlong_responses_are_punished_the_moment_they_are_scored_and_so_is_the_greedy_one() -> None:
+    """Of 10 tokens the last 4 are the buffer, and the factor is 2: 6, 7, 8 and 10 tokens cost 0, 0.5, 1 and 2."""
+    reward, lengths = Reward(), (6, 7, 8, 10)
+    script = Script([(said([1] * length),) for length in lengths])
+    by = roller(reward, overlong=OverlongBuffer(10, 4, 2.0), greedy_baseline=True)
+    sample = roll(script, reward, by)
+    assert sample.greedy is not None
+    for trajectory, length, penalty in zip((*sample.trajectories, sample.greedy), lengths, (0.0, -0.5, -1.0, -2.0), strict=True):
+        said_by_function = 2.0 * length - 1  # the length of its text
+        assert trajectory.score == Score(said_by_function + penalty, {"overlong_reward": penalty}, said_by_function)
+        assert trajectory.score.unshaped == said_by_function
+
+
+def test_turns_of_the_environment_are_no_length_of_the_policys() -> None:
+    """Five tokens of its own and four of a tool, in a limit of ten: the penalty is that of five."""
+    reward = Reward()
+    by = roller(reward, 1, lambda prompt: Tool(2), overlong=OverlongBuffer(10, 6, 6.0))
+    sample = roll(Script([(said([1, 2]),), (said([3, 4]),), (said([5]),)]), reward, by)
+    (trajectory,) = sample.trajectories
+    assert (trajectory.num_tokens, trajectory.num_policy_tokens) == (9, 5)
+    assert trajectory.score is not None and trajectory.score.extra == {"overlong_reward": -1.0}
+
+
+def test_shaping_keeps_the_components_of_a_reward() -> None:
+    shaped = OverlongBuffer(4, 2, 1.0).shape(Score(0.5, {"format": 1.0}), Trajectory((said([1, 2, 3]),)))
+    assert shaped == Score(0.0, {"format": 1.0, "overlong_reward": -0.5}, 0.5)
 
 
 @dataclass

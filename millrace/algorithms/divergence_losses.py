@@ -1,0 +1,53 @@
+"""DPPO: the policy gradient, without the tokens whose probability has already moved too far (arXiv 2602.04879).
+
+Both modes: -A sg(min(rho, dppo_clip_c)) log pi where kept, else 0, with rho = exp(clamp(log pi - log pi_old, +-20)). They differ
+in what is kept; both look at the sampled token against all others together. Tokens moving back towards the old policy are
+always kept. Bounds are on divergences, not on ratios: verl's runs of them have 0.15 for TV and 0.05 for KL.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
+from millrace.algorithms.losses import log_ratio
+
+TINY = 1e-8
+"""Least probability of the other tokens: in float32 a sure token has log-prob 0, and KL to it would be infinite."""
+
+
+def dppo_tv(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """Kept where p - p_old <= clip_high if A > 0, p - p_old >= -clip_low if A < 0 (binary total variation). Edges are kept."""
+    x = inputs.trained()
+    shift = x.log_probs.detach().exp() - x.old_log_probs.exp()
+    return _kept_gradient(x, torch.where(x.advantages > 0, shift <= options.clip_high, shift >= -options.clip_low), options)
+
+
+def dppo_kl(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """Kept where binary KL(p_old, p) <= clip_high if A > 0, <= clip_low if A < 0, or the token moves back. Edges are kept."""
+    x = inputs.trained()
+    new, old = x.log_probs.detach(), x.old_log_probs
+    kl = binary_kl(old, new)
+    rises = (kl <= options.clip_high) | (new <= old)
+    falls = (kl <= options.clip_low) | (new >= old)
+    return _kept_gradient(x, torch.where(x.advantages > 0, rises, falls), options)
+
+
+def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
+    """p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), log(p_old / p) clamped to +-20 and each 1 - p at least 1e-8.
+
+    Shape and dtype of the arguments. Unlike verl, which adds 1e-8 to 1 - exp(log p), small 1 - p keep their digits.
+    """
+    rest_old, rest = ((-x.expm1()).clamp(min=TINY) for x in (old_log_probs, log_probs))
+    return rest_old * (rest_old.log() - rest.log()) - old_log_probs.exp() * log_ratio(log_probs, old_log_probs)
+
+
+def _kept_gradient(x: LossInput, kept: Tensor, options: LossOptions) -> TokenLoss:
+    delta = log_ratio(x.log_probs, x.old_log_probs).detach()
+    ratio = delta.exp()
+    weight = torch.where(kept, ratio.clamp(max=options.dppo_clip_c), 0.0)
+    pushed = x.advantages != 0
+    truncated = kept & pushed & (ratio > options.dppo_clip_c)
+    stats = statistics(x.log_probs, log_ratio=delta, clipped=~kept & pushed, clipped_lower=truncated)
+    return -x.advantages * weight * x.log_probs, stats

@@ -1,0 +1,261 @@
+"""The estimators by name: from one batch of trajectories to the advantage of each trained token.
+
+Invariants: everything is computed in float64 and without a gradient; a trajectory outside `keep` changes no number of another;
+all statistics (of groups, of whitening) are of the batch given, so give whole batches, not micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.algorithms import advantages, returns
+from millrace.algorithms.ragged import sequence_ids, sequence_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageBatch:
+    """N trajectories with T trained tokens, laid out as in `ragged`; floats of any dtype. Wrong shapes raise ValueError.
+
+    Fields that may be None are needed by some estimators, see NEEDS.
+    """
+
+    scores: Tensor
+    """[N] the outcome reward of each trajectory."""
+    groups: Tensor
+    """[N] integers: the number of its prompt."""
+    lengths: Tensor
+    """[N] int64: its trained tokens. One without any still takes part in the statistics of its group."""
+    token_rewards: Tensor | None = None
+    """[T] added to the rewards of tokens (a KL penalty); the score sits on the last token."""
+    components: dict[str, Tensor] | None = None
+    """Name to [N]: the rewards that gdpo normalises one by one."""
+    values: Tensor | None = None
+    """[T] gae: the critic's value of the state before each token."""
+    truncated: Tensor | None = None
+    """[N] bool, gae with bootstrap_truncated: cut by the length limit."""
+    greedy_scores: Tensor | None = None
+    """[N] remax: the score of the greedy response to the same prompt."""
+    log_probs: Tensor | None = None
+    """[T] optimal_token_baseline: of the policy that drew the tokens."""
+    sum_pi_squared: Tensor | None = None
+    """[T] optimal_token_baseline: the sum of squared probabilities over the vocabulary."""
+    weights: Tensor | None = None
+    """[T] optimal_token_baseline: importance weights, 1 if not given."""
+    keep: Tensor | None = None
+    """[N] bool: trajectories that take part; the others get 0 and are as if they were not there, whatever they hold."""
+
+    def __post_init__(self) -> None:
+        n, t = (len(self.scores),), (int(self.lengths.sum()),)
+        for shape, fields in ((n, self.per_trajectory()), (t, self.per_token())):
+            for name, x in fields.items():
+                if x is not None and x.shape != shape:
+                    raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {shape}")
+
+    def per_trajectory(self) -> dict[str, Tensor | None]:
+        """The fields that are [N], by name; those of `components` as well."""
+        own = {"groups": self.groups, "lengths": self.lengths, "scores": self.scores, "greedy_scores": self.greedy_scores}
+        parts = {f"components[{name!r}]": x for name, x in (self.components or {}).items()}
+        return {**own, "truncated": self.truncated, "keep": self.keep, **parts}
+
+    def per_token(self) -> dict[str, Tensor | None]:
+        """The fields that are [T], by name."""
+        critic = {"token_rewards": self.token_rewards, "values": self.values, "log_probs": self.log_probs}
+        return {**critic, "sum_pi_squared": self.sum_pi_squared, "weights": self.weights}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageOptions:
+    """What an estimator can be told; each reads its own and ignores the rest."""
+
+    norm_by_std: bool = True
+    """grpo, grpo_passk, gdpo: divide by the standard deviation of the group."""
+    gamma: float = 1.0
+    """gae, reinforce_plus_plus: discount of rewards, 0 to 1."""
+    lam: float = 1.0
+    """gae: 0 trusts the critic, 1 the rewards."""
+    component_weights: dict[str, float] | None = None
+    """gdpo: weight of each component, 1 if not named."""
+    bootstrap_truncated: bool = False
+    """gae: the end of a truncated trajectory has the value of its last state, and its score does not count."""
+    whiten: bool = True
+    """gae: whiten the advantages over all tokens. The other estimators whiten where that is part of their definition."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError(f"gamma and lam must be 0 to 1, got {self.gamma} and {self.lam}")
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What `estimate` gives; trajectories outside `keep` have 0 in both."""
+
+    tokens: Tensor
+    """[T] float64."""
+    returns: Tensor | None = None
+    """[T] float64, gae alone: targets of the critic, advantages before whitening plus values."""
+
+
+def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    """Advantages of the trained tokens of a batch, by the name of an estimator.
+
+    Estimators of outcomes take s_i = score + the trajectory's token_rewards, in sum, and give each token of a trajectory its
+    number; a group has zero variance where its s_i are equal. N = 0 and T = 0 give empty tensors.
+
+    Raises ValueError for an unknown name, a missing field of NEEDS (named), a float of a kept trajectory that is not finite,
+    and token_rewards with gdpo, which has no place for them.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ESTIMATORS)}")
+    given = {**batch.per_trajectory(), **batch.per_token(), "components": batch.components}
+    missing = sorted(field for field in NEEDS[name] if given[field] is None)
+    if missing:
+        raise ValueError(f"advantage estimator {name} needs {', '.join(missing)}")
+    keep = torch.ones_like(batch.groups, dtype=torch.bool) if batch.keep is None else batch.keep.bool()
+    at = keep[sequence_ids(batch.lengths)]
+    found = ESTIMATORS[name](_part(batch, keep, at), options)
+    return Advantages(_spread(found.tokens, at), None if found.returns is None else _spread(found.returns, at))
+
+
+def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
+    """The trajectories `keep` [N] and their tokens `at` [T], in float64, known to be finite."""
+
+    def floats(name: str, x: Tensor, index: Tensor) -> Tensor:
+        y = x.detach()[index].double()
+        if not bool(torch.isfinite(y).all()):
+            raise ValueError(f"{name} is not finite everywhere")
+        return y
+
+    tokens = {name: None if x is None else floats(name, x, at) for name, x in batch.per_token().items()}
+    return AdvantageBatch(
+        scores=floats("scores", batch.scores, keep),
+        groups=batch.groups[keep],
+        lengths=batch.lengths[keep],
+        components=batch.components and {k: floats(f"component {k}", x, keep) for k, x in batch.components.items()},
+        truncated=None if batch.truncated is None else batch.truncated.bool()[keep],
+        greedy_scores=None if batch.greedy_scores is None else floats("greedy_scores", batch.greedy_scores, keep),
+        **tokens,
+    )
+
+
+def _spread(values: Tensor, at: Tensor) -> Tensor:
+    return torch.zeros_like(at, dtype=torch.float64).masked_scatter(at, values)
+
+
+def _outcomes(batch: AdvantageBatch) -> Tensor:
+    """s_i [N]."""
+    if batch.token_rewards is None:
+        return batch.scores
+    return batch.scores + sequence_sums(batch.token_rewards, sequence_ids(batch.lengths), len(batch.lengths))
+
+
+def _rewards(batch: AdvantageBatch) -> Tensor:
+    """Rewards of tokens [T], the score on the last."""
+    return returns.place_scores(batch.scores, batch.lengths, batch.token_rewards)
+
+
+def _each_token(batch: AdvantageBatch, scalars: Tensor) -> Tensor:
+    return scalars[sequence_ids(batch.lengths)]
+
+
+def _grpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    scalars = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=options.norm_by_std)
+    return Advantages(_each_token(batch, scalars))
+
+
+def _grpo_passk(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    scalars = advantages.grpo_passk(_outcomes(batch), batch.groups, norm_by_std=options.norm_by_std)
+    return Advantages(_each_token(batch, scalars))
+
+
+def _rloo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    return Advantages(_each_token(batch, advantages.rloo(_outcomes(batch), batch.groups)))
+
+
+def _opo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    return Advantages(_each_token(batch, advantages.opo(_outcomes(batch), batch.groups, batch.lengths)))
+
+
+def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    return Advantages(_each_token(batch, advantages.gpg(_outcomes(batch), batch.groups)))
+
+
+def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    """Reward to go with discount gamma, whitened over all tokens; no baseline of the group (REINFORCE++, arXiv 2501.03262)."""
+    return Advantages(returns.whiten(returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma)))
+
+
+def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    """s_i - mean_g for each token, whitened over all tokens (REINFORCE++ with baseline, arXiv 2501.03262).
+
+    A long response weighs more in the whitening. Groups of equal s_i, groups of one too, are exactly 0 before it, and all
+    alike after; verl lets a group of one enter with its raw score, among differences.
+    """
+    centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False)
+    return Advantages(returns.whiten(_each_token(batch, centered)))
+
+
+def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    """`advantages.gdpo` for each token, whitened over all tokens, as verl does (the paper whitens over trajectories).
+
+    token_rewards are refused: every reward here is normalised by itself, and verl forgets a KL penalty without a word.
+    """
+    if batch.token_rewards is not None:
+        raise ValueError("gdpo has no place for token_rewards: put a KL penalty into the loss, not into the reward")
+    weights, by_std = options.component_weights, options.norm_by_std
+    scalars = advantages.gdpo(batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std)
+    return Advantages(returns.whiten(_each_token(batch, scalars)))
+
+
+def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    assert batch.values is not None
+    truncated, rewards = None, _rewards(batch)
+    if options.bootstrap_truncated:
+        if batch.truncated is None:
+            raise ValueError("advantage estimator gae with bootstrap_truncated needs truncated")
+        truncated = batch.truncated
+        rewards = returns.place_scores(batch.scores.masked_fill(truncated, 0.0), batch.lengths, batch.token_rewards)
+    found, targets = returns.gae(rewards, batch.values, batch.lengths, gamma=options.gamma, lam=options.lam, truncated=truncated)
+    return Advantages(returns.whiten(found) if options.whiten else found, targets)
+
+
+def _remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    assert batch.greedy_scores is not None
+    return Advantages(returns.remax(_rewards(batch), batch.lengths, batch.greedy_scores))
+
+
+def _optimal_token_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
+    assert batch.log_probs is not None and batch.sum_pi_squared is not None
+    return Advantages(
+        returns.optimal_token_baseline(
+            _rewards(batch), batch.lengths, batch.groups, batch.log_probs, batch.sum_pi_squared, batch.weights
+        )
+    )
+
+
+ESTIMATORS: dict[str, Callable[[AdvantageBatch, AdvantageOptions], Advantages]] = {
+    "gae": _gae,
+    "gdpo": _gdpo,
+    "gpg": _gpg,
+    "grpo": _grpo,
+    "grpo_passk": _grpo_passk,
+    "opo": _opo,
+    "optimal_token_baseline": _optimal_token_baseline,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _remax,
+    "rloo": _rloo,
+}
+"""By the names that `algorithm.adv_estimator` takes."""
+
+NEEDS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(ESTIMATORS, frozenset[str]()),
+    "gae": frozenset({"values"}),
+    "gdpo": frozenset({"components"}),
+    "optimal_token_baseline": frozenset({"log_probs", "sum_pi_squared"}),
+    "remax": frozenset({"greedy_scores"}),
+}
+"""The optional fields of AdvantageBatch that an estimator cannot do without; gae with bootstrap_truncated needs truncated too."""

@@ -1,0 +1,118 @@
+"""What every policy loss takes and gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInput:
+    """Tokens of a micro-batch: M tokens of whole trajectories, any number of them. Floating tensors share one dtype."""
+
+    log_probs: Tensor
+    """[M] floating, of the policy under training; the only one with a gradient."""
+    old_log_probs: Tensor
+    """[M] of the policy that ratios are taken against. Anything finite in modes outside USES_OLD."""
+    advantages: Tensor
+    """[M]."""
+    sequence_ids: Tensor
+    """[M] int64 below num_sequences."""
+    num_sequences: int
+    """Trajectories here; some may have no token."""
+    mask: Tensor
+    """[M] bool: tokens that are trained. What the others hold is never looked at, were it not a number."""
+    selected: Tensor | None = None
+    """[M] bool: what covariance.py chose from the whole mini-batch, for modes in SELECTS."""
+
+    def trained(self) -> LossInput:
+        """The same, neutral where masked: log-probs and advantage 0, not selected. Only log_probs keeps its gradient.
+
+        So a masked token has ratio 1, loss 0 and gradient 0, and adds nothing to a sum over its sequence. Raises ValueError if
+        a tensor's shape is not that of log_probs.
+        """
+        self._check_shapes()
+        masked = ~self.mask
+        return LossInput(
+            log_probs=self.log_probs.masked_fill(masked, 0.0),
+            old_log_probs=self.old_log_probs.detach().masked_fill(masked, 0.0),
+            advantages=self.advantages.detach().masked_fill(masked, 0.0),
+            sequence_ids=self.sequence_ids,
+            num_sequences=self.num_sequences,
+            mask=self.mask,
+            selected=None if self.selected is None else self.selected & self.mask,
+        )
+
+    def _check_shapes(self) -> None:
+        tensors = {
+            "old_log_probs": self.old_log_probs,
+            "advantages": self.advantages,
+            "sequence_ids": self.sequence_ids,
+            "mask": self.mask,
+            "selected": self.mask if self.selected is None else self.selected,
+        }
+        for name, tensor in tensors.items():
+            if tensor.shape != self.log_probs.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(self.log_probs.shape)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Numbers of all modes; each reads its own. Raises ValueError for one that is out of range."""
+
+    clip_low: float = 0.2
+    """How far below 1 a ratio counts. dppo_tv: fall of the token's probability; dppo_kl: binary KL where A < 0; geo_mean: of
+    the log-ratio (its paper has 0.4). gspo's paper has 3e-4."""
+    clip_high: float = 0.2
+    """How far above 1 a ratio counts. dppo_tv: rise of the token's probability; dppo_kl: binary KL where A > 0; geo_mean: of
+    the log-ratio (its paper has 0.4). gspo's paper has 4e-4."""
+    clip_c: float = 3.0
+    """vanilla: bound on the ratio where A < 0."""
+    tau_pos: float = 1.0
+    """sapo: temperature where A > 0."""
+    tau_neg: float = 1.05
+    """sapo: temperature elsewhere."""
+    dro_beta: float = 0.05
+    """dro: weight of the squared log-ratio, on the scale of the advantages. Tinker's default; verl has none."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of |log-ratio| on selected tokens."""
+    dppo_clip_c: float = 20.0
+    """dppo_tv, dppo_kl: bound on the ratio as a weight. verl means 20, but its clip_ratio_c = 3 always overrides that."""
+
+    def __post_init__(self) -> None:
+        if self.clip_c <= 1:
+            raise ValueError(f"clip_c must be over 1, got {self.clip_c}")
+        at_least_0 = {"clip_low": self.clip_low, "clip_high": self.clip_high, "ppo_kl_coef": self.ppo_kl_coef}
+        for name, value in at_least_0.items():
+            if value < 0:
+                raise ValueError(f"{name} must not be below 0, got {value}")
+        over_0 = {
+            "tau_pos": self.tau_pos,
+            "tau_neg": self.tau_neg,
+            "dro_beta": self.dro_beta,
+            "dppo_clip_c": self.dppo_clip_c,
+        }
+        for name, value in over_0.items():
+            if value <= 0:
+                raise ValueError(f"{name} must be over 0, got {value}")
+
+
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
+"""Token losses [M] with a gradient to log_probs, 0 where masked; and statistics, each [M], of that dtype, detached, 0 where
+masked or where the mode has no such thing:
+
+clipped        1 where a bound of the mode changed what the token adds
+clipped_lower  1 where the bound on a large ratio did: dual clip (vanilla, A < 0), truncated weight (dppo)
+log_ratio      log(pi / pi_old) clamped to +-20; -mean is verl's ppo_kl
+"""
+
+
+def statistics(
+    log_probs: Tensor, *, log_ratio: Tensor | None = None, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The three entries of a TokenLoss, in the dtype of `log_probs`; what is not given is 0."""
+    given = {"clipped": clipped, "clipped_lower": clipped_lower, "log_ratio": log_ratio}
+    zeros = torch.zeros_like(log_probs)
+    return {name: zeros if value is None else value.detach().to(log_probs.dtype) for name, value in given.items()}

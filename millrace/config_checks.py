@@ -1,0 +1,316 @@
+"""Cross-checks of a configuration: settings that are each right and wrong together. Each names key, value, rule and fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from millrace.algorithms.modes import TRUST_REGION, USES_OLD
+from millrace.algorithms.rejection import RejectionRule, parse_rules, parse_threshold
+from millrace.errors import bad_value
+from millrace.schedule.schedule import OnSync, Placement
+
+if TYPE_CHECKING:
+    from millrace.config import Config
+
+GROUP_RELATIVE = frozenset(
+    {"grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"}
+)
+"""Estimators for which a group of one has no advantage."""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError at the first that fails."""
+    for one in (
+        _check_sampling,
+        _check_lengths,
+        _check_batches,
+        _check_determinism,
+        _check_placement,
+        _check_model,
+        _check_estimator,
+        _check_correction,
+        _check_trust,
+        _check_kl,
+        _check_guard,
+    ):
+        one(config)
+
+
+def _check_sampling(c: Config) -> None:
+    if c.rollout.top_p < 1:
+        raise bad_value(
+            "rollout.top_p",
+            c.rollout.top_p,
+            "training needs log-probs of the full distribution, and a nucleus renormalises them",
+            "rollout.top_p=1 (rollout.val_kwargs.top_p may be less)",
+        )
+    if c.rollout.top_k > 0:
+        raise bad_value(
+            "rollout.top_k",
+            c.rollout.top_k,
+            "training needs log-probs of the full distribution, and a top-k cut renormalises them",
+            "rollout.top_k=0",
+        )
+
+
+def _check_lengths(c: Config) -> None:
+    longest = c.rollout.max_prompt_length + c.rollout.max_response_length
+    if c.actor.ppo_max_token_len_per_gpu < longest:
+        raise bad_value(
+            "actor.ppo_max_token_len_per_gpu",
+            c.actor.ppo_max_token_len_per_gpu,
+            f"one trajectory may have rollout.max_prompt_length + rollout.max_response_length = {longest} tokens and must fit",
+            f"actor.ppo_max_token_len_per_gpu={longest} or more, or shorter lengths",
+        )
+
+
+def _check_batches(c: Config) -> None:
+    a, batch = c.async_training, c.data.train_batch_size
+    windowed = c.mode in ("colocate_sync", "one_step_off")
+    if batch and not windowed:
+        raise bad_value(
+            "data.train_batch_size",
+            batch,
+            "a streaming mode has no train batch",
+            "data.train_batch_size=0; actor.ppo_mini_batch_size x async_training.require_batches x "
+            "async_training.trigger_parameter_sync_step is the window",
+        )
+    step = c.actor.ppo_mini_batch_size * a.require_batches
+    if batch and batch != step * a.trigger_parameter_sync_step:
+        raise bad_value(
+            "data.train_batch_size",
+            batch,
+            f"the window is ppo_mini_batch_size x require_batches x trigger_parameter_sync_step = "
+            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x {a.trigger_parameter_sync_step}",
+            f"a multiple of {step}, with async_training.trigger_parameter_sync_step left out",
+        )
+    if c.data.gen_batch_size != 1:
+        raise bad_value("data.gen_batch_size", c.data.gen_batch_size, "samples are admitted one by one", "data.gen_batch_size=1")
+    if a.partial_rollout and a.on_sync is not OnSync.INTERRUPT:
+        raise bad_value(
+            "async_training.on_sync",
+            a.on_sync.value,
+            "partial_rollout=true means on_sync=interrupt",
+            "leave one of the two keys out",
+        )
+    if c.trainer.test_freq and c.rollout.test_freq and c.trainer.test_freq != c.rollout.test_freq:
+        raise bad_value(
+            "rollout.test_freq",
+            c.rollout.test_freq,
+            f"trainer.test_freq is {c.trainer.test_freq}, and both say the same thing",
+            "set one of them",
+        )
+
+
+def _check_determinism(c: Config) -> None:
+    if c.trainer.deterministic and c.async_training.on_sync is not OnSync.DRAIN:
+        raise bad_value(
+            "trainer.deterministic",
+            True,
+            f"with on_sync={c.async_training.on_sync.value} timing decides which version draws which token",
+            "async_training.on_sync=drain, or trainer.deterministic=false",
+        )
+    if c.trainer.deterministic and c.schedule.lookahead > 1:
+        raise bad_value(
+            "async_training.lookahead",
+            c.schedule.lookahead,
+            "with a look-ahead, timing decides the order of training",
+            "async_training.lookahead=1, or trainer.deterministic=false",
+        )
+
+
+def _check_placement(c: Config) -> None:
+    t, r = c.trainer, c.rollout
+    limit = t.gpus_in_node
+    for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
+        if limit and value > limit:
+            raise bad_value(key, value, f"a node has trainer.gpus_in_node = {limit} devices", f"{key}={limit} or less")
+    if c.async_training.placement is Placement.COLOCATED and c.trainer_ranks != c.replicas:
+        raise bad_value(
+            "async_training.placement",
+            "colocated",
+            f"both sides share the same devices, but trainer.nnodes x n_gpus_per_node = {c.trainer_ranks} and "
+            f"rollout.nnodes x n_gpus_per_node = {c.replicas}",
+            f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
+        )
+
+
+def _check_model(c: Config) -> None:
+    shape = c.model.shape
+    if shape.hidden_size % shape.num_attention_heads:
+        raise bad_value(
+            "model.shape.num_attention_heads",
+            shape.num_attention_heads,
+            f"must divide model.shape.hidden_size = {shape.hidden_size}",
+            "a divisor of the width",
+        )
+    if (shape.hidden_size // shape.num_attention_heads) % 2:
+        raise bad_value(
+            "model.shape.hidden_size",
+            shape.hidden_size,
+            f"the head size hidden_size / num_attention_heads = {shape.hidden_size // shape.num_attention_heads} must be even",
+            "a multiple of 2 x num_attention_heads",
+        )
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise bad_value(
+            "model.shape.num_key_value_heads",
+            shape.num_key_value_heads,
+            f"must divide model.shape.num_attention_heads = {shape.num_attention_heads}",
+            "a divisor of the heads",
+        )
+
+
+def _check_estimator(c: Config) -> None:
+    name = c.algorithm.adv_estimator
+    if c.rollout.n == 1 and name in GROUP_RELATIVE and c.algorithm.norm_adv_by_std_in_grpo:
+        raise bad_value(
+            "rollout.n",
+            1,
+            f"{name} compares the responses to a prompt with each other: for a group of one all advantages are 0",
+            "rollout.n=8 (to measure speed alone, algorithm.norm_adv_by_std_in_grpo=false)",
+        )
+    if c.rollout.n == 1 and c.algorithm.filter_groups.enable:
+        raise bad_value(
+            "algorithm.filter_groups.enable", True, "a group of one always has equal outcomes: all are dropped", "rollout.n=8"
+        )
+    if c.algorithm.filter_groups.enable and c.trainer.deterministic and c.async_training.staleness_threshold > 0:
+        raise bad_value(
+            "algorithm.filter_groups.enable",
+            True,
+            "with staleness, timing decides which version draws the sample that takes a dropped one's place",
+            "async_training.staleness_threshold=0, or trainer.deterministic=false",
+        )
+    keys, weights = c.algorithm.gdpo_reward_keys, c.algorithm.gdpo_reward_weights
+    if weights and len(weights) != len(keys):
+        raise bad_value(
+            "algorithm.gdpo_reward_weights",
+            list(weights),
+            f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
+            "as many weights as keys, or none",
+        )
+    if not c.needs_critic:
+        for key, value in (
+            ("trainer.critic_warmup", c.trainer.critic_warmup),
+            ("algorithm.bootstrap_truncated", c.algorithm.bootstrap_truncated),
+        ):
+            if value:
+                raise bad_value(key, value, f"{name} has no critic", "algorithm.adv_estimator=gae, or leave the key out")
+    if name == "gdpo" and c.algorithm.use_kl_in_reward:
+        raise bad_value(
+            "algorithm.use_kl_in_reward",
+            True,
+            "gdpo normalises each component of the reward by itself: a KL penalty has no place among them",
+            "actor.use_kl_loss=true in its place",
+        )
+    buffer = c.reward.overlong_buffer
+    if buffer.enable and not 0 < buffer.len <= c.rollout.max_response_length:
+        raise bad_value(
+            "reward.overlong_buffer.len",
+            buffer.len,
+            f"must be from 1 to rollout.max_response_length = {c.rollout.max_response_length}",
+            f"reward.overlong_buffer.len={max(1, c.rollout.max_response_length // 5)}",
+        )
+
+
+def _check_kl(c: Config) -> None:
+    ctrl, batch = c.algorithm.kl_ctrl, c.schedule.step_size * c.rollout.n
+    if c.algorithm.use_kl_in_reward and ctrl.type == "adaptive" and 5 * ctrl.horizon <= batch * 2:
+        raise bad_value(
+            "algorithm.kl_ctrl.horizon",
+            ctrl.horizon,
+            f"a local step has {batch} trajectories, and the coefficient must change little in one",
+            f"algorithm.kl_ctrl.horizon={10 * batch}",
+        )
+
+
+def _check_guard(c: Config) -> None:
+    if c.guard.min_grad_rows > c.guard.grad_rows:
+        raise bad_value(
+            "guard.min_grad_rows",
+            c.guard.min_grad_rows,
+            f"the median is of guard.grad_rows = {c.guard.grad_rows} rows at most",
+            f"guard.min_grad_rows={c.guard.grad_rows} or less",
+        )
+
+
+def _check_correction(c: Config) -> None:
+    correction, bypass = c.algorithm.rollout_correction, c.async_training.use_rollout_log_probs
+    prefix, mode = "algorithm.rollout_correction", c.actor.policy_loss.loss_mode
+    rejection_options(c)
+    if bypass and correction.rollout_is and mode in USES_OLD:
+        raise bad_value(
+            f"{prefix}.rollout_is",
+            correction.rollout_is,
+            f"with use_rollout_log_probs the ratio of {mode} already is current / rollout: weights would count it twice",
+            "async_training.use_rollout_log_probs=false, or actor.policy_loss.loss_mode=reinforce",
+        )
+    if correction.rollout_is_batch_normalize and not correction.rollout_is:
+        raise bad_value(f"{prefix}.rollout_is_batch_normalize", True, "there are no weights", f"{prefix}.rollout_is=token")
+    if correction.proximal == "interpolate" and bypass:
+        raise bad_value(
+            f"{prefix}.proximal",
+            "interpolate",
+            "with use_rollout_log_probs the ratio is taken against the rollout policy itself",
+            "async_training.use_rollout_log_probs=false",
+        )
+    if correction.reject_before_baseline and not (correction.rollout_rs or correction.rollout_token_veto_threshold):
+        raise bad_value(f"{prefix}.reject_before_baseline", True, "nothing is rejected", f"{prefix}.rollout_rs=seq_mean_k1")
+    if correction.reject_before_baseline and correction.proximal == "interpolate":
+        raise bad_value(
+            f"{prefix}.reject_before_baseline",
+            True,
+            "an interpolated proximal policy is known only after advantages are",
+            f"{prefix}.proximal=recompute",
+        )
+
+
+def _check_trust(c: Config) -> None:
+    """More than one version of lag needs something that holds the policy near the one that drew the tokens."""
+    correction, mode, lag = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode, c.schedule.lag_bound
+    bypass = c.async_training.use_rollout_log_probs
+    trusted = bypass and mode in TRUST_REGION
+    if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
+        return
+    why = (
+        f"actor.policy_loss.loss_mode={mode} bounds no ratio"
+        if bypass
+        else "the ratio is taken against the trainer's own policy, and nothing accounts for the one that drew the tokens"
+    )
+    fixes = [
+        "async_training.staleness_threshold=0",
+        "algorithm.rollout_correction.rollout_rs=token_k1 with a rollout_rs_threshold",
+    ]
+    if not (bypass and mode in USES_OLD):
+        fixes.insert(0, "algorithm.rollout_correction.rollout_is=token")
+    if mode in TRUST_REGION:
+        fixes.insert(0, "async_training.use_rollout_log_probs=true")
+    else:
+        fixes.append("actor.policy_loss.loss_mode=vanilla")
+    raise bad_value(
+        "async_training.staleness_threshold",
+        c.async_training.staleness_threshold,
+        f"samples may be {lag} versions old (lag_bound), and {why}",
+        "one of " + "; ".join(fixes),
+    )
+
+
+def rejection_options(c: Config) -> tuple[float | tuple[float, float], tuple[RejectionRule, ...]]:
+    """The parsed threshold of the importance weights, and the rejection rules. Raises ConfigError."""
+    correction = c.algorithm.rollout_correction
+    prefix = "algorithm.rollout_correction"
+    try:
+        threshold = parse_threshold(correction.rollout_is_threshold)
+    except ValueError as error:
+        raise bad_value(
+            f"{prefix}.rollout_is_threshold", correction.rollout_is_threshold, str(error), f"{prefix}.rollout_is_threshold=2.0"
+        ) from None
+    try:
+        rules = parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
+    except ValueError as error:
+        raise bad_value(
+            f"{prefix}.rollout_rs",
+            correction.rollout_rs,
+            str(error),
+            f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
+        ) from None
+    return threshold, rules

@@ -1,0 +1,56 @@
+"""A value model: the policy's architecture and start weights, with a scalar head in place of the vocabulary's."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.engines import attention
+from millrace.engines.packing import MicroBatch
+from millrace.engines.policy import PackedPolicy, layers_of
+
+
+class PackedCritic(nn.Module):
+    """Takes over the body of `model`. The head starts at 0: every value does."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        model.set_attn_implementation(attention.NAME)
+        model.train(False)
+        self.body = cast(PreTrainedModel, model.base_model)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=True)
+        nn.init.zeros_(self.head.weight)
+        self.head.to(next(self.body.parameters()).dtype)
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor]:
+        """Value of the state before each trained token, [M] float32 (float64 for a float64 model). `temperature` is not used."""
+        hidden = self.body(
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.position_ids.unsqueeze(0),
+            use_cache=False,
+            packed_layout=batch.layout,
+        ).last_hidden_state[0]
+        values: Tensor = self.head(hidden.index_select(0, batch.select)).squeeze(-1)
+        return (values if values.dtype == torch.float64 else values.float(),)
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding."""
+        return layers_of(self.body)
+
+    @torch.no_grad()
+    def start_from(self, policy: PackedPolicy) -> None:
+        """The policy's weights, and a head of 0. Both are sharded alike."""
+        copy_weights(policy.model.base_model, self.body)
+        for parameter in self.head.parameters():
+            parameter.zero_()
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Weights by name, between modules that are sharded alike."""
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        parameter.copy_(weights[name])

@@ -1,0 +1,146 @@
+"""The guard on learning: reads the metrics row of each version, and says when learning goes wrong, why, and what to change.
+
+A state machine without I/O: rows in, alarms out. What it remembers (the first entropies, the last gradient norms) comes from
+rows alone, so feeding it the rows of metrics.jsonl brings a resumed run's guard to where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.config import GuardConfig
+
+PREFIX = "alarm/"
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A limit that is passed."""
+
+    name: str
+    value: float
+    """Of the metric; of equal_rewards, versions in a row."""
+    limit: float
+    cause: str
+    """The likely cause, and the keys of the configuration to change."""
+    since: int
+    """Version at which it began to hold."""
+
+    def __str__(self) -> str:
+        return f"{self.name} since version {self.since}: {self.value:.4g}, limit {self.limit:.4g}. {self.cause}"
+
+
+CAUSES = {
+    "zero_variance": (
+        "Nearly all groups have equal rewards, so there is nothing to learn from: the problems are too easy or too hard for the "
+        "policy. Change data.train_files, raise rollout.n or rollout.temperature, or set algorithm.filter_groups.enable=true."
+    ),
+    "truncation": (
+        "Many responses are cut at the length limit before they can earn a reward. Raise rollout.max_response_length, or check "
+        "that responses can end (rollout.stop, rollout.ignore_eos)."
+    ),
+    "entropy_collapse": (
+        "The policy hardly explores any more and says the same whatever it is asked. Raise actor.clip_ratio_high or "
+        "actor.entropy_coeff, or lower actor.optim.lr; go back to a checkpoint from before."
+    ),
+    "low_ess": (
+        "A few tokens have most of the importance weight, or none are kept: samples are too stale, or the engines disagree. Lower "
+        "async_training.staleness_threshold, async_training.trigger_parameter_sync_step or actor.optim.lr, or leave the oldest "
+        "tokens out with algorithm.rollout_correction.max_token_age."
+    ),
+    "gradient_spike": (
+        "One update is far larger than those before it: an odd batch, or the policy begins to diverge. Lower actor.optim.lr or "
+        "actor.optim.clip_grad if it comes again."
+    ),
+    "log_prob_gap": (
+        "The rollout engine and the trainer give the same weights different log-probs: precision or kernels differ, or weights "
+        "did not arrive whole. Set async_training.use_rollout_log_probs=false with algorithm.rollout_correction.rollout_is=token "
+        "to correct for it; model.dtype=float32 shows whether precision is the cause."
+    ),
+    "equal_rewards": (
+        "All trajectories get the same reward: the reward function is broken or never met, or every problem is solved. Check "
+        "reward.function and the ground truths of data.train_files on a few responses."
+    ),
+}
+"""Every alarm, and what it says."""
+
+
+class Guard:
+    """Call `check` with the row of every version, in order; then read what it found."""
+
+    def __init__(self, options: GuardConfig) -> None:
+        self.options = options
+        self.began: list[Alarm] = []
+        """Alarms that the last `check` began: to be logged once."""
+        self.ended: list[Alarm] = []
+        """Alarms that the last `check` ended, as they were while they held: to be logged once."""
+        self._holding: dict[str, Alarm] = {}
+        self._entropies: list[float] = []
+        self._norms: deque[float] = deque(maxlen=options.grad_rows)
+        self._equal = 0
+
+    def check(self, version: int, row: Mapping[str, float | None]) -> list[Alarm]:
+        """Alarms that hold at this version. One whose metric is missing, None or NaN in this row stays as it is."""
+        before = self._holding
+        judged = self._judge(row)
+        now = {name: alarm for name, alarm in before.items() if name not in judged}
+        for name, (value, limit, passed) in judged.items():
+            if passed:
+                since = before[name].since if name in before else version
+                now[name] = Alarm(name, value, limit, CAUSES[name], since)
+        self.began = [alarm for name, alarm in now.items() if name not in before]
+        self.ended = [alarm for name, alarm in before.items() if name not in now]
+        self._holding = now
+        return list(now.values())
+
+    def as_metrics(self) -> dict[str, float]:
+        """`alarm/NAME` of every alarm after the last `check`: 1 while it holds, else 0."""
+        return {PREFIX + name: float(name in self._holding) for name in CAUSES}
+
+    def _judge(self, row: Mapping[str, float | None]) -> dict[str, tuple[float, float, bool]]:
+        """Of the alarms whose metrics are in this row: value, limit, and whether it is passed."""
+        o = self.options
+        judged: dict[str, tuple[float, float, bool]] = {}
+        for name, key, limit in (
+            ("zero_variance", "train/zero_advantage_share", o.max_zero_variance_share),
+            ("truncation", "response_length/clip_ratio", o.max_clip_ratio),
+            ("log_prob_gap", "actor/log_prob_gap_same_version", o.max_log_prob_gap),
+        ):
+            if (value := _get(row, key)) is not None:
+                judged[name] = value, limit, value > limit
+        if (ess := _get(row, "rollout_corr/rollout_is_eff_sample_size")) is not None:
+            judged["low_ess"] = ess, o.min_ess, ess < o.min_ess
+        if (entropy := _get(row, "actor/entropy")) is not None:
+            judged["entropy_collapse"] = self._entropy(entropy)
+        if (norm := _get(row, "actor/grad_norm")) is not None:
+            judged["gradient_spike"] = self._gradient(norm)
+        if (std := _get(row, "reward/std")) is not None:
+            self._equal = 0 if std else self._equal + 1
+            judged["equal_rewards"] = float(self._equal), float(o.equal_reward_versions), self._equal >= o.equal_reward_versions
+        return judged
+
+    def _entropy(self, value: float) -> tuple[float, float, bool]:
+        o = self.options
+        limit = o.min_entropy
+        if len(self._entropies) == o.entropy_rows:
+            limit = max(limit, o.min_entropy_share * statistics.fmean(self._entropies))
+        else:
+            self._entropies.append(value)
+        return value, limit, value < limit
+
+    def _gradient(self, value: float) -> tuple[float, float, bool]:
+        """The norm joins the median after it was compared; where the median is 0, nothing is known of a usual size."""
+        o = self.options
+        median = statistics.median(self._norms) if len(self._norms) >= o.min_grad_rows else 0.0
+        limit = o.max_grad_spike * median if median else math.inf
+        self._norms.append(value)
+        return value, limit, value > limit
+
+
+def _get(row: Mapping[str, float | None], key: str) -> float | None:
+    value = row.get(key)
+    return None if value is None or math.isnan(value) else value

@@ -1,0 +1,78 @@
+"""The interpolated proximal policy, and decoupled PPO made of the parts that are there."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.proximal import interpolate
+
+LOG_PROB = st.floats(-30, 0)
+TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 12)), max_size=30)
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
+
+
+def double(values, **kwargs):
+    return torch.tensor(values, dtype=torch.float64, **kwargs)
+
+
+def columns(rows):
+    return double([r[0] for r in rows]), double([r[1] for r in rows]), torch.tensor([r[2] for r in rows], dtype=torch.long)
+
+
+@given(TOKENS)
+def test_interpolate_matches_the_share_of_versions_gone(rows):
+    mu, theta, versions = columns(rows)
+    got = interpolate(mu, theta.requires_grad_(), versions, 12)
+    # v_prox = 12 is live, v_theta = 13 comes next.
+    want = [m + (12 - v) / (13 - v) * (t - m) for m, t, v in rows]
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-12)
+    assert not got.requires_grad
+
+
+def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy():
+    got = interpolate(double([-1.0] * 4), double([-2.0] * 4), torch.tensor([7, 6, 4, 9]), 7)
+    assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # 9: no version is ahead of the live one
+    empty = interpolate(double([]), double([]), torch.zeros(0, dtype=torch.long), 7)
+    assert empty.shape == (0,)
+
+
+@given(st.floats(0.1, 3.0), st.integers(1, 6))
+def test_where_log_probs_move_evenly_the_guess_is_exact(step, age):
+    drawn, proximal, current = -9.0, -9.0 + age * step, -9.0 + (age + 1) * step
+    got = interpolate(double([drawn]), double([current]), torch.tensor([10 - age]), 10)
+    assert got.item() == pytest.approx(proximal, rel=1e-9)
+
+
+def test_dtype_is_that_of_the_policy_under_training():
+    got = interpolate(double([-1.0]), torch.tensor([-2.0]), torch.tensor([0]), 1)
+    assert got.dtype == torch.float32 and got.item() == -1.5
+
+
+@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), max_size=20))
+def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_over_rollout(rows):
+    theta, prox, mu, adv = (double([r[i] for r in rows]) for i in range(4))
+    x = theta.requires_grad_()
+    loss, _ = ppo_clip(x, prox, adv, weights=(prox - mu).exp(), **BOUNDS)
+    loss.sum().backward()
+    for i, (t, p, m, a) in enumerate(rows):
+        # AReaL, arXiv 2505.24298: (pi_prox / mu) times the clipped surrogate of pi / pi_prox.
+        r, w = np.exp(t - p), np.exp(p - m)
+        plain, bounded = -a * r, -a * np.clip(r, 0.8, 1.2)
+        want, slope = (bounded, 0.0) if bounded > plain else (plain, plain)
+        if a < 0 and want > -3 * a:
+            want, slope = -3 * a, 0.0
+        assert loss[i].item() == pytest.approx(w * want, rel=1e-6, abs=1e-9)
+        assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)
+
+
+def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient():
+    """pi / pi_prox times pi_prox / mu is pi / mu, whatever the proximal policy: it only places the trust region."""
+    theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
+    prox = interpolate(mu, theta, torch.tensor([3, 1]), 3)
+    loss, stats = ppo_clip(theta, prox, double([1.0, -1.0]), weights=(prox - mu).exp(), **BOUNDS)
+    loss.sum().backward()
+    assert not stats["clipped"].any()
+    np.testing.assert_allclose(theta.grad.numpy(), [-np.exp(0.1), np.exp(-0.1)], rtol=1e-9)

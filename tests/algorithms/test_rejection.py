@@ -1,0 +1,152 @@
+"""Rejection rules: how they are spelled, what they refuse, and what each accepts by hand. test_correction.py has the numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.algorithms.rejection import RULES, Ratios, RejectionRule, accept, parse_rules, parse_threshold
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def accepted(rule, *sequences):
+    """Of sequences of ratios."""
+    logs = double([math.log(r) for s in sequences for r in s])
+    return accept(
+        rule, Ratios.of(logs, torch.zeros_like(logs), torch.tensor([len(s) for s in sequences], dtype=torch.long), None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(2.0, 2.0), (2, 2.0), ("2", 2.0), (" 5e-1 ", 0.5), ("0.5_5.0", (0.5, 5.0)), ("1e-4_2", (1e-4, 2.0)), ("0_5", (0.0, 5.0))],
+)
+def test_a_threshold_is_a_number_or_a_pair(text, value):
+    assert parse_threshold(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "0.5_", "_5", "1_2_3", "0.5-5.0", "2_1", "0", 0.0, -1.0, "-1_2", True, math.nan, "nan_2", "0_0"]
+)
+def test_what_is_no_threshold_is_refused_and_shown(text):
+    with pytest.raises(ValueError, match=r"threshold|0 <= lower <= upper"):
+        parse_threshold(text)
+
+
+def test_rules_are_spelled_as_in_verl():
+    assert parse_rules(None, None) == parse_rules("", None) == parse_rules([], None) == ()
+    assert parse_rules("token_k1", "0.5_5.0") == (RejectionRule("token_k1", 0.5, 5.0),)
+    assert parse_rules("token_k1, seq_mean_k3", "0.5_2.0, 0.01") == (
+        RejectionRule("token_k1", 0.5, 2.0),
+        RejectionRule("seq_mean_k3", None, 0.01),
+    )
+    assert parse_rules(["token_k1", "seq_mean_k3"], ["0.5_2.0", 0.01]) == parse_rules("token_k1,seq_mean_k3", "0.5_2.0,0.01")
+    assert parse_rules("seq_max_k2,seq_max_k3", 1.5) == (
+        RejectionRule("seq_max_k2", None, 1.5),
+        RejectionRule("seq_max_k3", None, 1.5),
+    )
+
+
+@pytest.mark.parametrize("spec", [4.0, "4.0", 4])
+def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec):
+    assert parse_rules("seq_sum_k1", spec) == (RejectionRule("seq_sum_k1", 0.25, 4.0),)
+
+
+@pytest.mark.parametrize(
+    ("rules", "thresholds", "said"),
+    [
+        ("token_k4", 1.0, ["token_k4", "token_k1"]),
+        ("seq_max_k1", "0.5_2.0", ["seq_max_k1", "seq_max_k2"]),
+        ("token_k1", None, ["token_k1", "one threshold"]),
+        ("token_k1,token_k2,token_k3", "1.0,2.0", ["token_k1, token_k2, token_k3", "1.0,2.0", "3"]),
+        ("token_k1", "2.0,3.0", ["2.0,3.0", "one threshold"]),
+        ("token_k1,token_k1", "2.0", ["token_k1,token_k1", "once"]),
+        (None, 2.0, ["2.0", "rollout_rs"]),
+        ("token_k1", 0.5, ["token_k1", "0.5", "0.5_2.0"]),
+        ("token_k1", "5_0.5", ["token_k1", "5_0.5", "0.5_2.0"]),
+        ("token_k1", "x", ["token_k1", "'x'", "0.5_2.0"]),
+        ("seq_mean_k3", "0.5_2.0", ["seq_mean_k3", "0.5_2.0", "one upper bound"]),
+        ("seq_mean_k3", "-1", ["seq_mean_k3", "-1", "over 0"]),
+        ("token_k1,seq_mean_k3", "0.5_2.0", ["seq_mean_k3", "0.5_2.0"]),
+    ],
+)
+def test_a_mistake_is_answered_with_the_value_the_rule_and_the_fix(rules, thresholds, said):
+    with pytest.raises(ValueError) as error:
+        parse_rules(rules, thresholds)
+    for part in said:
+        assert part in str(error.value), str(error.value)
+
+
+def test_a_rule_refuses_bounds_that_are_none():
+    for name, lower, upper in (("k1", 0.5, 2.0), ("token_k1", None, 2.0), ("token_k2", 0.5, 2.0), ("token_k2", None, 0.0)):
+        with pytest.raises(ValueError, match=name):
+            RejectionRule(name, lower, upper)
+    with pytest.raises(ValueError, match="lower <= upper"):
+        RejectionRule("token_k1", 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "keep", "mean"),
+    [
+        # Ratios 2, 4 and 0.5, then 1 and 0.25.
+        (RejectionRule("token_k1", 0.5, 2.0), [True, False, True, True, False], 1.55),
+        (RejectionRule("seq_sum_k1", 0.5, 4.0), [True, True, True, False, False], (4 + 0.25) / 2),
+        (RejectionRule("seq_mean_k1", 0.5, 1.5), [False, False, False, True, True], (4 ** (1 / 3) + 0.5) / 2),
+        (RejectionRule("token_k2", None, 0.5), [True, False, True, True, False], math.log(2) ** 2 * (1 + 4 + 1 + 0 + 4) / 10),
+        (RejectionRule("seq_max_k2", None, math.log(4) ** 2 / 2), [True] * 5, math.log(4) ** 2 / 2),
+        (
+            RejectionRule("seq_sum_k3", None, 1.0),
+            [False, False, False, True, True],
+            ((1 + 3 - 0.5 - math.log(4)) + (math.log(4) - 0.75)) / 2,
+        ),
+    ],
+)
+def test_rules_by_hand(rule, keep, mean):
+    got, metrics = accepted(rule, [2.0, 4.0, 0.5], [1.0, 0.25])
+    assert got.tolist() == keep
+    assert metrics["mean"].item() == pytest.approx(mean)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 100), max_size=5), max_size=5),
+    st.sampled_from(RULES),
+    st.floats(1.0, 50.0),
+    st.floats(1.0, 3.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_wider_bounds_accept_more_and_a_sequence_rule_takes_a_sequence_whole(sequences, name, upper, more):
+    lower = 1 / upper if name.endswith("k1") else None
+    tight, _ = accepted(RejectionRule(name, lower, upper), *sequences)
+    wide, _ = accepted(RejectionRule(name, lower and lower / more, upper * more), *sequences)
+    assert not (tight & ~wide).any()
+    if name.startswith("seq"):
+        for part in tight.split([len(s) for s in sequences]):
+            assert part.all() or not part.any()
+
+
+def test_upper_bounds_of_k2_and_k3_are_inclusive():
+    for ratio in (1.1, 0.7, 5.0):
+        l = math.log(ratio)
+        for kind, value in (("k2", l * l / 2), ("k3", math.expm1(l) - l)):
+            for level in ("token", "seq_sum", "seq_mean", "seq_max"):
+                assert accepted(RejectionRule(f"{level}_{kind}", None, value), [ratio])[0].all()
+                assert not accepted(RejectionRule(f"{level}_{kind}", None, value * (1 - 1e-9)), [ratio])[0].any()
+
+
+def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_are_that_close():
+    b = -torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 20
+
+    def kept(shift, upper):
+        return accept(
+            RejectionRule("token_k1", 0.1, upper), Ratios.of(b + math.log(upper) + shift, b, torch.tensor([1000]), None)
+        )[0]
+
+    at_the_edge = [kept(0.0, upper).float().mean().item() for upper in (2.0, 3.0, 5.0, 7.0)]
+    assert min(at_the_edge) < 1 and max(at_the_edge) > 0
+    for upper in (2.0, 3.0, 5.0, 7.0):
+        assert kept(-4e-6, upper).all() and not kept(4e-6, upper).any()

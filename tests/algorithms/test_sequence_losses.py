@@ -1,0 +1,136 @@
+"""gspo and geo_mean against NumPy in float64, and against the objectives of their papers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.algorithms.aggregate import aggregate
+from millrace.algorithms.loss_input import LossOptions
+from millrace.algorithms.sequence_losses import geo_mean, gspo
+from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, build, check, clamped, surrogate
+
+
+def trained_of(inputs, sequence):
+    return [t for t in range(len(inputs.mask)) if inputs.mask[t] and inputs.sequence_ids[t] == sequence]
+
+
+def columns(inputs):
+    return inputs.log_probs.detach().numpy(), inputs.old_log_probs.numpy(), inputs.advantages.numpy()
+
+
+def gspo_reference(inputs, weights, options):
+    new, old, adv = columns(inputs)
+    out = np.zeros((5, len(weights)))
+    for sequence in range(inputs.num_sequences):
+        tokens = trained_of(inputs, sequence)
+        mean = sum(new[t] - old[t] for t in tokens) / max(len(tokens), 1)
+        s, inside = np.exp(min(mean, 10.0)), float(mean <= 10)
+        for t in tokens:
+            loss, slope, clipped = surrogate(s, s * inside, adv[t], options)
+            out[:, t] = loss, slope * weights[t], clipped, 0.0, clamped(new[t], old[t])[0]
+    return out
+
+
+def geo_mean_reference(inputs, weights, options):
+    new, old, adv = columns(inputs)
+    out = np.zeros((5, len(weights)))
+    for sequence in range(inputs.num_sequences):
+        tokens = trained_of(inputs, sequence)
+        if not tokens:
+            continue
+        a = sum(adv[t] for t in tokens) / len(tokens)
+        sign, total, open_ = np.sign(a), 0.0, []
+        for t in tokens:
+            d, inside = clamped(new[t], old[t])
+            bounded = min(max(d, -options.clip_low), options.clip_high)
+            # As the paper has it: the smaller of both times the sign.
+            pessimistic = sign * min(sign * d, sign * bounded)
+            total += pessimistic
+            open_.append(float(pessimistic == d) * inside)
+            out[2, t], out[4, t] = float(sign != 0 and pessimistic != d), d
+        loss = -a * np.exp(total / len(tokens))
+        for t, is_open in zip(tokens, open_, strict=True):
+            out[0, t] = loss
+            out[1, t] = loss * is_open / len(tokens) * sum(weights[u] for u in tokens)
+    return out
+
+
+@settings(max_examples=100)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_gspo_matches_numpy_in_value_gradient_and_statistics(sequences, options):
+    inputs, weights = build(sequences)
+    check(gspo, inputs, weights, options, gspo_reference)
+
+
+@settings(max_examples=100)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(sequences, options):
+    inputs, weights = build(sequences)
+    check(geo_mean, inputs, weights, options, geo_mean_reference)
+
+
+def objective(loss_function, inputs, options):
+    """The aggregated loss and its gradient."""
+    lengths = torch.bincount(inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences).double()
+    loss, _ = loss_function(inputs, options)
+    totals = {"total_tokens": int(inputs.mask.sum()), "total_sequences": inputs.num_sequences}
+    value = aggregate(loss, inputs.mask, inputs.sequence_ids, "seq-mean-token-mean", sequence_lengths=lengths, **totals)
+    value.backward()
+    return value.item(), inputs.log_probs.grad
+
+
+@settings(max_examples=60)
+@given(sequences=SEQUENCES)
+def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences):
+    """Plain GSPO: clip s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i), differentiated through all tokens."""
+    same = [[(pair, s[0][1], trained, sel, w) for pair, _, trained, sel, w in s] for s in sequences]
+    inputs, _ = build(same)
+    value, grad = objective(gspo, inputs, LossOptions())
+    leaf = inputs.log_probs.detach().requires_grad_()
+    want = leaf.sum() * 0
+    for i in range(inputs.num_sequences):
+        tokens = trained_of(inputs, i)
+        if tokens:
+            s = (leaf - inputs.old_log_probs)[tokens].mean().clamp(max=10).exp()
+            a = inputs.advantages[tokens[0]]
+            want = want - torch.minimum(a * s, a * s.clamp(0.8, 1.2)) / inputs.num_sequences
+    want.backward()
+    assert value == pytest.approx(want.item(), rel=1e-9, abs=1e-12)
+    np.testing.assert_allclose(grad.numpy(), leaf.grad.numpy(), rtol=1e-6, atol=1e-12)
+
+
+def test_geo_mean_is_the_mean_over_sequences_however_long():
+    """Two sequences, lengths 1 and 3, rejected tokens left out of the mean: -(A_1 g_1 + A_2 g_2) / 2."""
+    token = lambda d, a, trained=True: ((d - 2.0, -2.0), a, trained, False, 1.0)  # noqa: E731
+    inputs, _ = build([[token(0.1, 2.0)], [token(0.3, -1.0), token(-0.3, -1.0), token(0.05, -1.0), token(0.5, -1.0, False)]])
+    value, grad = objective(geo_mean, inputs, LossOptions(clip_low=0.2, clip_high=0.2))
+    first, second = 2 * np.exp(0.1), -np.exp((0.3 - 0.2 + 0.05) / 3)
+    assert value == pytest.approx(-(first + second) / 2)
+    assert grad.tolist() == pytest.approx([-first / 2, -second / 6, 0.0, -second / 6, 0.0])
+
+
+@pytest.mark.parametrize("advantage, sign", [(1.0, 1.0), (-1.0, -1.0)])
+def test_a_log_ratio_on_geo_means_edge_is_inside(advantage, sign):
+    # 0.25 and -1 are exact in binary, so the log-ratio is exactly the edge.
+    for edge, clipped in ((0.25, 0.0), (np.nextafter(0.25, 0), 1.0)):
+        inputs, _ = build([[((-1.0 + sign * 0.25, -1.0), advantage, True, False, 1.0)]])
+        loss, stats = geo_mean(inputs, LossOptions(clip_low=edge, clip_high=edge))
+        loss.sum().backward()
+        assert stats["clipped"].item() == clipped
+        assert (inputs.log_probs.grad.item() == 0.0) == bool(clipped)
+
+
+def test_gspo_keeps_the_digits_of_a_small_clip_in_float32():
+    """4,000 tokens whose log-ratios nearly cancel: the sequence's ratio is 1 + 2e-4, inside a clip of 3e-4."""
+    n = 4000
+    old = -torch.arange(n, dtype=torch.float32) / 400
+    shift = torch.where(torch.arange(n) % 2 == 0, 0.5, -0.5) + 2e-4
+    rows = [((float(o + d), float(o)), 1.0, True, False, 1.0) for o, d in zip(old, shift, strict=True)]
+    inputs, _ = build([rows], torch.float32)
+    want = np.exp(np.mean((inputs.log_probs.detach().double() - inputs.old_log_probs.double()).numpy()))
+    loss, stats = gspo(inputs, LossOptions(clip_low=3e-4, clip_high=3e-4))
+    assert loss[0].item() == pytest.approx(-want, abs=1e-6)
+    assert loss.unique().numel() == 1
+    assert not stats["clipped"].any()

@@ -1,0 +1,228 @@
+"""Dynamic sampling in every mode: equal groups are dropped and replaced, and nothing else about a run changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from millrace.config import MODES
+from millrace.environments.single_turn import SingleTurn
+from millrace.errors import ConfigError, RewardError
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.rollout.dynamic_sampling import DynamicSampling, DynamicSamplingError
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger, State
+from millrace.schedule.schedule import OnSync, Placement, Schedule
+from millrace.simulate import clock
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimReward, SimRolloutEngine
+from millrace.types import Prompt, SamplingParams, Score, Tokens
+from tests.pipeline.simulated import LongTail, Outcome, mixed, schedule_of, simulate
+
+COST = CostModel(reward_s=0.3)
+TRAINED = 40
+
+
+def indices(outcome: Outcome) -> list[int]:
+    return sorted(s.prompt.index for _, s in outcome.trained)
+
+
+def groups(outcome: Outcome) -> Iterator[set[float]]:
+    for _, sample in outcome.trained:
+        yield {t.score.value for t in sample.trajectories if t.score is not None}
+
+
+@pytest.fixture(scope="module")
+def kept() -> list[int]:
+    """The first prompts whose groups differ: a response's text and score depend on no mode."""
+    outcome = simulate(schedule_of("colocate_sync"), 3 * TRAINED, cost=COST, chance=mixed)
+    return indices(outcome)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_rest(mode: str, kept: list[int]) -> None:
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
+    ledger = outcome.ledger
+    assert indices(outcome) == kept[:TRAINED] and sorted(outcome.record.retired) == kept[:TRAINED]
+    assert all(values == {0.0, 1.0} for values in groups(outcome))
+    assert ledger.done() and ledger.held == 0 and ledger.version == schedule.versions(TRAINED)
+    assert ledger.dropped == {"equal_outcomes": kept[TRAINED - 1] + 1 - TRAINED}
+    assert ledger.dropped["equal_outcomes"] > 10, "the test needs something to drop"
+    assert max(version - s.admitted_version for version, s in outcome.trained) <= schedule.lag_bound
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_does_not_divide_ends_with_the_number_that_was_wanted(mode: str, kept: list[int]) -> None:
+    outcome = simulate(schedule_of(mode), 37, cost=COST, chance=mixed)
+    assert indices(outcome) == kept[:37]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_windows_are_full_and_their_tokens_as_old_as_the_mode_allows(mode: str) -> None:
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
+    sizes = [cut.retired - before.retired for before, cut in zip(outcome.record.cuts, outcome.record.cuts[1:], strict=False)]
+    assert set(sizes) == {schedule.window}
+    lags = {version - v for version, s in outcome.trained for t in s.trajectories for v in t.versions}
+    if schedule.capacity == schedule.window:
+        assert lags == {0}, "a replacement is drawn by the weights of its window"
+    if schedule.on_sync is OnSync.DRAIN:
+        assert all(len(set(t.versions)) == 1 for _, s in outcome.trained for t in s.trajectories)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_order_steps_over_what_is_dropped(mode: str) -> None:
+    outcome = simulate(schedule_of(mode, staleness=1.3), TRAINED, cost=COST, chance=mixed)
+    order = [s.prompt.index for _, s in outcome.trained]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 8])
+@pytest.mark.parametrize("mode", ["async_staleness", "async_partial", "async_swap", "colocate_partial"])
+def test_a_look_ahead_and_drops_together_starve_no_sample(mode: str, lookahead: int, kept: list[int]) -> None:
+    schedule = schedule_of(mode, staleness=1.3, lookahead=lookahead)
+    outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2)
+    assert indices(outcome) == kept[:TRAINED]
+    assert max(version - s.admitted_version for version, s in outcome.trained) <= schedule.lag_bound
+
+
+def test_colocated_placement_with_staleness_waits_for_a_full_window_of_kept_samples(kept: list[int]) -> None:
+    schedule = Schedule(
+        ppo_mini_batch_size=4, trigger_parameter_sync_step=2, staleness_threshold=0.6, placement=Placement.COLOCATED
+    )
+    outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
+    assert indices(outcome) == kept[:TRAINED] and outcome.ledger.version == schedule.versions(TRAINED)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stop_at", [0.5, 4.9, 9.7])
+def test_a_stopped_run_goes_on_and_accounts_for_every_sample_once(mode: str, stop_at: float, kept: list[int]) -> None:
+    schedule = schedule_of(mode)
+    first = simulate(schedule, TRAINED, cost=COST, chance=mixed, stop_at=stop_at)
+    assert first.record.saved is not None, "the run should have been stopped"
+    second = simulate(schedule, TRAINED, cost=COST, chance=mixed, start=first.record.saved)
+    assert sorted(indices(first) + indices(second)) == kept[:TRAINED]
+    assert second.ledger.dropped == {"equal_outcomes": kept[TRAINED - 1] + 1 - TRAINED} and second.ledger.done()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_cut_can_be_resumed(mode: str, kept: list[int]) -> None:
+    schedule = schedule_of(mode, staleness=1.3)
+    whole = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2)
+    for cut in whole.record.cuts[:-1]:
+        rest = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2, start=cut)
+        assert whole.record.retired[: cut.retired] + [s.prompt.index for _, s in rest.trained] == kept[:TRAINED]
+        assert rest.ledger.dropped == whole.ledger.dropped
+
+
+def leaf(error: BaseException) -> BaseException:
+    return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode: str) -> None:
+    """The window is 8, or 4: the cap is two of them, and the next drop is one too many."""
+    window = schedule_of(mode).window
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(schedule_of(mode), TRAINED, cost=COST, chance=lambda prompt: 1.0, most=2)
+    cause = leaf(caught.value)
+    assert isinstance(cause, DynamicSamplingError)
+    dropped = 2 * window + 1
+    assert f"{dropped} of the {dropped} samples (100%) finished while version 0 was live" in str(cause)
+    assert f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. The mean score of those is 1." in str(cause)
+
+
+def test_the_cap_counts_one_version_alone() -> None:
+    """More is dropped in all than the cap, but not for any one version: the run ends well."""
+    schedule = schedule_of("async_partial")
+    outcome = simulate(schedule, 5 * TRAINED, cost=COST, chance=mixed, most=3)
+    assert outcome.ledger.done() and outcome.ledger.dropped["equal_outcomes"] > 3 * schedule.window
+
+
+def test_rows_count_every_drop_once() -> None:
+    outcome = simulate(schedule_of("async_partial"), TRAINED, cost=COST, chance=mixed)
+    rows = outcome.record.rows
+    assert sum(row["filter_groups/dropped"] for row in rows) == outcome.ledger.dropped["equal_outcomes"]
+    assert all(0 <= row["filter_groups/drop_share"] < 1 for row in rows)
+
+
+class Unlucky(SimReward):
+    """Fails for the prompts from 100 to 104."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        if 100 <= prompt.index < 105:
+            raise RewardError("timeout", "slow")
+        return await super().score(prompt, completions)
+
+
+def bench(chance: Callable[[Prompt], float], metric: str = "score") -> Rollouter:
+    """A rollouter on its own, whose ledger has slots for eight samples, each with a greedy response."""
+    engine = SimRolloutEngine(COST, version=0)
+
+    def text(tokens: Tokens) -> str:
+        return str(tokens[:9])
+
+    roller = SampleRoller(
+        lambda prompt: SingleTurn(), Unlucky(COST, chance), text, SamplingParams(1000), 4, seed=0, greedy_baseline=True
+    )
+    queue = SampleQueue(Ledger(Schedule(ppo_mini_batch_size=8)), deadline_s=1e5)
+    sampling = DynamicSampling(metric, max_num_gen_batches=0, window=8)
+    return Rollouter(queue, LongTail(), RolloutPool([engine]), roller, max_error_share=0.2, dynamic_sampling=sampling)
+
+
+async def run_for(rollouter: Rollouter, seconds: float) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(rollouter.run())
+        await asyncio.sleep(seconds)
+        task.cancel()
+
+
+def test_a_drop_frees_its_slot_for_another_prompt_at_once_and_leaves_nothing_behind() -> None:
+    rollouter = bench(lambda prompt: 0.0)
+    clock.run(run_for(rollouter, 200.0))
+    ledger = rollouter.queue.ledger
+    assert ledger.dropped["equal_outcomes"] > 150 and ledger.count(State.WAITING, State.RUNNING) == 8
+    under_way = {str(ledger._held[i].prompt.index) for i in ledger.ids(State.RUNNING)}
+    assert {session.split("/")[0] for session in rollouter.pool._homes} <= under_way
+    assert rollouter.row(0)["filter_groups/mean_outcome"] == 0.0
+
+
+def test_dropped_samples_were_scored_and_are_no_reward_errors() -> None:
+    """Five errors among hundreds of drops: a fifth of the last fifty samples may fail, and a tenth has."""
+    rollouter = bench(lambda prompt: 0.0)
+    clock.run(run_for(rollouter, 200.0))
+    assert rollouter.queue.ledger.dropped["timeout"] == 5 and rollouter.queue.ledger.dropped["equal_outcomes"] > 150
+
+
+def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
+    """Drain waits for last tokens, not for scores: a sample that is dropped meanwhile has a successor only afterwards."""
+
+    async def main() -> None:
+        rollouter = bench(lambda prompt: 0.0)
+        ledger = rollouter.queue.ledger
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(rollouter.run())
+            await asyncio.sleep(0.1)
+            async with rollouter.held_still("test"):
+                before = ledger.admitted
+                assert rollouter.undrawn == 0 and ledger.held
+                await asyncio.sleep(1.0)  # the scores come
+                assert ledger.held == 0 and ledger.admitted == before
+            await asyncio.sleep(0)
+            assert ledger.held == 8 and ledger.admitted == before + 8
+            task.cancel()
+
+    clock.run(main())
+
+
+def test_a_metric_that_the_reward_function_does_not_return_ends_the_run_and_names_those_it_does() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        clock.run(run_for(bench(lambda prompt: 0.5, metric="acc"), 100.0))
+    cause = leaf(caught.value)
+    assert isinstance(cause, ConfigError)
+    assert "algorithm.filter_groups.metric = 'acc'" in str(cause) and "score, reward" in str(cause)

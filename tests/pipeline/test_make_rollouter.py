@@ -1,0 +1,48 @@
+"""What a configuration makes of the rollout side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.config import Config
+from millrace.launch import make_rollouter
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.rollout.shaping import OverlongBuffer
+from millrace.schedule.ledger import Ledger
+
+
+def made(**sections: Any) -> Rollouter:
+    config = Config.model_validate({"rollout": {"n": 4, "max_response_length": 100}, **sections})
+    session: Any = SimpleNamespace(
+        config=config,
+        problems=SimpleNamespace(train=[], chat=SimpleNamespace(decode=str)),
+        engines=SimpleNamespace(pool=None),
+        reward=None,
+    )
+    return make_rollouter(session, SampleQueue(Ledger(config.schedule), deadline_s=1.0))
+
+
+def test_by_default_there_is_no_shaping_no_filter_and_no_baseline() -> None:
+    rollouter = made()
+    assert rollouter.roller.overlong is None and rollouter.dynamic_sampling is None
+    assert not rollouter.roller.greedy_baseline and rollouter.roller.num_responses == 4
+
+
+def test_the_overlong_buffer_ends_at_the_longest_response() -> None:
+    rollouter = made(reward={"overlong_buffer": {"enable": True, "len": 20, "penalty_factor": 0.5}, "max_error_share": 0.4})
+    assert rollouter.roller.overlong == OverlongBuffer(100, 20, 0.5) and rollouter.max_error_share == 0.4
+
+
+def test_dynamic_sampling_counts_in_the_schedules_windows() -> None:
+    groups = {"enable": True, "metric": "acc", "max_num_gen_batches": 3}
+    sampling = made(algorithm={"filter_groups": groups}, actor={"ppo_mini_batch_size": 6}).dynamic_sampling
+    assert sampling is not None and (sampling.metric, sampling.max_num_gen_batches, sampling.window) == ("acc", 3, 6)
+
+
+@pytest.mark.parametrize(("estimator", "responses"), [("remax", 5), ("rloo", 4)])
+def test_remax_alone_draws_a_greedy_baseline(estimator: str, responses: int) -> None:
+    assert made(algorithm={"adv_estimator": estimator}).roller.num_responses == responses
