@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millrace.algorithms.modes import TRUST_REGION, USES_OLD
-from millrace.algorithms.rejection import RejectionRule, parse_rules, parse_threshold
+from millrace.algorithms.rules import RejectionRule, parse_rules, parse_threshold
 from millrace.errors import bad_value
 from millrace.schedule.schedule import OnSync, Placement
 

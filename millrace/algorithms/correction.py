@@ -12,17 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.algorithms.rejection import (
-    Ratios,
-    RejectionRule,
-    accept,
-    accept_without_veto,
-    beyond,
-    check_band,
-    rejected,
-    share,
-    spread,
-)
+from millrace.algorithms.rejection import Ratios, accept, accept_without_veto, beyond, rejected, share, spread
+from millrace.algorithms.rules import RejectionRule, check_band
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0

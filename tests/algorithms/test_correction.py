@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import CorrectionOptions, correct, drift, effective_sample_size
-from millrace.algorithms.rejection import RejectionRule, parse_rules
+from millrace.algorithms.rules import RejectionRule, parse_rules
 
 WEIGHTS = st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=20)
 LOG_PROB = st.one_of(st.floats(-3, 0), st.floats(-40, 0), st.sampled_from([0.0, math.log(0.5), -math.inf, math.nan]))

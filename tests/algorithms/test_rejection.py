@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.rejection import RULES, Ratios, RejectionRule, accept, parse_rules, parse_threshold
+from millrace.algorithms.rejection import Ratios, accept
+from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 
 
 def double(values):
