@@ -58,7 +58,7 @@ def one_run(folder: Path, recipe: str, arm: str, model: str, seed: int, samples:
         "before": result["val_before"][HELD_OUT],
         "held_out": result["val"][HELD_OUT],
         "seconds": round(result["train_seconds"], 2),
-        "staleness": round(statistics.mean(row["staleness/token_mean"] for row in trained), 3),
+        "staleness": round(statistics.mean(row["staleness/mean"] for row in trained), 3),
         "alarms": sorted({name for row in trained for name, value in row.items() if name.startswith("alarm/") and value}),
         "curve": [[round(row["version"] * per_version), row[HELD_OUT]] for row in rows if HELD_OUT in row],
     }

@@ -43,7 +43,8 @@ class StepReport:
     totals: dict[str, float] = field(default_factory=dict)
     """Counts over the batch, by the metric's full name: added up, never averaged."""
     skipped_steps: int = 0
-    """Of optimizer_steps: left out, for a gradient that is not finite or nothing to learn from. They are in no mean."""
+    """Of optimizer_steps: left out, for a gradient that is not finite or nothing to learn from. `metrics` are of the others; what
+    they cannot say without one is missing."""
 
 
 @dataclass(frozen=True, slots=True)

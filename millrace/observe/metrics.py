@@ -78,7 +78,8 @@ class VersionMetrics:
         names = sorted({name for r in self._steps for name in r.metrics})
         row: dict[str, float] = {}
         for name in names:
-            told = [(r.metrics[name], r.optimizer_steps - r.skipped_steps) for r in self._steps if name in r.metrics]
+            # A batch whose steps were all skipped counts as one step in what it can say nevertheless (of its data, of the critic).
+            told = [(r.metrics[name], max(r.optimizer_steps - r.skipped_steps, 1)) for r in self._steps if name in r.metrics]
             row[name] = _ratio(sum(value * count for value, count in told), sum(count for _, count in told))
         for name in sorted({name for r in self._steps for name in r.totals}):
             row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
