@@ -10,6 +10,7 @@ learning.jsonl (a line for each run, with its curve), learning.md (the table) an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ def one_run(folder: Path, recipe: str, arm: str, model: str, seed: int, samples:
     shutil.rmtree(folder, ignore_errors=True)
     base = [f"model.path={model}", "sft.steps=0", f"rollout.total_rollout_steps={samples}", f"trainer.run_dir={folder}"]
     base += [f"trainer.seed={seed}", f"rollout.test_freq={every}", "trainer.save_freq=0", "trainer.logger=[]"]
+    base += ["trainer.threads=1"]  # seconds are not the point here, and runs may share the cores
     base += ["data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=256']"]
     base += ["rollout.val_kwargs.n=4", "rollout.val_kwargs.greedy=false"]
     result = millrace("train", str(ROOT / "recipes" / "algorithms" / f"{recipe}.yaml"), *base, *ARMS[arm])
@@ -126,21 +129,28 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=5120)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--every", type=int, default=8, help="versions between two points of a curve")
     parser.add_argument("--write", type=Path, help="write PATH.jsonl, PATH.md and PATH.svg")
     options = parser.parse_args()
-    folder, runs = Path(tempfile.mkdtemp(prefix="bench-learning-")), []
+    folder = Path(tempfile.mkdtemp(prefix="bench-learning-"))
+    runs: list[dict[str, Any]] = []
     total = options.seeds * len(options.recipes) * len(ARMS)
-    for seed in range(options.seeds):
-        model = warm_model(folder, seed)
-        for recipe in options.recipes:
-            for arm in ARMS:
-                runs.append(one_run(folder / "run", recipe, arm, model, seed, options.samples, options.every))
-                shown = {name: value for name, value in runs[-1].items() if name != "curve"}
-                print(f"{len(runs)} of {total}: {shown}", file=sys.stderr, flush=True)
-                if options.write:
-                    lines = "".join(json.dumps(run) + "\n" for run in runs)
-                    options.write.with_suffix(".jsonl").write_text(lines)
+    models = [warm_model(folder, seed) for seed in range(options.seeds)]
+
+    def run(what: tuple[int, str, str]) -> None:
+        seed, recipe, arm = what
+        where = folder / f"{recipe}-{arm}-{seed}"
+        runs.append(one_run(where, recipe, arm, models[seed], seed, options.samples, options.every))
+        shown = {name: value for name, value in runs[-1].items() if name != "curve"}
+        print(f"{len(runs)} of {total}: {shown}", file=sys.stderr, flush=True)
+        if options.write:
+            lines = "".join(json.dumps(run) + "\n" for run in runs)
+            options.write.with_suffix(".jsonl").write_text(lines)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, itertools.product(range(options.seeds), options.recipes, ARMS)))
+    runs.sort(key=lambda r: (RECIPES.index(r["recipe"]), r["seed"], r["arm"]))
     shutil.rmtree(folder)
     print(table(runs))
     if options.write:

@@ -276,7 +276,7 @@ class ActorConfig(Section):
     """Tokens packed into one micro-batch on one device."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Which loss, and what belongs to it alone."""
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1)
+    clip_ratio_low: float = Field(0.2, gt=0, le=1)
     """PPO clip below 1; gspo, cispo and geo_mean clip their own ratios by it, dppo_* differences of probabilities or KL."""
     clip_ratio_high: float = Field(0.2, gt=0)
     """PPO clip above 1; larger than clip_ratio_low is DAPO's clip-higher."""
@@ -378,7 +378,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (grpo, grpo_passk, gdpo); off is Dr.GRPO."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of later rewards (gae, reinforce_plus_plus, remax, optimal_token_baseline)."""
+    """Discount of later rewards (gae, reinforce_plus_plus)."""
     lam: float = Field(1.0, ge=0, le=1)
     """gae's lambda."""
     bootstrap_truncated: bool = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 from millrace.algorithms.modes import TRUST_REGION, USES_OLD
-from millrace.algorithms.rules import RejectionRule, parse_rules, parse_threshold
+from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from millrace.errors import bad_value
 from millrace.schedule.schedule import OnSync, Placement
 
@@ -218,7 +219,7 @@ def _check_kl(c: Config) -> None:
         raise bad_value(
             "algorithm.kl_ctrl.horizon",
             ctrl.horizon,
-            f"a local step has {batch} trajectories, and the coefficient must change little in one",
+            f"a local step has {batch} trajectories, which could turn the coefficient to 0: must be over 0.4 x {batch} = {batch * 2 / 5:g}",
             f"algorithm.kl_ctrl.horizon={10 * batch}",
         )
 
@@ -254,7 +255,12 @@ def _check_correction(c: Config) -> None:
             "async_training.use_rollout_log_probs=false",
         )
     if correction.reject_before_baseline and not (correction.rollout_rs or correction.rollout_token_veto_threshold):
-        raise bad_value(f"{prefix}.reject_before_baseline", True, "nothing is rejected", f"{prefix}.rollout_rs=seq_mean_k1")
+        raise bad_value(
+            f"{prefix}.reject_before_baseline",
+            True,
+            "no rule and no veto rejects anything",
+            f"{prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
+        )
     if correction.reject_before_baseline and correction.proximal == "interpolate":
         raise bad_value(
             f"{prefix}.reject_before_baseline",
@@ -271,24 +277,25 @@ def _check_trust(c: Config) -> None:
     trusted = bypass and mode in TRUST_REGION
     if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
         return
-    why = (
-        f"actor.policy_loss.loss_mode={mode} bounds no ratio"
-        if bypass
-        else "the ratio is taken against the trainer's own policy, and nothing accounts for the one that drew the tokens"
-    )
-    fixes = [
-        "async_training.staleness_threshold=0",
-        "algorithm.rollout_correction.rollout_rs=token_k1 with a rollout_rs_threshold",
-    ]
-    if not (bypass and mode in USES_OLD):
-        fixes.insert(0, "algorithm.rollout_correction.rollout_is=token")
-    if mode in TRUST_REGION:
-        fixes.insert(0, "async_training.use_rollout_log_probs=true")
+    if bypass:
+        why = f"actor.policy_loss.loss_mode={mode} bounds no ratio"
+    elif mode in USES_OLD:
+        why = "the ratio is taken against the trainer's own policy, and nothing accounts for the one that drew the tokens"
     else:
-        fixes.append("actor.policy_loss.loss_mode=vanilla")
+        why = f"{mode} takes no ratio, and nothing accounts for the policy that drew the tokens"
+    ordered = c.async_training.staleness_threshold > 0
+    key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
+    correct, prefix = not (bypass and mode in USES_OLD), "algorithm.rollout_correction"
+    fixes = [
+        *(["async_training.use_rollout_log_probs=true"] if mode in TRUST_REGION else []),
+        *([f"{prefix}.rollout_is=token"] if correct else []),
+        f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
+        *([] if mode in TRUST_REGION else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]),
+        f"{key}={0 if ordered else 1}",
+    ]
     raise bad_value(
-        "async_training.staleness_threshold",
-        c.async_training.staleness_threshold,
+        key,
+        c.async_training.staleness_threshold if ordered else c.async_training.lookahead,
         f"samples may be {lag} versions old (lag_bound), and {why}",
         "one of " + "; ".join(fixes),
     )
@@ -307,10 +314,11 @@ def rejection_options(c: Config) -> tuple[float | tuple[float, float], tuple[Rej
     try:
         rules = parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
     except ValueError as error:
-        raise bad_value(
-            f"{prefix}.rollout_rs",
-            correction.rollout_rs,
-            str(error),
-            f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
-        ) from None
+        unknown = "unknown rule" in str(error) or "twice" in str(error)
+        key = "rollout_rs" if unknown or correction.rollout_rs_threshold is None else "rollout_rs_threshold"
+        first = (correction.rollout_rs or "").split(",")[0].strip()
+        rule = first if first in RULES else (difflib.get_close_matches(first, RULES, 1) or ["token_k1"])[0]
+        bound = "0.5_2.0" if rule.endswith("k1") else "0.01"
+        fix = f"{prefix}.rollout_rs={rule} {prefix}.rollout_rs_threshold={bound}"
+        raise bad_value(f"{prefix}.{key}", getattr(correction, key), str(error), fix) from None
     return threshold, rules

@@ -297,7 +297,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(args[0])}" if args[-1] is ... else f"[{', '.join(map(_type_name, args))}]"
     if isinstance(annotation, type) and hasattr(annotation, "__members__"):
         return " | ".join(m.value for m in annotation)  # type: ignore[attr-defined]
-    return "none" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+    return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:

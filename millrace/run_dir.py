@@ -117,13 +117,15 @@ def _check_same_problems(config: Config, checkpoint: Path) -> None:
             raise bad_value(key, now, f"the checkpoint {checkpoint} was made with {then!r}", f"{key}={then}, or a new run")
     estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
     if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
-        rule = (
-            f"the checkpoint {checkpoint} was made with {before_it}: its samples have no greedy response, or there is no critic"
-        )
+        lacks = "critic" if "gae" in (estimator, before_it) else "greedy response to each prompt"
+        has = "a" if before_it in ("gae", "remax") else "no"
+        rule = f"the checkpoint {checkpoint} was made with {before_it}: it has {has} {lacks}"
         raise bad_value("algorithm.adv_estimator", estimator, rule, f"algorithm.adv_estimator={before_it}, or a new run")
     if config.needs_reference != before.needs_reference:
         rule = f"the checkpoint {checkpoint} was made {'with' if before.needs_reference else 'without'} a reference policy"
-        raise bad_value("actor.use_kl_loss", config.actor.use_kl_loss, rule, "the KL settings of that run, or a new run")
+        in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
+        key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
+        raise bad_value(key, config.needs_reference, rule, "the KL settings of that run, or a new run")
 
 
 def _missing(path: Path) -> tuple[Path, ...]:

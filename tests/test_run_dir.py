@@ -28,14 +28,18 @@ def config_of(*overrides: str) -> recipe.Config:
     return recipe.load(RECIPE, list(overrides))
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of a run with a tokenizer of its own."""
-    run = open_run_dir(config_of(f"trainer.run_dir={tmp_path / 'first'}"))
+def checkpoint_of(folder: Path, *overrides: str) -> Path:
+    """A checkpoint of a run with these settings and a tokenizer of its own."""
+    run = open_run_dir(config_of(f"trainer.run_dir={folder}", *overrides))
     run.model.mkdir()
     (run.model / "tokenizer.json").write_text("its own")
     ledger = Ledger(config_of().schedule)
     return asyncio.run(Checkpoints(run.path, keep=1).save(ledger.snapshot(), Engine()))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return checkpoint_of(tmp_path / "first")
 
 
 def test_a_folder_that_goes_on_from_a_checkpoint_takes_its_tokenizer(
@@ -53,6 +57,34 @@ def test_a_folder_that_goes_on_from_a_checkpoint_takes_its_tokenizer(
 def test_a_run_goes_on_with_the_problems_it_began_with(checkpoint: Path, change: str) -> None:
     with pytest.raises(ConfigError, match=rf"{change.split('=')[0]} = .* was made with"):
         open_run_dir(config_of(f"trainer.resume={checkpoint}", change))
+
+
+KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
+KL_IN_LOSS = "actor.use_kl_loss=true"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("grpo", "remax"), ("remax", "rloo"), ("grpo", "gae"), ("gae", "grpo"), ("gae", "remax")]
+)
+def test_a_run_goes_on_with_what_its_estimator_needs(tmp_path: Path, before: str, now: str) -> None:
+    key = "algorithm.adv_estimator"
+    found = checkpoint_of(tmp_path / "run", f"{key}={before}")
+    with pytest.raises(ConfigError, match=rf"{key} = '{now}': .* was made with {before}.*Fix: {key}={before}, or a new run"):
+        open_run_dir(config_of(f"trainer.resume={found}", f"{key}={now}"))
+
+
+@pytest.mark.parametrize("kl", [KL_IN_REWARD, KL_IN_LOSS])
+def test_a_run_goes_on_with_or_without_a_reference_as_it_began(tmp_path: Path, kl: str) -> None:
+    without, with_ = checkpoint_of(tmp_path / "without"), checkpoint_of(tmp_path / "with", kl)
+    with pytest.raises(ConfigError, match="was made without a reference policy"):
+        open_run_dir(config_of(f"trainer.resume={without}", kl))
+    with pytest.raises(ConfigError, match="was made with a reference policy"):
+        open_run_dir(config_of(f"trainer.resume={with_}"))
+
+
+def test_estimators_and_kls_that_need_the_same_models_may_change(tmp_path: Path) -> None:
+    found = checkpoint_of(tmp_path / "run", KL_IN_LOSS)
+    assert open_run_dir(config_of(f"trainer.resume={found}", KL_IN_REWARD, "algorithm.adv_estimator=rloo")).resume_from == found
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

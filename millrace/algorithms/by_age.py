@@ -19,8 +19,8 @@ def by_age(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int)
     staleness/ess/AGE          (sum w)^2 / (n sum w^2): the share of n tokens that is left, 1 if all ratios are equal
     staleness/token_mean, staleness/token_max   age of the tokens
 
-    The last bin has its name whether or not older tokens occur: so it is one curve of a run. An age that does not occur has no
-    metrics; no tokens give a mean and a max of 0. Tokens whose log-ratio is not finite count in the share alone; where an age
+    The last bin has its name whether or not older tokens occur: so it is one curve of a run. An age that does not occur has a
+    share of 0 and nothing else; no tokens give a mean and a max of 0. Tokens whose log-ratio is not finite count in the share alone; where an age
     has no others, its mean and its effective sample size are 0. Computed in float64.
 
     Raises ValueError if shapes differ, max_age is under 0 or an age is.
@@ -34,9 +34,9 @@ def by_age(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int)
         return {"staleness/token_mean": 0.0, "staleness/token_max": 0.0}
     metrics = {"staleness/token_mean": ages.double().mean().item(), "staleness/token_max": float(ages.max())}
     for age, (tokens, count, total, weight, squares) in enumerate(_sums(log_probs_a, log_probs_b, ages, max_age)):
+        name = f"{age}+" if age == max_age else str(age)
+        metrics[f"staleness/token_share/{name}"] = tokens / len(ages)
         if tokens:
-            name = f"{age}+" if age == max_age else str(age)
-            metrics[f"staleness/token_share/{name}"] = tokens / len(ages)
             metrics[f"staleness/log_ratio/{name}"] = total / max(count, 1)
             metrics[f"staleness/ess/{name}"] = weight**2 / (count * squares) if count else 0.0
     return metrics

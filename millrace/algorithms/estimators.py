@@ -40,7 +40,7 @@ class AdvantageBatch:
     greedy_scores: Tensor | None = None
     """[N] remax: the score of the greedy response to the same prompt."""
     log_probs: Tensor | None = None
-    """[T] optimal_token_baseline: of the policy that drew the tokens."""
+    """[T] optimal_token_baseline: of the same policy as sum_pi_squared, that of the batch's arrival."""
     sum_pi_squared: Tensor | None = None
     """[T] optimal_token_baseline: the sum of squared probabilities over the vocabulary."""
     weights: Tensor | None = None

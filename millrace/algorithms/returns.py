@@ -87,8 +87,8 @@ def optimal_token_baseline(
     A_t = G_t - B_t
 
     t counts trained tokens, which is verl's `tir_optimal_token_baseline`, the same as its `optimal_token_baseline` where
-    there is one turn. rewards [T] with the score on the last token; groups [N]; log_probs [T] of the policy that drew the
-    tokens; sum_pi_squared [T] over its vocabulary; weights [T]: importance weights rho, 1 if not given.
+    there is one turn. rewards [T] with the score on the last token; groups [N]; log_probs [T] and
+    sum_pi_squared [T] over the vocabulary are of one policy; weights [T]: importance weights rho, 1 if not given.
 
     Exactly 0 where all G of a position are equal: so for a group of one, beyond the second-longest trajectory, and in a group of
     equal scores. The formula says so (B = G), and a lone trajectory has nothing to be compared with. verl puts B = 0 for a lone

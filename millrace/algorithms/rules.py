@@ -95,6 +95,8 @@ def parse_rules(
         raise ValueError(f"rollout_rs_threshold {thresholds!r} has no rule: name one in rollout_rs, or leave the threshold out")
     if len(set(names)) < len(names):
         raise ValueError(f"rollout_rs {rollout_rs!r} names a rule twice: name each once")
+    if names and not specs:
+        raise ValueError(f"{', '.join(names)} has no threshold: give rollout_rs_threshold")
     if names and len(specs) not in (1, len(names)):
         raise ValueError(
             f"rollout_rs {', '.join(names)} needs one threshold for all or {len(names)}, one for each rule: "
@@ -119,6 +121,8 @@ def _rule(name: str, spec: str | float) -> RejectionRule:
     try:
         bounds = parse_threshold(spec)
         if ratio and isinstance(bounds, float):
+            if bounds < 1:
+                raise ValueError(f"a single bound u stands for 1/u to u and must be 1 or more, got {bounds}")
             bounds = (1 / bounds, bounds)
         lower, upper = bounds if isinstance(bounds, tuple) else (None, bounds)
         return RejectionRule(name, lower, upper)

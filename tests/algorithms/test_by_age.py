@@ -26,12 +26,12 @@ def reference(rows, max_age):
     metrics = {"staleness/token_mean": np.mean(ages), "staleness/token_max": max(ages)}
     for bin_ in range(max_age + 1):
         mine = [row for row in rows if (row[2] >= bin_ if bin_ == max_age else row[2] == bin_)]
+        name = f"{bin_}+" if bin_ == max_age else f"{bin_}"
+        metrics[f"staleness/token_share/{name}"] = len(mine) / len(rows)
         if not mine:
             continue
         logs = [min(max(a - b, -20.0), 20.0) for a, b, _ in mine if math.isfinite(a - b)]
         weights = np.exp(np.array(logs, dtype=np.float64))
-        name = f"{bin_}+" if bin_ == max_age else f"{bin_}"
-        metrics[f"staleness/token_share/{name}"] = len(mine) / len(rows)
         metrics[f"staleness/log_ratio/{name}"] = np.mean(logs) if logs else 0.0
         metrics[f"staleness/ess/{name}"] = 1 / np.mean((weights / weights.mean()) ** 2) if logs else 0.0
     return metrics
@@ -48,7 +48,7 @@ def test_shares_add_up_and_the_last_bin_takes_what_is_older():
     got = run(rows, 4, torch.float32)
     shares = {name: value for name, value in got.items() if "token_share" in name}
     assert shares == pytest.approx(
-        {"staleness/token_share/0": 2 / 6, "staleness/token_share/1": 1 / 6, "staleness/token_share/4+": 0.5}
+        {f"staleness/token_share/{age}": share for age, share in (("0", 2 / 6), ("1", 1 / 6), ("2", 0), ("3", 0), ("4+", 0.5))}
     )
     assert got["staleness/ess/4+"] == 1.0 and got["staleness/token_max"] == 9.0
     assert "staleness/token_share/4+" in run([(-1.0, -1.0, 4)], 4), "the name does not depend on what occurs"

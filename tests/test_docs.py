@@ -1,0 +1,229 @@
+"""What the pages say of the code: every name that a user can write or read is explained, and every link and recipe works."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+
+from millrace import config, recipe
+from millrace.algorithms.modes import AggMode, LossMode
+from millrace.algorithms.rules import RULES
+from millrace.config import Config, GuardConfig, OptimConfig
+from millrace.engines import fsdp_train
+from millrace.observe.guard import CAUSES, Guard
+from millrace.ports import TrainBatch
+from millrace.rollout.dynamic_sampling import DynamicSampling
+from tests.engines.rollout_helpers import folder
+from tests.engines.train_samples import random_samples
+from tests.observe import test_metrics
+
+ROOT = Path(__file__).parent.parent
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+
+# -- names that a user writes
+
+NAMES = {
+    "estimators": get_args(config.Estimator),
+    "policy losses": get_args(LossMode),
+    "KL types": get_args(config.KlType),
+    "KL types of the reward": get_args(config.AlgorithmConfig.model_fields["kl_penalty"].annotation),
+    "aggregations": get_args(AggMode),
+    "rejection rules": RULES,
+    "alarms": tuple(CAUSES),
+    "recipes": tuple(path.stem for path in RECIPES if path.parent.name == "algorithms"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_every_name_is_explained(kind: str) -> None:
+    explained = re.findall(r"^\|(.+?)\|", ALGORITHMS, re.MULTILINE)
+    first_cells = set(re.findall(r"`([^`]+)`|\[(\w+)\]", "\n".join(explained)))
+    found = {code or link for code, link in first_cells}
+    assert len(NAMES[kind]) > 3 and not set(NAMES[kind]) - found
+
+
+def keys_of(text: str) -> set[str]:
+    """Dotted keys in a page, without their values."""
+    sections = "|".join(Config.model_fields)
+    return {match[0] for match in re.finditer(rf"(?<![\w./-])(?:{sections})\.(?!md|py|yaml|json)[a-z_.]+[a-z]", text)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md", "docs/metrics.md", "ARCHITECTURE.md"])
+def test_every_key_on_a_page_exists(page: str) -> None:
+    known = {key for key, _ in recipe.all_keys()} | set(recipe.ALIASES)
+    sections = {key.rpartition(".")[0] for key in recipe.ALIASES}
+    assert not keys_of((ROOT / page).read_text()) - known - sections
+
+
+def test_limits_of_alarms_are_the_defaults() -> None:
+    said = dict(re.findall(r"`guard\.(\w+)=([\d.]+)`", ALGORITHMS))
+    defaults = GuardConfig().model_dump(exclude={"enable", "min_grad_rows"})
+    assert {name: float(value) for name, value in said.items()} == defaults
+
+
+def presets() -> dict[str, list[str]]:
+    """verl's presets, and the overrides that the page gives for them."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\{bypass_mode.+?\})` \| (.*)\|$", ALGORITHMS, re.MULTILINE)
+    return {name: [f"algorithm.rollout_correction={keys}", *re.findall(r"`(\w[\w.]*=[^`]+)`", rest)] for name, keys, rest in rows}
+
+
+PRESETS = presets()
+
+
+def test_the_page_has_all_of_verls_presets() -> None:
+    assert len(PRESETS) == 19
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_name_says(name: str) -> None:
+    c = recipe.load(QUICKSTART, PRESETS[name])
+    correction = c.algorithm.rollout_correction
+    assert c.async_training.use_rollout_log_probs == name.startswith("bypass")
+    assert (c.actor.policy_loss.loss_mode == "reinforce") == name.startswith("bypass_pg")
+    weights = {"token": "token_is|icepop|token_tis", "sequence": "seq_is|seq_tis|bypass_pg_is"}
+    assert correction.rollout_is == next((level for level, names in weights.items() if re.search(names, name)), None)
+    rules = {"seq_mean_k1": "geo_rs", "seq_mean_k3": "k3_rs", "seq_sum_k1": "seq_is_rs"}
+    assert correction.rollout_rs == next((rule for rule, part in rules.items() if part in name), None)
+    assert isinstance(correction.rollout_is_threshold, str) == ("icepop" in name)
+
+
+# -- names that a user reads
+
+
+def braces(name: str) -> list[str]:
+    """`a_{b,c}` as a_b and a_c."""
+    parts = [part.split(",") for part in re.split(r"[{}]", name)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def documented() -> list[re.Pattern[str]]:
+    """Patterns of the names in the first column of the page; words in capitals stand for anything."""
+    cells = re.findall(r"^\| (`.+?`) \|", METRICS, re.MULTILINE)
+    names = [name for code in re.findall(r"`([^`]+)`", "\n".join(cells)) for name in braces(code)]
+    return [re.compile(re.sub(r"[A-Z]+", "[^/]+", re.escape(name))) for name in names]
+
+
+def undocumented(names: set[str]) -> set[str]:
+    patterns = documented()
+    return {name for name in names if not any(p.fullmatch(name) for p in patterns)}
+
+
+CORRECTION = {
+    "rollout_is": "token",
+    "rollout_is_threshold": "0.5_5.0",
+    "rollout_is_batch_normalize": True,
+    "rollout_rs": "token_k1,seq_mean_k3",
+    "rollout_rs_threshold": ["0.01_100.0", 100.0],
+    "rollout_token_veto_threshold": 1e-6,
+    "max_token_age": 2,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "everything": {
+        "actor": {"use_kl_loss": True, "entropy_coeff": 0.1},
+        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True, "rollout_correction": CORRECTION},
+        "async_training": {"use_rollout_log_probs": False},
+    },
+    "sequence weights in passing": {
+        "actor": {"policy_loss": {"loss_mode": "reinforce"}},
+        "algorithm": {"rollout_correction": {"rollout_is": "sequence"}},
+    },
+    "bypass": {},
+}
+
+
+def step_metrics(case: dict[str, Any], version: int) -> set[str]:
+    """Names of all that a step of a tiny train engine reports."""
+    torch.set_num_threads(1)
+    c = Config(
+        trainer={"device": "cpu"},
+        rollout={"max_prompt_length": 8, "max_response_length": 25},
+        actor={"ppo_mini_batch_size": 3} | case.get("actor", {}),
+        algorithm=case.get("algorithm", {}),
+        async_training=case.get("async_training", {}),
+    )
+    engine = fsdp_train.build(c, str(folder()), rank=0, world_size=1)
+    engine.begin(OptimConfig(lr=1e-3), 10)
+    report = asyncio.run(engine.step(TrainBatch(random_samples(3, [4, 1, 3, 5, 2]), version)))
+    return set(report.metrics) | set(report.totals)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_metric_of_a_train_step_is_documented(case: str) -> None:
+    names = step_metrics(CASES[case], version=2)
+    assert {"actor/pg_loss", "train/tokens"} < names
+    if case == "everything":
+        groups = (
+            "critic/",
+            "actor/kl_loss",
+            "actor/reward_kl",
+            "rollout_corr/rollout_is",
+            "rollout_corr/rollout_rs",
+            "staleness/",
+        )
+        assert all(any(name.startswith(group) for name in names) for group in groups)
+    assert not undocumented(names)
+
+
+def test_every_metric_of_a_version_is_documented() -> None:
+    row = set(test_metrics.EXPECTED) - {"actor/rare"}
+    row |= {"reward/score/mean", "reward/overlong_reward/mean", "reward/greedy/mean"}
+    row |= set(Guard(GuardConfig()).as_metrics())
+    row |= {"val/task/mean@4", "val/task/best@4", "val/task/maj@4", "val/task/greedy", "val/task/reward_errors"}
+    sampling = DynamicSampling("score", max_num_gen_batches=0, window=1)
+    sampling.keeps(random_samples(3, [1])[0], 0)
+    row |= set(sampling.row(0))
+    assert not undocumented(row)
+    assert undocumented({"actor/rare", "actor/pg_losses", "staleness/hist/1/2", "wait"}) == {
+        "actor/rare", "actor/pg_losses", "staleness/hist/1/2", "wait"
+    }  # fmt: skip
+
+
+# -- files, links and recipes
+
+
+def test_every_file_has_a_line_in_the_architecture() -> None:
+    _, _, table = (ROOT / "ARCHITECTURE.md").read_text().partition("## Every file")
+    listed: set[str] = set()
+    for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE):
+        folder_, names = "", re.findall(r"`([^`]+)`", cell)
+        for name in names:  # a name without a folder is in that of the one before it
+            folder_ = f"{name.rpartition('/')[0]}/" if "/" in name else folder_
+            listed.add(name if "/" in name else folder_ + name)
+    package = ROOT / "millrace"
+    assert listed == {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
+
+
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_has_its_own_name(path: Path) -> None:
+    loaded = recipe.load(path)
+    assert loaded.name == path.stem
+    assert path.read_text().startswith("# "), "a recipe says first what it is"
+    if path.parent.name == "algorithms":
+        assert path.read_text().count("\n") < 40
+        assert recipe.load(path, ["mode=colocate_sync"]).schedule.lag_bound == 0
+
+
+def test_a_recipe_of_an_algorithm_inherits_the_quickstart() -> None:
+    for path in RECIPES:
+        if path.parent.name == "algorithms":
+            assert yaml.safe_load(path.read_text())["inherits"] == "../quickstart.yaml"
