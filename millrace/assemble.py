@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.config import Config
+from millrace.errors import MillraceError
 from millrace.problems import weights_folder
 from millrace.rollout.pool import RolloutPool
 from millrace.run_dir import RunDir
 from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
-from millrace.runtime.rpc import Runtime
+from millrace.runtime.rpc import Peer, Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollou
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
     await _first_error(
-        *(p.call("build", (tree, folder, r, address)) for r, p in enumerate(trainers)),
-        *(p.call("build", (tree, folder)) for p in rollouts),
+        *(_build(p, tree, folder, r, address) for r, p in enumerate(trainers)),
+        *(_build(p, tree, folder) for p in rollouts),
     )
     if rollout:
         await _first_error(
@@ -79,6 +80,23 @@ async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollou
         )
     pool = RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
     return Engines(RemoteTrainEngine(trainers), pool, RemoteWeightSync(trainers, rollouts))
+
+
+async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
+    """Build a worker's engine, and see that every setting got there: what is lost on the way would change a run unseen."""
+    found = await worker.call("build", (tree, *where), dict[str, Any])
+    own, other = _leaves(tree), _leaves(found)
+    if lost := [key for key in sorted(own | other) if own.get(key, "no such key") != other.get(key, "no such key")]:
+        told = "; ".join(f"{key} = {other.get(key, 'missing')!r}, here {own.get(key, 'missing')!r}" for key in lost)
+        raise MillraceError(f"{worker.name} has another configuration: {told}. Fix: the same millrace on every node")
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 async def _first_error(*calls: Any) -> None:

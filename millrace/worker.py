@@ -51,8 +51,8 @@ class TrainWorker(Worker):
     engine: FsdpTrainEngine
     sender: Sender
 
-    async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> None:
-        """Join the train engine's process group and build this rank."""
+    async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> dict[str, Any]:
+        """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
         from millrace.engines import fsdp_train
         from millrace.engines.device import join_group, prepare
 
@@ -63,6 +63,7 @@ class TrainWorker(Worker):
             join_group(self._meet(address), rank, world_size, resolved)
         self.config = resolved
         self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
+        return self.engine.config.model_dump(mode="json")
 
     async def begin(self, phase: str, horizon: int) -> None:
         """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
@@ -87,13 +88,15 @@ class RolloutWorker(Worker):
     engine: TorchRolloutEngine
     receiver: Receiver
 
-    async def build(self, config: dict[str, Any], model_folder: str) -> None:
+    async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
+        """Build this replica. Returns the configuration that it was built with."""
         from millrace.engines import torch_rollout
         from millrace.engines.device import prepare
 
         resolved = Config.model_validate(config)
         prepare(resolved)
         self.engine = torch_rollout.build(resolved, model_folder)
+        return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every trainer rank."""

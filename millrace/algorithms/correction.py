@@ -34,8 +34,6 @@ class CorrectionOptions:
     """A token must be accepted by all of them."""
     rollout_token_veto_threshold: float | None = None
     """A whole sequence is rejected if one token's ratio is below this."""
-    max_token_age: int | None = None
-    """Tokens older than this many versions are rejected."""
 
     def __post_init__(self) -> None:
         if self.rollout_is not in ("token", "sequence", None):
@@ -46,8 +44,6 @@ class CorrectionOptions:
             raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
         if self.rollout_token_veto_threshold is not None and not self.rollout_token_veto_threshold > 0:
             raise ValueError(f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}")
-        if self.max_token_age is not None and self.max_token_age < 0:
-            raise ValueError(f"max_token_age must be at least 0, got {self.max_token_age}")
 
     @property
     def band(self) -> tuple[float, float]:
@@ -74,19 +70,17 @@ def correct(
     lengths: Tensor,
     options: CorrectionOptions,
     *,
-    ages: Tensor | None = None,
     include: Tensor | None = None,
 ) -> Correction:
     """Importance weights and rejection of a batch (arXiv 2505.24298, 2510.18855; names and presets are verl's).
 
-    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. lengths [N]. ages [T] integers: versions between the one
-    that drew a token and the live one; needed for max_token_age. include [T] bool: tokens that are trained at all; the
+    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. lengths [N]. include [T] bool: tokens that are trained at all; the
     others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
     float32; everything is computed in float64.
 
     l = log_probs_a - log_probs_b clamped to +-20, r = e^l; a sequence's ratio is e^clamp(sum l, +-20) over its included tokens.
 
-    1. Rejection: a token is kept if max_token_age, the veto and every rule accept it; each looks at all included tokens. A
+    1. Rejection: a token is kept if the veto and every rule accept it; each looks at all included tokens. A
        ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
        at: by sequence weights, sequence rules and the veto. Rejecting every token is a valid result: weights of 0.
     2. Weights: r truncated or cut by the band. Outside the band a weight is 0 but the token is still kept: it counts in means.
@@ -112,13 +106,11 @@ def correct(
     rollout_rs_[seq_]masked_fraction     the same of all that is rejected
     and those of `drift`.
 
-    T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ or max_token_age lacks ages.
+    T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ.
     """
-    _check_shapes(log_probs_a, log_probs_b, lengths, ages, include)
+    _check_shapes(log_probs_a, log_probs_b, lengths, include)
     ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
-    if ages is not None and include is not None:
-        ages = ages[include]
-    keep, metrics = _reject(ratios, options, ages)
+    keep, metrics = _reject(ratios, options)
     weights, of_weights = _weigh(ratios, keep, options)
     dtype = torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32
     return Correction(
@@ -128,14 +120,10 @@ def correct(
     )
 
 
-def _reject(ratios: Ratios, options: CorrectionOptions, ages: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Which included tokens are kept, [M] bool, and the metrics of rejection."""
     metrics: dict[str, Tensor] = {}
     verdicts = {"nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite}
-    if options.max_token_age is not None:
-        if ages is None:
-            raise ValueError("max_token_age needs the ages of the tokens")
-        verdicts["token_age"] = ages <= options.max_token_age
     if options.rollout_token_veto_threshold is not None:
         verdicts["token_veto"] = accept_without_veto(options.rollout_token_veto_threshold, ratios)
     for rule in options.rollout_rs:
@@ -253,10 +241,10 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor
     return torch.where(squares > 0, w.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
 
-def _check_shapes(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, ages: Tensor | None, include: Tensor | None) -> None:
-    shapes = [tuple(x.shape) for x in (log_probs_b, ages, include) if x is not None]
+def _check_shapes(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None) -> None:
+    shapes = [tuple(x.shape) for x in (log_probs_b, include) if x is not None]
     if log_probs_a.ndim != 1 or any(shape != log_probs_a.shape for shape in shapes):
-        raise ValueError(f"log-probs, ages and include must all be [T], got {[tuple(log_probs_a.shape), *shapes]}")
+        raise ValueError(f"log-probs and include must all be [T], got {[tuple(log_probs_a.shape), *shapes]}")
     if include is not None and include.dtype != torch.bool:
         raise ValueError(f"include must be bool, got {include.dtype}")
     if int(lengths.sum()) != len(log_probs_a):

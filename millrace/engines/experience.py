@@ -6,7 +6,7 @@ averaged, drawn or rejected over the batch is so over the whole of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Experience:
     arrival: Tensor | None
     """[K] of the policy as it was when the batch arrived, where something asks for it."""
     old: Tensor | None
-    """[K] what the loss takes ratios against. None: what `Setup.old` makes of the current ones."""
+    """[K] what the loss takes ratios against. None: what `PolicyLoss` makes of the current ones."""
     reference: Tensor | None
     """[K] of the frozen reference policy."""
     advantages: Tensor
@@ -90,14 +90,14 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
     ids = sequence_ids(lengths)
     ages = (version - torch.from_numpy(rows.versions)).clamp(min=0)
     rollout = torch.from_numpy(rows.rollout_log_probs).double()
-    include = _include(trajectories, ids, ages, config)
+    judged = _unfiltered(trajectories, ids, config)
+    include = judged & _young(ages, config)
 
     arrival, squares = _arrival(models.policy, rows, config, len(samples))
     old = rollout if bypass else arrival
     correction = None
     if arrival is not None and corrects_whole_batch(config):
-        options = replace(correction_options(config), max_token_age=None)  # `include` has it
-        correction = correct(arrival, rollout, lengths, options, include=include)
+        correction = correct(arrival, rollout, lengths, correction_options(config), include=include)
     reference = models.reference.tokens(rows, temperature=temperature)[0] if models.reference else None
     values = models.critic.tokens(rows, temperature=temperature)[0] if models.critic else None
 
@@ -105,9 +105,6 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
     kl = None
     if config.algorithm.use_kl_in_reward and reference is not None:
         kl = KL[config.algorithm.kl_penalty](rollout if old is None else old, reference)
-    keep = None
-    if config.algorithm.rollout_correction.reject_before_baseline and correction is not None:
-        keep = (sequence_sums(correction.keep.double(), ids, len(lengths)) > 0) | (lengths == 0)
     batch = AdvantageBatch(
         scores=scores,
         groups=groups,
@@ -115,12 +112,12 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
         token_rewards=None if kl is None else -kl_coef * kl,
         components=_components(trajectories, config) if config.algorithm.adv_estimator == "gdpo" else None,
         values=values,
-        truncated=torch.tensor([t.stop is Stop.LENGTH for t in trajectories], dtype=torch.bool),
+        truncated=_truncated(trajectories),
         greedy_scores=_greedy_scores(samples) if config.algorithm.adv_estimator == "remax" else None,
         log_probs=arrival,
         sum_pi_squared=squares,
         weights=None if correction is None else correction.weights,
-        keep=keep,
+        keep=_in_baselines(correction, judged, ids, lengths, config),
     )
     found = estimate(config.algorithm.adv_estimator, batch, advantage_options(config))
     equal = equal_groups(scores, groups)
@@ -148,19 +145,36 @@ def _arrival(policy: Trainable, rows: Rows, config: Config, num_samples: int) ->
     correction = config.algorithm.rollout_correction
     squares = config.algorithm.adv_estimator == "optimal_token_baseline"
     recomputed = not config.async_training.use_rollout_log_probs and correction.proximal == "recompute"
-    needed = recomputed and (correction.active or not one_step(config, num_samples))
+    needed = recomputed and (correction.active or config.algorithm.use_kl_in_reward or not one_step(config, num_samples))
     if not (needed or squares or corrects_whole_batch(config)):
         return None, None
     log_probs, _, *rest = policy.tokens(rows, temperature=config.rollout.temperature, squares=squares)
     return log_probs, rest[0] if squares else None
 
 
-def _include(trajectories: list[Trajectory], ids: Tensor, ages: Tensor, config: Config) -> Tensor:
-    include = torch.ones_like(ids, dtype=torch.bool)
-    if config.algorithm.overlong_filtering and trajectories:
-        include &= ~torch.tensor([t.stop is Stop.LENGTH for t in trajectories])[ids]
+def _in_baselines(correction: Correction | None, judged: Tensor, ids: Tensor, lengths: Tensor, config: Config) -> Tensor | None:
+    """[N] bool: not rejected whole; None where rejection comes after baselines."""
+    if correction is None or not config.algorithm.rollout_correction.reject_before_baseline:
+        return None
+    kept, asked = (sequence_sums(at.double(), ids, len(lengths)) for at in (correction.keep, judged))
+    return (kept > 0) | (asked == 0)
+
+
+def _unfiltered(trajectories: list[Trajectory], ids: Tensor, config: Config) -> Tensor:
+    """[K] bool: not left out by overlong_filtering. What that leaves out was not rejected: it counts in baselines."""
+    if not config.algorithm.overlong_filtering:
+        return torch.ones_like(ids, dtype=torch.bool)
+    return ~_truncated(trajectories)[ids]
+
+
+def _young(ages: Tensor, config: Config) -> Tensor:
     limit = config.algorithm.rollout_correction.max_token_age
-    return include if limit is None else include & (ages <= limit)
+    return torch.ones_like(ages, dtype=torch.bool) if limit is None else ages <= limit
+
+
+def _truncated(trajectories: list[Trajectory]) -> Tensor:
+    """[N] bool: cut by the length limit."""
+    return torch.tensor([t.stop is Stop.LENGTH for t in trajectories], dtype=torch.bool)
 
 
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:

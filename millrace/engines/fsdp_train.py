@@ -120,8 +120,8 @@ class FsdpTrainEngine:
                 self.actor.skip_step(meter)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
         seen = self.actor.reduce(meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM).cpu()
-        metrics = policy_metrics(meter, data, corrections, self.config)
-        metrics |= sampler_metrics(seen, data, self.config, same_weights=first_tokens if fresh else None)
+        metrics = sampler_metrics(seen, data, self.config, same_weights=first_tokens if fresh else None)
+        metrics |= policy_metrics(meter, data, corrections, self.config)
         if self.critic is not None:
             metrics |= critic_metrics(critic_meter, data)
         if self.config.algorithm.use_kl_in_reward:

@@ -6,7 +6,7 @@ Rejection, denominators and choices over the mini-batch are the same on every ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ def settle(
     now = current() if mode in SELECTS or _corrects_here(config) else None
     if now is not None and _corrects_here(config):
         proximal = now if config.async_training.use_rollout_log_probs else proximal_of(data, now)
-        options = replace(correction_options(config), max_token_age=None)
-        found = correct(proximal, data.rollout, data.lengths, options, include=mask)
+        found = correct(proximal, data.rollout, data.lengths, correction_options(config), include=mask)
         mask, metrics = found.keep, found.metrics
         weights = found.weights if config.algorithm.rollout_correction.rollout_is else None
     selected = None if now is None or mode not in SELECTS else _select(data, now, mask, config, generator)
@@ -99,11 +98,13 @@ def _select(data: Experience, now: Tensor, mask: Tensor, config: Config, generat
     loss = config.actor.policy_loss
     if loss.loss_mode == "kl_cov":
         return kl_cov_tokens(now, data.advantages, mask, ratio=loss.kl_cov_ratio)
-    actor, clipped = config.actor, None
-    if data.old is not None:
+    actor, old, clipped = config.actor, data.old, None
+    if old is None and config.algorithm.rollout_correction.proximal == "interpolate":
+        old = proximal_of(data, now)
+    if old is not None:
         _, stats = ppo_clip(
             now,
-            data.old,
+            old,
             data.advantages,
             clip_low=actor.clip_ratio_low,
             clip_high=actor.clip_ratio_high,

@@ -42,7 +42,6 @@ def correction_options(config: Config) -> CorrectionOptions:
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
         rollout_rs=rules,
         rollout_token_veto_threshold=correction.rollout_token_veto_threshold,
-        max_token_age=correction.max_token_age,
     )
 
 

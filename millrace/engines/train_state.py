@@ -75,8 +75,7 @@ def _under_training(engine: FsdpTrainEngine) -> list[tuple[Trainable, str]]:
 def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
     state: dict[str, Any] = {"random": torch.get_rng_state(), "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64)}
     for model, name in _under_training(engine):
-        # Also makes the moments of an optimizer that has not stepped yet, with a step at learning rate 0.
-        weights, optimizer = get_state_dict(model.module, _optimizer(model))
+        weights, optimizer = get_state_dict(model.module, _with_moments(model))
         part = {
             "model": weights,
             "optimizer": optimizer,
@@ -93,6 +92,18 @@ def _optimizer(model: Trainable) -> torch.optim.AdamW:
     if model.optimizer is None:
         raise CheckpointError("the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first")
     return model.optimizer
+
+
+def _with_moments(model: Trainable) -> torch.optim.AdamW:
+    """Its optimizer, with moments of 0 if it has not stepped yet. torch would make them by a step at learning rate 0, which
+    AdamW's bias correction counts: to save would change what comes after.
+    """
+    optimizer = _optimizer(model)
+    if not optimizer.state:
+        for p in model.parameters:
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def export(engine: FsdpTrainEngine, folder: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from millrace.algorithms.by_age import by_age
@@ -20,7 +18,7 @@ MAX_AGE_BINS = 8
 
 
 def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, float]], config: Config) -> dict[str, float]:
-    """Of all optimizer steps of the batch together; means of tokens are over trained ones.
+    """Of all optimizer steps of the batch together; means of tokens are over trained ones. Without a step there is no actor/*.
 
     actor/pg_loss               aggregated policy loss, without KL and entropy bonus; mean over optimizer steps
     actor/kl_loss               aggregated KL to the reference before its coefficient, with use_kl_loss; the same mean
@@ -36,17 +34,19 @@ def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, f
     """
     n, steps = max(meter.sums["tokens"], 1.0), max(meter.finite, 1)
     metrics = {
-        "actor/pg_loss": meter.sums["pg_loss"] / steps,
-        "actor/entropy": meter.sums["entropy"] / n,
-        "actor/pg_clipfrac": meter.sums["clipped"] / n,
-        "actor/pg_clipfrac_lower": meter.sums["clipped_lower"] / n,
-        "actor/ppo_kl": -meter.sums["log_ratio"] / n,
         "train/zero_advantage_share": data.zero_variance_share,
         "train/trained_token_share": meter.sums["tokens"] / max(len(data.rollout) * config.actor.ppo_epochs, 1),
-        **meter.step_means("actor/"),
     }
-    if config.actor.use_kl_loss:
-        metrics["actor/kl_loss"] = meter.sums["kl_loss"] / steps
+    if meter.finite:
+        metrics |= {
+            "actor/pg_loss": meter.sums["pg_loss"] / steps,
+            "actor/entropy": meter.sums["entropy"] / n,
+            "actor/pg_clipfrac": meter.sums["clipped"] / n,
+            "actor/pg_clipfrac_lower": meter.sums["clipped_lower"] / n,
+            "actor/ppo_kl": -meter.sums["log_ratio"] / n,
+            **meter.step_means("actor/"),
+        }
+        metrics |= {"actor/kl_loss": meter.sums["kl_loss"] / steps} if config.actor.use_kl_loss else {}
     told = [found for found in corrections if found] if data.correction is None else [data.correction.metrics]
     for name in told[0] if told else ():
         metrics[name] = sum(found[name] for found in told) / len(told)
@@ -54,7 +54,8 @@ def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, f
 
 
 def sampler_metrics(seen: Tensor, data: Experience, config: Config, *, same_weights: Tensor | None) -> dict[str, float]:
-    """How far the policy under training is from the one that drew the tokens, in the first pass over the batch.
+    """How far the policy under training is from the one that drew the tokens, in the first pass over the batch; without a step
+    in it there is train/pad_share alone.
 
     `seen` is Meter.seen of all ranks; `same_weights` [K] bool are the tokens of the first mini-batch if no step was taken since
     the last sync, else None.
@@ -72,13 +73,14 @@ def sampler_metrics(seen: Tensor, data: Experience, config: Config, *, same_weig
     at = (seen[1, :-2] > 0) & data.include
     current, rollout = seen[0, :-2], data.rollout
     delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
-    n = max(len(delta), 1)
-    metrics = {
-        "actor/kl_to_sampler": delta.sum().item() / n,
-        "actor/k3_to_sampler": k3(rollout[at], current[at]).sum().item() / n,
-        "actor/rollout_probs_diff_mean": diff.sum().item() / n,
-        "actor/rollout_probs_diff_max": diff.max().item() if len(diff) else 0.0,
-        "train/pad_share": pad_share(seen[0, -2:]),
+    metrics = {"train/pad_share": pad_share(seen[0, -2:])}
+    if not len(delta):
+        return metrics
+    metrics |= {
+        "actor/kl_to_sampler": delta.mean().item(),
+        "actor/k3_to_sampler": k3(rollout[at], current[at]).mean().item(),
+        "actor/rollout_probs_diff_mean": diff.mean().item(),
+        "actor/rollout_probs_diff_max": diff.max().item(),
     }
     if same_weights is not None:
         gap = (rollout - current)[at & same_weights & (data.ages == 0)].abs()
@@ -87,8 +89,7 @@ def sampler_metrics(seen: Tensor, data: Experience, config: Config, *, same_weig
     metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
     if corrects_in_passing(config):
         numerator = current if config.async_training.use_rollout_log_probs else proximal_of(data, current)
-        options = replace(correction_options(config), max_token_age=None)
-        metrics |= correct(numerator, rollout, data.lengths, options, include=at).metrics
+        metrics |= correct(numerator, rollout, data.lengths, correction_options(config), include=at).metrics
     elif config.algorithm.rollout_correction.active and data.correction is None:
         metrics |= drift(current, rollout, data.lengths, at)
     return metrics

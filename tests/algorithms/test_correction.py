@@ -13,7 +13,7 @@ from millrace.algorithms.rules import RejectionRule, parse_rules
 
 WEIGHTS = st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=20)
 LOG_PROB = st.one_of(st.floats(-3, 0), st.floats(-40, 0), st.sampled_from([0.0, math.log(0.5), -math.inf, math.nan]))
-TOKEN = st.tuples(LOG_PROB, st.one_of(st.none(), LOG_PROB), st.integers(0, 5), st.booleans())
+TOKEN = st.tuples(LOG_PROB, st.one_of(st.none(), LOG_PROB), st.booleans())
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=6)
 BANDS = [0.5, 2.0, math.inf, (0.5, 5.0), (0.0, 1.0), (0.9, 1.1)]
 RULES = [
@@ -36,7 +36,6 @@ OPTIONS = st.fixed_dictionaries(
         "rollout_is_batch_normalize": st.booleans(),
         "rollout_rs": st.lists(st.sampled_from(RULES), unique=True, max_size=3),
         "rollout_token_veto_threshold": st.sampled_from([None, 1e-4, 0.5]),
-        "max_token_age": st.sampled_from([None, 0, 3]),
     }
 )
 
@@ -46,8 +45,8 @@ def double(values):
 
 
 def batch(sequences):
-    """(a, b, ages, include) for each token of each sequence; a token with no `b` has equal policies."""
-    return [[(a, a if b is None else b, age, inc) for a, b, age, inc in s] for s in sequences]
+    """(a, b, include) for each token of each sequence; a token with no `b` has equal policies."""
+    return [[(a, a if b is None else b, inc) for a, b, inc in s] for s in sequences]
 
 
 def run(sequences, options, dtype=torch.float64):
@@ -59,8 +58,7 @@ def run(sequences, options, dtype=torch.float64):
         b,
         torch.tensor([len(s) for s in sequences], dtype=torch.long),
         made,
-        ages=torch.tensor([t[2] for t in tokens], dtype=torch.long),
-        include=torch.tensor([t[3] for t in tokens], dtype=torch.bool),
+        include=torch.tensor([t[2] for t in tokens], dtype=torch.bool),
     )
 
 
@@ -87,11 +85,10 @@ def outside(value, low, high):
 
 
 def reference(sequences, options):
-    """Weights, keep and metrics; sequences are lists of (a, b, age, include)."""
+    """Weights, keep and metrics; sequences are lists of (a, b, include)."""
     cut = options["rollout_is_threshold"]
     low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
-    logs = [[clamp(a - b) if math.isfinite(a - b) else None for a, b, _, inc in s if inc] for s in sequences]
-    ages = [[age for _, _, age, inc in s if inc] for s in sequences]
+    logs = [[clamp(a - b) if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences]
     metrics, verdicts = {}, {}
     whole = [bool(s) and None not in s for s in logs]
 
@@ -101,8 +98,6 @@ def reference(sequences, options):
     verdicts["nonfinite"] = (
         everywhere(whole) if options["rollout_is"] == "sequence" else [[l is not None for l in s] for s in logs]
     )
-    if options["max_token_age"] is not None:
-        verdicts["token_age"] = [[age <= options["max_token_age"] for age in s] for s in ages]
     if (veto := options["rollout_token_veto_threshold"]) is not None:
         verdicts["token_veto"] = everywhere(
             [ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s) for ok, s in zip(whole, logs, strict=True)]
@@ -129,10 +124,10 @@ def reference(sequences, options):
     for s, ws, ks in zip(sequences, weights, keep, strict=True):
         included = iter(zip(ws, ks, strict=True))
         for token in s:
-            w, k = next(included) if token[3] else (0.0, False)
+            w, k = next(included) if token[2] else (0.0, False)
             flat_weights.append(w)
             flat_keep.append(k)
-    return flat_weights, flat_keep, metrics | drift_reference([[t for t in s if t[3]] for s in sequences])
+    return flat_weights, flat_keep, metrics | drift_reference([[t for t in s if t[2]] for s in sequences])
 
 
 def weigh(logs, whole, keep, cut, bounds, options, metrics):
@@ -229,8 +224,8 @@ def test_weights_keep_and_every_metric_match_the_definitions(sequences, options)
 @settings(max_examples=40, deadline=None)
 def test_what_is_not_included_might_as_well_not_be_there(sequences, options):
     sequences = batch(sequences)
-    got, without = run(sequences, options), run([[t for t in s if t[3]] for s in sequences], options)
-    included = torch.tensor([t[3] for s in sequences for t in s], dtype=torch.bool)
+    got, without = run(sequences, options), run([[t for t in s if t[2]] for s in sequences], options)
+    included = torch.tensor([t[2] for s in sequences for t in s], dtype=torch.bool)
     assert got.weights[included].tolist() == without.weights.tolist()
     assert got.keep[included].tolist() == without.keep.tolist()
     assert not got.weights[~included].any() and not got.keep[~included].any()
@@ -247,8 +242,8 @@ def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(sequences, optio
 
 
 def seqs(*sequences):
-    """Sequences of ratios, of age 0 and included."""
-    return [[(math.log(r), 0.0, 0, True) for r in s] for s in sequences]
+    """Sequences of ratios, all included."""
+    return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
@@ -265,7 +260,7 @@ def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name):
 
 @given(st.floats(-30, 0), st.sampled_from([0.5, 5.0, 0.3, 1 / 3, 2.0]))
 def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(b, edge):
-    tokens = [[(b + math.log(edge), b, 0, True)]]
+    tokens = [[(b + math.log(edge), b, True)]]
     for bounds in ((edge, 9.0), (0.1, edge)):
         assert run(tokens, {"rollout_rs": [("token_k1", *bounds)]}).keep.all()
         assert run(tokens, {"rollout_is": "sequence", "rollout_is_threshold": bounds}).weights.all()
@@ -303,7 +298,7 @@ def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode
 
 
 def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequences_are_looked_at():
-    tokens = [[(-1.0, -1.0, 0, True), (-math.inf, -1.0, 0, True)], [(-1.0, -1.0, 0, True), (-1.0, math.nan, 0, False)]]
+    tokens = [[(-1.0, -1.0, True), (-math.inf, -1.0, True)], [(-1.0, -1.0, True), (-1.0, math.nan, False)]]
     assert run(tokens, {}).keep.tolist() == [True, False, True, False]
     assert run(tokens, {"rollout_is": "token"}).weights.tolist() == [1.0, 0.0, 1.0, 0.0]
     for options in (
@@ -318,7 +313,7 @@ def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequence
 
 
 def test_extreme_ratios_are_clamped_to_e_20():
-    tokens = [[(0.0, -1000.0, 0, True), (0.0, -1000.0, 0, True)]]
+    tokens = [[(0.0, -1000.0, True), (0.0, -1000.0, True)]]
     for mode in ("token", "sequence"):
         got = run(tokens, {"rollout_is": mode, "rollout_is_threshold": math.inf}, dtype=torch.float32)
         assert got.weights.tolist() == pytest.approx([math.exp(20)] * 2)
@@ -351,17 +346,15 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused():
         ({"rollout_is_threshold": (2.0, 1.0)}, "2.0 to 1.0"),
         ({"rollout_is_threshold": math.nan}, "nan"),
         ({"rollout_token_veto_threshold": 0.0}, "veto"),
-        ({"max_token_age": -1}, "max_token_age"),
         ({"rollout_rs": (RejectionRule("token_k2", None, 1.0),) * 2}, "twice"),
     ):
         with pytest.raises(ValueError, match=said):
             CorrectionOptions(**options)
-    two, lengths, options = torch.zeros(2), torch.tensor([2]), CorrectionOptions(max_token_age=1)
+    two, lengths, options = torch.zeros(2), torch.tensor([2]), CorrectionOptions()
     for args, kwargs, said in (
         ((two, torch.zeros(3), lengths, options), {}, "must all be"),
         ((two, two, torch.tensor([3]), options), {}, "add up to 3"),
         ((two, two, lengths, options), {"include": torch.ones(2)}, "bool"),
-        ((two, two, lengths, options), {}, "needs the ages"),
     ):
         with pytest.raises(ValueError, match=said):
             correct(*args, **kwargs)
@@ -372,7 +365,7 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused():
 def test_drift_alone_is_what_correct_reports(sequences):
     sequences = batch(sequences)
     tokens = [t for s in sequences for t in s]
-    a, b, include = double([t[0] for t in tokens]), double([t[1] for t in tokens]), torch.tensor([t[3] for t in tokens]).bool()
+    a, b, include = double([t[0] for t in tokens]), double([t[1] for t in tokens]), torch.tensor([t[2] for t in tokens]).bool()
     alone = drift(a, b, torch.tensor([len(s) for s in sequences]).long(), include)
     assert alone.items() <= run(sequences, {}).metrics.items()
 
