@@ -1,10 +1,10 @@
 """Does asynchrony cost reward? Every recipe of recipes/algorithms, synchronous and asynchronous, to the same number of samples.
 
-    .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning
+    .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning --plot docs/learning.svg
 
 Each seed has one warmed-up model, from which all runs of that seed start; arms take turns. An arm's result is the mean reward on
 held-out problems after the last sample. The asynchronous arm is `async_partial` with staleness_threshold=0.5. Writes
-learning.jsonl (a line for each run, with its curve), learning.md (the table) and learning.svg (the curves).
+learning.jsonl (a line for each run, with its curve) and learning.md (the table), and plots the curves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,18 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from command import ROOT, millrace
+
 RECIPES = ("grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "decoupled_ppo")
 ARMS = {"sync": ["mode=colocate_sync"], "async": ["mode=async_partial", "async_training.staleness_threshold=0.5"]}
 HELD_OUT = "val/sort_digits/mean@4"
-
-
-def millrace(*arguments: str) -> dict[str, Any]:
-    """The last line of `millrace ... --json`."""
-    done = subprocess.run([sys.executable, "-m", "millrace.cli", *arguments, "--json"], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"millrace {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def warm_model(folder: Path, seed: int) -> str:
@@ -102,7 +94,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     """Held-out reward over samples: a panel for each recipe, a thin line for each seed, their mean thick."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     recipes = [r for r in RECIPES if any(run["recipe"] == r for run in runs)]
@@ -131,7 +123,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5120)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--every", type=int, default=8, help="versions between two points of a curve")
-    parser.add_argument("--write", type=Path, help="write PATH.jsonl, PATH.md and PATH.svg")
+    parser.add_argument("--write", type=Path, help="write PATH.jsonl and PATH.md")
+    parser.add_argument("--plot", type=Path, help="plot the curves as SVG, PNG or PDF")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-learning-"))
     runs: list[dict[str, Any]] = []
@@ -159,7 +152,8 @@ def main() -> None:
         options.write.with_suffix(".md").write_text(
             f"# Learning, synchronous and asynchronous\n\n    {command}\n\n{note}\n\n{table(runs)}\n"
         )
-        plot(runs, options.write.with_suffix(".svg"))
+    if options.plot:
+        plot(runs, options.plot)
 
 
 if __name__ == "__main__":

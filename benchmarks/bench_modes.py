@@ -14,12 +14,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from command import ROOT, millrace
 
 from millrace import recipe
 from millrace.config import MODES
@@ -27,7 +28,6 @@ from millrace.data.prompts import shuffled
 from millrace.data.rows import problem
 from millrace.data.sources import load_sources
 
-ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 TAIL = [
     "data.train_files=['task:sort_digits?min_digits=4&max_digits=6&tail=0.1&tail_digits=64']",
@@ -37,14 +37,6 @@ TAIL = [
 ]
 SLOW = [f"reward.function={ROOT / 'benchmarks' / 'slow_reward.py'}:compute_score"]
 WORKLOADS = {"plain": [], "tail": [*TAIL, *SLOW]}
-
-
-def millrace(*arguments: str) -> dict[str, Any]:
-    """The last line of `millrace ... --json`."""
-    done = subprocess.run([sys.executable, "-m", "millrace.cli", *arguments, "--json"], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"millrace {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def warm_model(folder: Path, workload: str) -> str:
