@@ -1,10 +1,14 @@
-"""Does asynchrony cost reward? Every recipe of recipes/algorithms, synchronous and asynchronous, to the same number of samples.
+"""Does asynchrony cost reward, and what keeps old data from hurting?
 
     .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning --plot docs/learning.svg
 
-Each seed has one warmed-up model, from which all runs of that seed start; arms take turns. An arm's result is the mean reward on
-held-out problems after the last sample. The asynchronous arm is `async_partial` with staleness_threshold=0.5. Writes
-learning.jsonl (a line for each run, with its curve) and learning.md (the table), and plots the curves.
+recipes    every recipe of recipes/algorithms, synchronous and as `async_partial` with staleness_threshold=0.5.
+stale      everything trained is 8 versions old (one step for each version, 9 windows under way, strict order): losses and
+           corrections at the same learning rate, on the quickstart recipe.
+
+All arms train on the same number of samples. Each seed has one warmed-up model, from which all runs of that seed start; arms take
+turns. An arm's result is the mean reward on held-out problems after the last sample. Writes PATH.jsonl (a line for each run, with
+its curve) and PATH.md (the tables), and plots the curves. `--summarise PATH.jsonl` makes tables and plot of what was measured.
 """
 
 from __future__ import annotations
@@ -16,15 +20,33 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from command import ROOT, millrace
 
+Run = dict[str, Any]
+
 RECIPES = ("grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "decoupled_ppo")
 ARMS = {"sync": ["mode=colocate_sync"], "async": ["mode=async_partial", "async_training.staleness_threshold=0.5"]}
+
+EIGHT_OLD = ["async_training.trigger_parameter_sync_step=1", "async_training.staleness_threshold=8", "async_training.lookahead=1"]
+RECOMPUTED = ["async_training.use_rollout_log_probs=false"]
+IS = "algorithm.rollout_correction.rollout_is=token"
+STALE = {
+    # Old log-probs from the trainer at a batch's arrival: the policy that drew the tokens appears nowhere. A configuration that
+    # millrace refuses; a rejection rule that can reject nothing gets it past the check.
+    "PPO, not corrected": [
+        *RECOMPUTED,
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=1e-30_1e30",
+    ],
+    "PPO, clipped against the rollout policy": [],
+    "TIS at 2, no clip": ["actor.policy_loss.loss_mode=reinforce", IS, "algorithm.rollout_correction.rollout_is_threshold=2.0"],
+    "decoupled PPO, weights up to 5": [*RECOMPUTED, IS, "algorithm.rollout_correction.rollout_is_threshold=5.0"],
+    "CISPO": ["actor.policy_loss.loss_mode=cispo", "actor.clip_ratio_low=0.8"],
+}
 HELD_OUT = "val/sort_digits/mean@4"
 
 
@@ -33,22 +55,19 @@ def warm_model(folder: Path, seed: int) -> str:
     return str(millrace("sft", recipe, f"trainer.run_dir={folder / f'sft-{seed}'}", f"trainer.seed={seed}")["model"])
 
 
-def one_run(folder: Path, recipe: str, arm: str, model: str, seed: int, samples: int, every: int) -> dict[str, Any]:
+def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.Namespace) -> Run:
     """Train once: the final held-out reward, and the curve of held-out reward over samples."""
     shutil.rmtree(folder, ignore_errors=True)
-    base = [f"model.path={model}", "sft.steps=0", f"rollout.total_rollout_steps={samples}", f"trainer.run_dir={folder}"]
-    base += [f"trainer.seed={seed}", f"rollout.test_freq={every}", "trainer.save_freq=0", "trainer.logger=[]"]
+    base = ["sft.steps=0", f"rollout.total_rollout_steps={options.samples}", f"trainer.run_dir={folder}"]
+    base += ["trainer.save_freq=0", "trainer.logger=[]"]
     base += ["trainer.threads=1"]  # seconds are not the point here, and runs may share the cores
     base += ["data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=256']"]
     base += ["rollout.val_kwargs.n=4", "rollout.val_kwargs.greedy=false"]
-    result = millrace("train", str(ROOT / "recipes" / "algorithms" / f"{recipe}.yaml"), *base, *ARMS[arm])
+    result = millrace("train", str(recipe), *base, *overrides)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "reward/mean" in row]
-    per_version = samples / result["versions"]
+    per_version = options.samples / result["versions"]
     return {
-        "recipe": recipe,
-        "arm": arm,
-        "seed": seed,
         "samples": result["samples_trained"],
         "before": result["val_before"][HELD_OUT],
         "held_out": result["val"][HELD_OUT],
@@ -59,98 +78,155 @@ def one_run(folder: Path, recipe: str, arm: str, model: str, seed: int, samples:
     }
 
 
-def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each recipe: means, standard deviations over seeds, and whether the arms agree."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        found[run["recipe"]][run["arm"]].append(run["held_out"])
-    lines = []
-    for recipe, arms in found.items():
-        line: dict[str, Any] = {"recipe": recipe}
-        for arm, values in arms.items():
-            line[arm] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0, min(values), max(values))
-        if set(arms) == set(ARMS):
-            line["within"] = line["async"][0] >= line["sync"][2]  # not below the worst seed of the sync arm
-        lines.append(line)
-    return lines
+def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
+    """What is run, in its order: labels, recipe, overrides. A point of a curve every `options.every` windows of 64 samples."""
+    plan: list[tuple[Run, Path, list[str]]] = []
+    for seed in range(options.seeds):
+        for name, arm in itertools.product(options.recipes, ARMS):
+            recipe = ROOT / "recipes" / "algorithms" / f"{name}.yaml"
+            plan.append(
+                (
+                    {"part": "recipes", "name": name, "arm": arm, "seed": seed},
+                    recipe,
+                    [*ARMS[arm], f"rollout.test_freq={options.every}"],
+                )
+            )
+        for name in STALE if options.stale else ():
+            overrides = [*EIGHT_OLD, *STALE[name], f"rollout.test_freq={2 * options.every}"]
+            plan.append(
+                ({"part": "stale", "name": name, "arm": "async", "seed": seed}, ROOT / "recipes" / "quickstart.yaml", overrides)
+            )
+    return plan
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    rows = [
-        "| recipe | sync: mean ± std (min to max) | async: mean ± std (min to max) | async - sync | async mean within sync's spread |"
-    ]
+def measure(options: argparse.Namespace) -> list[Run]:
+    folder = Path(tempfile.mkdtemp(prefix="bench-learning-"))
+    models = [warm_model(folder, seed) for seed in range(options.seeds)]
+    plan = planned(options)
+    runs: list[Run] = []
+
+    def run(i: int) -> None:
+        labels, recipe, overrides = plan[i]
+        start = [f"model.path={models[labels['seed']]}", f"trainer.seed={labels['seed']}"]
+        runs.append({**labels, **one_run(folder / str(i), recipe, [*overrides, *start], options)})
+        shown = {name: value for name, value in runs[-1].items() if name != "curve"}
+        print(f"{len(runs)} of {len(plan)}: {shown}", file=sys.stderr, flush=True)
+        if options.write:
+            options.write.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, range(len(plan))))
+    shutil.rmtree(folder)
+    return runs
+
+
+def of(runs: list[Run], **labels: Any) -> list[Run]:
+    return [run for run in runs if all(run[key] == value for key, value in labels.items())]
+
+
+def spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table_of_recipes(runs: list[Run]) -> str:
+    rows = ["| recipe | sync: mean ± std (min to max) | async: mean ± std (min to max) | async - sync | in sync's spread |"]
     rows.append("|---|--:|--:|--:|---|")
-    for line in summarise(runs):
-        cells = ["{:.3f} ± {:.3f} ({:.3f} to {:.3f})".format(*line[arm]) if arm in line else "-" for arm in ARMS]
-        gap, within = "-", "-"
-        if "within" in line:
-            gap = f"{line['async'][0] - line['sync'][0]:+.3f}"
-            within = ("yes" if line["async"][0] <= line["sync"][3] else "yes, above it") if line["within"] else "NO"
-        rows.append(f"| {line['recipe']} | {cells[0]} | {cells[1]} | {gap} | {within} |")
+    for name in RECIPES:
+        sync, async_ = ([run["held_out"] for run in of(runs, part="recipes", name=name, arm=arm)] for arm in ARMS)
+        if not (sync and async_):
+            continue
+        gap = statistics.mean(async_) - statistics.mean(sync)
+        wide = 2 * statistics.stdev(sync) if len(sync) > 1 else 0.0
+        inside = statistics.mean(async_) >= min(sync), gap >= -wide
+        verdict = "yes" if all(inside) else "NO" if not any(inside) else "its min to max" if inside[0] else "2 std, not its min"
+        rows.append(f"| {name} | {spread(sync)} | {spread(async_)} | {gap:+.3f} | {verdict} |")
     return "\n".join(rows)
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Held-out reward over samples: a panel for each recipe, a thin line for each seed, their mean thick."""
+def verdict(curves: list[list[float]]) -> str:
+    """In words: what the mean curve does."""
+    mean = [statistics.mean(points) for points in zip(*curves, strict=True)]
+    best, final = max(mean), mean[-1]
+    if final <= mean[0] + 0.05:
+        return "unlearns"
+    if final < best - 0.03:
+        return "falls back"
+    late = final - mean[3 * len(mean) // 4]
+    return "keeps learning" if late >= 0 else "stands still"
+
+
+def table_of_stale(runs: list[Run]) -> str:
+    rows = ["| 8 versions old | measured staleness | final: mean ± std (min to max) | best point of the mean curve | it |"]
+    rows.append("|---|--:|--:|--:|---|")
+    for name in STALE:
+        found = of(runs, part="stale", name=name)
+        if not found:
+            continue
+        curves = [[y for _, y in run["curve"]] for run in found]
+        best = max(statistics.mean(points) for points in zip(*curves, strict=True))
+        stale = statistics.mean(run["staleness"] for run in found)
+        rows.append(f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {best:.3f} | {verdict(curves)} |")
+    return "\n".join(rows)
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Held-out reward over samples: a panel for each recipe and one for stale data; thin lines are seeds, thick ones their means."""
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "millrace"
     from matplotlib import pyplot
 
-    recipes = [r for r in RECIPES if any(run["recipe"] == r for run in runs)]
-    figure, axes = pyplot.subplots(-(-len(recipes) // 3), 3, figsize=(9, 2.4 * -(-len(recipes) // 3)), squeeze=False, sharey=True)
-    for axis, recipe in zip(axes.flat, recipes, strict=False):
-        for arm, colour in (("sync", "#4c6ef5"), ("async", "#e8590c")):
-            curves = [run["curve"] for run in runs if run["recipe"] == recipe and run["arm"] == arm]
-            for curve in curves:
-                axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.3, linewidth=0.8)
-            means = [statistics.mean(points) for points in zip(*([y for _, y in curve] for curve in curves), strict=False)]
-            axis.plot([x for x, _ in curves[0]][: len(means)] if curves else [], means, color=colour, linewidth=2, label=arm)
-        axis.set_title(recipe, fontsize=9)
+    panels = [(name, {arm: of(runs, part="recipes", name=name, arm=arm) for arm in ARMS}) for name in RECIPES]
+    panels.append(("8 versions old", {name: of(runs, part="stale", name=name) for name in STALE}))
+    panels = [(title, lines) for title, lines in panels if any(lines.values())]
+    figure, axes = pyplot.subplots(-(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True)
+    for axis, (title, lines) in zip(axes.flat, panels, strict=False):
+        for label, found in lines.items():
+            if found:
+                curves = [run["curve"] for run in found]
+                mean = [statistics.mean(points) for points in zip(*([y for _, y in curve] for curve in curves), strict=True)]
+                (thick,) = axis.plot([x for x, _ in curves[0]], mean, linewidth=2, label=label)
+                for curve in curves:
+                    axis.plot(*zip(*curve, strict=True), color=thick.get_color(), alpha=0.3, linewidth=0.8)
+        axis.set_title(title, fontsize=9)
         axis.set_ylim(0, 1)
         axis.tick_params(labelsize=7)
     axes.flat[0].legend(fontsize=7)
+    if len(panels) < axes.size:
+        handles = axes.flat[len(panels) - 1].get_legend_handles_labels()
+        axes.flat[len(panels)].legend(*handles, fontsize=7, loc="upper left", title=panels[-1][0], title_fontsize=7)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
     figure.supxlabel("samples trained", fontsize=9)
     figure.supylabel("held-out reward", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--stale", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=5120)
+    parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--every", type=int, default=8, help="versions between two points of a curve")
+    parser.add_argument("--every", type=int, default=8, help="windows of 64 samples between two points of a curve")
     parser.add_argument("--write", type=Path, help="write PATH.jsonl and PATH.md")
     parser.add_argument("--plot", type=Path, help="plot the curves as SVG, PNG or PDF")
+    parser.add_argument("--summarise", type=Path, help="run nothing: read the runs of an earlier PATH.jsonl")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench-learning-"))
-    runs: list[dict[str, Any]] = []
-    total = options.seeds * len(options.recipes) * len(ARMS)
-    models = [warm_model(folder, seed) for seed in range(options.seeds)]
-
-    def run(what: tuple[int, str, str]) -> None:
-        seed, recipe, arm = what
-        where = folder / f"{recipe}-{arm}-{seed}"
-        runs.append(one_run(where, recipe, arm, models[seed], seed, options.samples, options.every))
-        shown = {name: value for name, value in runs[-1].items() if name != "curve"}
-        print(f"{len(runs)} of {total}: {shown}", file=sys.stderr, flush=True)
-        if options.write:
-            lines = "".join(json.dumps(run) + "\n" for run in runs)
-            options.write.with_suffix(".jsonl").write_text(lines)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(run, itertools.product(range(options.seeds), options.recipes, ARMS)))
-    runs.sort(key=lambda r: (RECIPES.index(r["recipe"]), r["seed"], r["arm"]))
-    shutil.rmtree(folder)
-    print(table(runs))
+    runs = [json.loads(line) for line in options.summarise.read_text().splitlines()] if options.summarise else measure(options)
+    tables = "\n\n".join((table_of_recipes(runs), table_of_stale(runs)))
+    print(tables)
     if options.write:
-        command = f"benchmarks/bench_learning.py --seeds {options.seeds} --samples {options.samples} --every {options.every}"
-        note = f"Mean held-out reward (256 problems, 4 responses each) after {options.samples} samples, {options.seeds} seeds."
+        samples, seeds = runs[0]["samples"], 1 + max(run["seed"] for run in runs)
         options.write.with_suffix(".md").write_text(
-            f"# Learning, synchronous and asynchronous\n\n    {command}\n\n{note}\n\n{table(runs)}\n"
+            f"# Learning: synchronous, asynchronous, and on old data\n\n    benchmarks/bench_learning.py --seeds {seeds} "
+            f"--samples {samples}\n\nMean reward on 256 held-out problems, 4 responses each, after {samples} samples; {seeds} seeds. "
+            f"In sync's spread: async's mean is not below\nsync's worst seed, nor more than two of its standard deviations below its mean. "
+            f"The runs and their curves: learning.jsonl.\n\n{tables}\n"
         )
     if options.plot:
         plot(runs, options.plot)

@@ -121,7 +121,12 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
             top_k=0,
             learning_rate=optim.lr,
             warmup_steps=optim.lr_warmup_steps,
-            lr_scheduler_type="constant_with_warmup",
+            lr_scheduler_type="warmup_stable_decay",  # with these arguments the recipe's: a warm-up, then linear
+            lr_scheduler_kwargs={
+                "num_decay_steps": steps - optim.lr_warmup_steps,
+                "min_lr_ratio": optim.min_lr_ratio,
+                "decay_type": "linear",
+            },
             weight_decay=optim.weight_decay,
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
