@@ -36,7 +36,7 @@ def threads(config: Config) -> dict[str, int]:
         return dict.fromkeys(("trainer", "rollout"), 1)
     if config.schedule.colocated:  # sides take turns: each has all the cores in its turn
         return dict.fromkeys(("trainer", "rollout"), max(1, cores // config.trainer_ranks))
-    return dict.fromkeys(("trainer", "rollout"), max(1, cores // (config.trainer_ranks + config.replicas)))
+    return dict.fromkeys(("trainer", "rollout"), max(1, cores // (config.trainer_ranks + config.rollout_devices)))
 
 
 @asynccontextmanager

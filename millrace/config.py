@@ -91,9 +91,22 @@ class RolloutConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the rollout side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes: the replicas of the rollout engine."""
-    engine: Literal["torch"] = "torch"
-    """Rollout engine."""
+    """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes. A replica of the engine takes
+    tensor_model_parallel_size of them."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs the extra millrace[vllm]."""
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Devices of one replica, over which the model is split; above 1 with engine=vllm alone."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """vllm: share of a GPU's memory for weights and KV cache. Staged weights of the next version come on top."""
+    enforce_eager: bool = False
+    """vllm: no CUDA graphs."""
+    enable_prefix_caching: bool = True
+    """vllm: requests of one policy version share the KV cache of equal prefixes; siblings of a sample read their prompt once."""
+    max_num_batched_tokens: int = Field(8192, ge=1)
+    """vllm: tokens of one engine step, prefill and decode together."""
+    engine_kwargs: dict[str, Any] = {}
+    """vllm: further arguments of its AsyncEngineArgs."""
     n: int = Field(8, ge=1)
     """Trajectories for each sample."""
     total_rollout_steps: int = Field(100, ge=1)
@@ -529,8 +542,13 @@ class Config(Section):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
-    def replicas(self) -> int:
+    def rollout_devices(self) -> int:
         return self.rollout.nnodes * self.rollout.n_gpus_per_node
+
+    @property
+    def replicas(self) -> int:
+        """Rollout engines."""
+        return self.rollout_devices // self.rollout.tensor_model_parallel_size
 
     def derived(self, rows: int | None = None) -> Derived:
         """Every number that follows. `rows` is the size of the training data, where it has one."""

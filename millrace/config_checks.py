@@ -126,12 +126,26 @@ def _check_placement(c: Config) -> None:
     for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
         if limit and value > limit:
             raise bad_value(key, value, f"a node has trainer.gpus_in_node = {limit} devices", f"{key}={limit} or less")
-    if c.async_training.placement is Placement.COLOCATED and c.trainer_ranks != c.replicas:
+    if r.tensor_model_parallel_size > 1 and r.engine == "torch":
+        raise bad_value(
+            "rollout.tensor_model_parallel_size",
+            r.tensor_model_parallel_size,
+            "engine=torch holds a replica on one device",
+            "rollout.engine=vllm, or rollout.tensor_model_parallel_size=1",
+        )
+    if r.n_gpus_per_node % r.tensor_model_parallel_size:
+        raise bad_value(
+            "rollout.tensor_model_parallel_size",
+            r.tensor_model_parallel_size,
+            f"a replica's devices are on one node, and a node has rollout.n_gpus_per_node = {r.n_gpus_per_node}",
+            f"a divisor of {r.n_gpus_per_node}",
+        )
+    if c.async_training.placement is Placement.COLOCATED and c.trainer_ranks != c.rollout_devices:
         raise bad_value(
             "async_training.placement",
             "colocated",
             f"both sides share the same devices, but trainer.nnodes x n_gpus_per_node = {c.trainer_ranks} and "
-            f"rollout.nnodes x n_gpus_per_node = {c.replicas}",
+            f"rollout.nnodes x n_gpus_per_node = {c.rollout_devices}",
             f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
         )
 

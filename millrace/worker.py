@@ -15,7 +15,9 @@ from millrace.config import Config
 if TYPE_CHECKING:
     from millrace.engines.fsdp_train import FsdpTrainEngine
     from millrace.engines.torch_rollout import TorchRolloutEngine
+    from millrace.engines.vllm_rollout import VllmRolloutEngine
     from millrace.sync.collective import Receiver, Sender
+    from millrace.sync.vllm_receiver import VllmReceiver
 
 
 class Worker:
@@ -85,25 +87,52 @@ class TrainWorker(Worker):
 class RolloutWorker(Worker):
     """One replica of a rollout engine, and its end of the weight sync."""
 
-    engine: TorchRolloutEngine
-    receiver: Receiver
+    engine: TorchRolloutEngine | VllmRolloutEngine
+    receiver: Receiver | VllmReceiver
 
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
         """Build this replica. Returns the configuration that it was built with."""
-        from millrace.engines import torch_rollout
-        from millrace.engines.device import prepare
-
         resolved = Config.model_validate(config)
-        prepare(resolved)
-        self.engine = torch_rollout.build(resolved, model_folder)
+        if resolved.rollout.engine == "vllm":
+            _vllm_environment(model_folder)
+            from millrace.engines import vllm_rollout
+
+            self.engine = vllm_rollout.build(resolved, model_folder)
+        else:
+            from millrace.engines import torch_rollout
+            from millrace.engines.device import prepare
+
+            prepare(resolved)
+            self.engine = torch_rollout.build(resolved, model_folder)
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every trainer rank."""
-        from millrace.sync.collective import Receiver
-
         resolved = Config.model_validate(config)
-        self.receiver = await Receiver.join(self.engine, self._meet(address), replica, resolved)
+        if resolved.rollout.engine == "vllm":
+            from millrace.sync.vllm_receiver import VllmReceiver
+
+            join = VllmReceiver.join(self.engine, self._meet(address), address, replica, config, resolved)  # type: ignore[arg-type]
+            self.receiver = await join
+        else:
+            from millrace.sync.collective import Receiver
+
+            self.receiver = await Receiver.join(self.engine, self._meet(address), replica, resolved)  # type: ignore[arg-type]
+
+
+def _vllm_environment(model_folder: str) -> None:
+    """What vLLM reads from the environment, before it is imported. A user's own settings stay."""
+    defaults = {
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on CPUs alone
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer is on these cores too
+    }
+    if os.path.isdir(model_folder):
+        defaults["HF_HUB_OFFLINE"] = "1"  # vLLM asks the hub about local folders, for minutes where there is no network
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def _own_address() -> str:

@@ -29,7 +29,7 @@ def test_describe_has_every_key_with_type_and_default():
 
     def leaves(tree, prefix=""):
         for key, value in tree.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
 
     with_type = {key for key, (kind, _) in described.items() if kind}
     assert with_type == set(leaves(Config().model_dump(mode="json")))

@@ -88,7 +88,21 @@ def load_model(
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Ids that end a response: the generation config's, else the model config's; empty if neither names one."""
-    for source in (model.generation_config, model.config):
+    return _first_eos(model.generation_config, model.config)
+
+
+def folder_eos_ids(folder: str | Path, *, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """`eos_ids` of the model in `folder` (or of a hub id), without loading it."""
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(str(folder))
+    except OSError:  # the folder has none
+        generation = None
+    return _first_eos(generation, config)
+
+
+def _first_eos(*sources: Any) -> tuple[int, ...]:
+    for source in sources:
         ids = source.eos_token_id if source is not None else None
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from millrace.types import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,3 +32,13 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
 
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     return found
+
+
+def text_of(folder: str | Path, trust_remote_code: bool) -> Callable[[Tokens], str]:
+    """Tokens to text, by the tokenizer in `folder`."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+
+    def decode(tokens: Tokens) -> str:
+        return str(tokenizer.decode(tokens.tolist()))
+
+    return decode

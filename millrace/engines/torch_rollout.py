@@ -19,7 +19,8 @@ from millrace.config import Config
 from millrace.engines.decoder import PREFILL_TOKENS, Decoder
 from millrace.engines.model import eos_ids, load_model
 from millrace.engines.slots import Request
-from millrace.engines.tokenizer import load_tokenizer
+from millrace.engines.stop_strings import completes_stop, stop_window
+from millrace.engines.tokenizer import text_of
 from millrace.errors import SyncError, WorkerError, bad_row, bad_value
 from millrace.ports import RolloutStats
 from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
@@ -186,18 +187,12 @@ class TorchRolloutEngine:
         """Whether the token drawn last completes a stop string."""
         assert self._decode is not None
         stop = request.params.stop
-        # A stop string has at most as many tokens as bytes, and only tokens of this response count, earlier calls' included.
-        window = max(len(s.encode()) for s in stop) + 4
+        # Only tokens of this response count, earlier calls' included.
         own = self._table.drawn(request) + request.params.offset
         known = self._table.ids[request.slot, : self._table.position[request.slot] + 1]
         tail = tokens_of()
-        tail.frombytes(known[max(len(known) - min(window, own), 0) :].tobytes())
-        text = self._decode(tail)
-        found = [s for s in stop if s in text]
-        if not found:
-            return False
-        before = self._decode(tail[:-1])
-        return any(text.count(s) > before.count(s) for s in found)
+        tail.frombytes(known[max(len(known) - min(stop_window(stop), own), 0) :].tobytes())
+        return completes_stop(tail, stop, self._decode)
 
     def _refuse(self, tokens: Tokens, params: SamplingParams) -> None:
         if self._closed:
@@ -277,15 +272,5 @@ def build(config: Config, model_folder: str) -> TorchRolloutEngine:
         max_len=config.rollout.max_prompt_length + config.rollout.max_response_length,
         deterministic=config.trainer.deterministic,
         kv_on_swap=config.rollout.kv_on_swap,
-        decode=_text_of(model_folder, trust) if config.rollout.stop else None,
+        decode=text_of(model_folder, trust) if config.rollout.stop else None,
     )
-
-
-def _text_of(model_folder: str, trust_remote_code: bool) -> Callable[[Tokens], str]:
-    """Tokens to text, by the model's tokenizer."""
-    tokenizer = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
-
-    def decode(tokens: Tokens) -> str:
-        return str(tokenizer.decode(tokens.tolist()))
-
-    return decode

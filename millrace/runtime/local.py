@@ -37,7 +37,7 @@ def check_devices(config: Config, gpus: Sequence[str]) -> None:
     if nodes_needed(config) > 1 and gpus:
         rule = f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
         raise bad_value("trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices")
-    both = [config.trainer_ranks, config.replicas]
+    both = [config.trainer_ranks, config.rollout_devices]
     needed = max(both) if config.schedule.colocated else sum(both)
     if gpus and needed > len(gpus):
         rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"
@@ -94,12 +94,14 @@ class LocalRuntime:
             "TOKENIZERS_PARALLELISM": "false",
             "MILLRACE_HOST": "127.0.0.1",
         }
-        return variables | ({"CUDA_VISIBLE_DEVICES": self._gpu(role, index)} if self._gpus else {})
+        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(role, index))} if self._gpus else {})
 
-    def _gpu(self, role: str, index: int) -> str:
+    def _gpus_of(self, role: str, index: int) -> Sequence[str]:
         """Trainer ranks first, then replicas; colocated sides share by index."""
+        each = self._config.rollout.tensor_model_parallel_size if role == "rollout" else 1
         separate = role == "rollout" and not self._config.schedule.colocated
-        return self._gpus[index + (self._config.trainer_ranks if separate else 0)]
+        first = index * each + (self._config.trainer_ranks if separate else 0)
+        return self._gpus[first : first + each]
 
     async def _read(self, peer: Peer, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], log: Path) -> None:
         try:

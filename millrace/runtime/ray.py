@@ -93,7 +93,7 @@ class RayRuntime:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "ignore_reinit_error": True}
         if own:
-            cores = max(os.cpu_count() or 1, config.trainer_ranks + config.replicas)
+            cores = max(os.cpu_count() or 1, config.trainer_ranks + config.rollout_devices)
             options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         elif config.trainer.ray_address:
             options |= {"address": config.trainer.ray_address}
@@ -128,7 +128,7 @@ class RayRuntime:
             )
 
     async def start(self, name: str, role: str, index: int) -> Peer:
-        share = 0.5 if self._config.schedule.colocated else 1.0
+        share = devices_of_one(self._config, role) * (0.5 if self._config.schedule.colocated else 1.0)
         options: dict[str, Any] = {"num_gpus": share, "num_cpus": 0} if self._gpus else {"num_cpus": share}
         loopback = self._own or all(n["NodeManagerAddress"].startswith("127.") for n in ray.nodes())
         variables = {"OMP_NUM_THREADS": str(self._threads[role]), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -203,7 +203,12 @@ def bundle_of(config: Config, role: str, index: int) -> int:
     """The bundle of a worker."""
     side = config.trainer if role == "trainer" else config.rollout
     first = config.trainer.nnodes if role == "rollout" and not sides_share_nodes(config) else 0
-    return first + index // side.n_gpus_per_node
+    return first + index * devices_of_one(config, role) // side.n_gpus_per_node
+
+
+def devices_of_one(config: Config, role: str) -> int:
+    """Devices of one worker."""
+    return config.rollout.tensor_model_parallel_size if role == "rollout" else 1
 
 
 def _check_possible(config: Config, bundles: list[dict[str, float]], kind: str) -> None:

@@ -58,7 +58,7 @@ class Sender:
         wire = wire_device(config, next(iter(tensors.values())).device)
         if rank == 0:
             store.set(_PLAN, msgspec.json.encode(specs))
-        group = await asyncio.to_thread(_group, store, wire, rank, 0, 1 + config.replicas, config.sync.timeout_s)
+        group = await asyncio.to_thread(_group, store, wire, rank, 0, 1 + config.rollout_devices, config.sync.timeout_s)
         return cls(source, group, plan(specs, config.sync.bucket_mb << 20), rank, config.trainer_ranks, wire)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
@@ -91,53 +91,33 @@ class Sender:
         return TransferReport(sent, time.perf_counter() - start)
 
 
-class Receiver:
-    """One replica's end."""
+class Inbox:
+    """What one receiving device gets: buckets staged beside the live weights, proven by the sender's checksums.
 
-    def __init__(self, holder: WeightHolder, groups: list[Any], buckets: list[Bucket], replica: int, wire: torch.device) -> None:
-        self._holder = holder
+    A replica has one; a replica on several devices has one on each.
+    """
+
+    def __init__(self, groups: list[Any], buckets: list[Bucket], wire: torch.device, replica: int) -> None:
+        self.staged: dict[str, Tensor] = {}
+        self.version: PolicyVersion | None = None
         self._groups = groups
-        self._wire = wire
         self._buckets = buckets
+        self._wire = wire
         self._replica = replica
-        self._staged: dict[str, Tensor] = {}
         self._sums: Tensor | None = None
-        self._version: PolicyVersion | None = None
 
     @classmethod
-    async def join(cls, holder: WeightHolder, store: Any, replica: int, config: Config) -> Receiver:
-        """Meet every trainer rank. Raises SyncError, with the first tensor that differs, if the models differ."""
-        specs = specs_of(holder.weights())
-        told = msgspec.json.decode(await asyncio.to_thread(store.get, _PLAN), type=list[Spec])
-        _compare(told, specs, replica)
-        wire = wire_device(config, next(iter(holder.weights().values())).device)
-        groups = []
-        for sender in range(config.trainer_ranks):
-            args = (store, wire, sender, 1 + replica, 1 + config.replicas, config.sync.timeout_s)
-            groups.append(await asyncio.to_thread(_group, *args))
-        return cls(holder, groups, plan(specs, config.sync.bucket_mb << 20), replica, wire)
+    def join(cls, specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0) -> Inbox:
+        """Meet every trainer rank. Blocks until all devices of the sync are there."""
+        wire = wire_device(config, device)
+        position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
+        size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+        groups = [_group(store, wire, sender, position, size, timeout_s) for sender in range(config.trainer_ranks)]
+        return cls(groups, plan(specs, config.sync.bucket_mb << 20), wire, replica)
 
-    async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Receive `version` beside the live weights, in a thread: the engine goes on decoding."""
-        start = time.perf_counter()
-        self._version = None
-        received = await asyncio.to_thread(self._receive)
-        self._prove(self._staged, version, "received")
-        self._version = version
-        return TransferReport(received, time.perf_counter() - start)
-
-    async def activate(self, version: PolicyVersion) -> float:
-        """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
-        if self._version != version:
-            raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self._version}")
-        start = time.perf_counter()
-        paused = await self._holder.swap(version, self._staged)
-        # No await between the swap and the proof: nothing is decoded on weights that are not proven.
-        after = time.perf_counter()
-        self._prove(self._holder.weights(), version, "live")
-        return min(paused + time.perf_counter() - after, time.perf_counter() - start)
-
-    def _receive(self) -> int:
+    def receive(self, version: PolicyVersion) -> int:
+        """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
+        self.version = None
         received = 0
         for k, bucket in enumerate(self._buckets):
             buffer = self._staging(bucket)
@@ -149,17 +129,11 @@ class Receiver:
             _broadcast(group, sums)
             total = sums if total is None else total + sums
         self._sums = total
+        self.prove(self.staged, version, "received")
+        self.version = version
         return received
 
-    def _staging(self, bucket: Bucket) -> Tensor:
-        """The bucket's own buffer, made once: views into it are what `swap` reads."""
-        first = bucket.specs[0].name
-        if first not in self._staged:
-            self._staged |= bucket.views(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._wire))
-        whole = self._staged[first]
-        return torch.empty(0, dtype=torch.uint8, device=self._wire).set_(whole.untyped_storage())
-
-    def _prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
         """Raise SyncError for the first tensor whose checksum is not the sender's."""
         if self._sums is None:
             raise SyncError(f"replica {self._replica} has no checksums of version {version}")
@@ -167,11 +141,58 @@ class Receiver:
         own = torch.stack([checksum(tensors[name]) for name in names]).to(self._wire)
         wrong = (own != self._sums).any(dim=1).nonzero().flatten().tolist()
         if wrong:
-            self._version = None
+            self.version = None
             raise SyncError(
                 f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {names[wrong[0]]}"
                 f"{f' and {len(wrong) - 1} more tensors' if len(wrong) > 1 else ''} differ in checksum; it must not serve them"
             )
+
+    def _staging(self, bucket: Bucket) -> Tensor:
+        """The bucket's own buffer, made once: views into it are what `swap` reads."""
+        first = bucket.specs[0].name
+        if first not in self.staged:
+            self.staged |= bucket.views(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._wire))
+        whole = self.staged[first]
+        return torch.empty(0, dtype=torch.uint8, device=self._wire).set_(whole.untyped_storage())
+
+
+class Receiver:
+    """One replica's end, where the engine is in this process."""
+
+    def __init__(self, holder: WeightHolder, inbox: Inbox, replica: int) -> None:
+        self.inbox = inbox
+        self._holder = holder
+        self._replica = replica
+
+    @classmethod
+    async def join(cls, holder: WeightHolder, store: Any, replica: int, config: Config) -> Receiver:
+        """Meet every trainer rank. Raises SyncError, with the first tensor that differs, if the models differ."""
+        told = await asyncio.to_thread(told_specs, store)
+        _compare(told, specs_of(holder.weights()), replica)
+        device = next(iter(holder.weights().values())).device
+        return cls(holder, await asyncio.to_thread(Inbox.join, told, store, device, replica, config), replica)
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """Receive `version` beside the live weights, in a thread: the engine goes on decoding."""
+        start = time.perf_counter()
+        received = await asyncio.to_thread(self.inbox.receive, version)
+        return TransferReport(received, time.perf_counter() - start)
+
+    async def activate(self, version: PolicyVersion) -> float:
+        """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
+        if self.inbox.version != version:
+            raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self.inbox.version}")
+        start = time.perf_counter()
+        paused = await self._holder.swap(version, self.inbox.staged)
+        # No await between the swap and the proof: nothing is decoded on weights that are not proven.
+        after = time.perf_counter()
+        self.inbox.prove(self._holder.weights(), version, "live")
+        return min(paused + time.perf_counter() - after, time.perf_counter() - start)
+
+
+def told_specs(store: Any) -> list[Spec]:
+    """The tensors that trainer rank 0 will send, in order. Blocks until it has said so."""
+    return msgspec.json.decode(store.get(_PLAN), type=list[Spec])
 
 
 def wire_device(config: Config, device: torch.device) -> torch.device:
@@ -180,7 +201,7 @@ def wire_device(config: Config, device: torch.device) -> torch.device:
 
 
 def _group(store: Any, device: torch.device, sender: int, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group apart from the default one: rank 0 is trainer rank `sender`, the others are the replicas."""
+    """A process group apart from the default one: rank 0 is trainer rank `sender`, the others are the replicas' devices."""
     own = dist.PrefixStore(f"millrace/sync/{sender}", store)
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":

@@ -177,7 +177,7 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
     async def main() -> None:
         async with fleet() as f:
             await f.transfer(1)
-            f.receivers[1]._staged["layer.1.w"].view(torch.int32)[3, 5] ^= 1
+            f.receivers[1].inbox.staged["layer.1.w"].view(torch.int32)[3, 5] ^= 1
             await f.receivers[0].activate(1)
             with pytest.raises(SyncError, match=r"replica 1: live weights of version 1 are not the trainer's: layer\.1\.w"):
                 await f.receivers[1].activate(1)

@@ -1,0 +1,372 @@
+"""The vLLM rollout engine: one replica of vLLM's AsyncLLM, tokens in and tokens out.
+
+vLLM runs in processes of its own. This class keeps what it does not: which version drew which token, interruption that
+returns what was drawn, and the seconds of a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, fields, replace
+from time import perf_counter
+from typing import Any
+
+from transformers import AutoConfig
+
+from millrace.config import Config
+from millrace.engines.model import folder_eos_ids
+from millrace.engines.stop_strings import completes_stop, stop_window
+from millrace.engines.tokenizer import text_of
+from millrace.errors import MissingDependency, WorkerError, bad_row, bad_value
+from millrace.ports import RolloutStats
+from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
+
+try:
+    import vllm
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+except ImportError as error:
+    raise MissingDependency("rollout.engine=vllm needs vLLM. Fix: pip install 'millrace[vllm]'.") from error
+
+EXTENSION = "millrace.sync.vllm_worker.WorkerExtension"
+_CPU_HEAD = 32
+_STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
+_QUIET_TURNS = 4  # of the event loop: from vLLM's queue to its output handler to the count of a request
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One call of `generate`."""
+
+    tokens: Tokens
+    params: SamplingParams
+    id: str = ""
+    starts: list[tuple[int, PolicyVersion]] = field(default_factory=list)
+    """(tokens drawn before it, version): where each version's tokens begin."""
+    interrupted: bool = False
+    again: bool = False
+    """Aborted with nothing drawn, to be asked for again under the new version."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What vLLM made of one request."""
+
+    tokens: Tokens
+    log_probs: Floats
+    reason: str
+    """vLLM's finish_reason, or "string" for a stop string."""
+
+
+class VllmRolloutEngine:
+    """A RolloutEngine. `eos_ids` end a response; a prompt and its response have `max_len` tokens at most.
+
+    A sampled response repeats with its seed and weights on the same vLLM, but one that was resumed goes on in another random
+    stream than it would have uninterrupted.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        eos_ids: Sequence[int],
+        slots: int,
+        max_len: int,
+        kv_on_swap: str = "keep",
+        can_sleep: bool = False,
+        decode: Callable[[Tokens], str] | None = None,
+        version: PolicyVersion = 0,
+    ) -> None:
+        self.version = version
+        self._llm = llm
+        self._eos = list(eos_ids)
+        self._slots = slots
+        self._max_len = max_len
+        self._recompute = kv_on_swap == "recompute"
+        self._can_sleep = can_sleep
+        self._decode = decode
+        self._numbers = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._gate = asyncio.Event()
+        """Closed while weights change: what is asked for meanwhile is the new version's."""
+        self._gate.set()
+        self._asleep = False
+        self._closed = False
+        self._tokens = 0
+        self._prefill_tokens = 0
+        self._busy_slot_s = 0.0
+        self._busy_since = perf_counter()
+
+    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
+        self._refuse(tokens, params)
+        request = _Live(tokens, params)
+        while True:
+            drawn = await self._draw(request)
+            if drawn.reason != "abort":
+                stop = _STOPS[drawn.reason]
+            elif request.interrupted:
+                stop = Stop.INTERRUPTED
+            elif request.again:
+                request.again = False
+                continue
+            else:
+                raise WorkerError("vLLM aborted a request by itself; the worker's log has its reason")
+            self._tokens += len(drawn.tokens)
+            return _segments(request, drawn, stop)
+
+    async def interrupt(self) -> None:
+        """End every interruptible request; all of their calls have returned when this returns."""
+        ends = [r for r in self._live.values() if r.params.interruptible]
+        for request in ends:
+            request.interrupted = True
+        while left := [r.id for r in ends if r.id in self._live]:
+            # Again, until they are gone: a request that is just being handed over is not known to vLLM yet.
+            await self._llm.abort(left)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def join_sync(self, init_info: dict[str, Any]) -> None:
+        """Every worker meets the trainer's ranks."""
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """The method of the worker extension, on every worker."""
+        return list(await self._llm.collective_rpc(method, args=args))
+
+    async def swap(self, version: PolicyVersion, prove: Callable[[], Awaitable[None]]) -> float:
+        """Make the staged weights live; tokens from now on are `version`'s. Returns the seconds without decoding.
+
+        `prove` is awaited on the new weights before any token is drawn from them; what it raises leaves the engine still.
+        """
+        self._gate.clear()
+        try:
+            while not all(self._known(r) for r in self._live.values()):  # noqa: ASYNC110 (vLLM has no event for it)
+                await asyncio.sleep(0)
+            start = perf_counter()
+            # Not pause_generation: it sleeps for 20 ms so that outputs may arrive. Here they are waited for.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+            await self._settle()
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+            await self._llm.finish_weight_update()
+            await prove()
+            self.version = version
+            await self._llm.abort(self._change_version())
+            await self._llm.resume_generation()
+            return perf_counter() - start
+        finally:
+            self._gate.set()
+
+    async def stats(self) -> RolloutStats:
+        self._tick()
+        tokens = self._tokens + sum(self._count(r) for r in self._live.values())
+        return RolloutStats(tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back. Raises WorkerError if anything is running."""
+        if self._live:
+            raise WorkerError(f"sleep() with {len(self._live)} requests under way. Fix: drain or interrupt the engine first.")
+        self._asleep = True
+        if self._can_sleep:
+            await self._llm.sleep(level=1)
+        else:
+            await self._llm.reset_prefix_cache()
+
+    async def wake(self) -> None:
+        if self._can_sleep and self._asleep:
+            await self._llm.wake_up()
+        self._asleep = False
+
+    async def close(self) -> None:
+        """Stop vLLM; requests under way fail with WorkerError."""
+        if not self._closed:
+            self._closed = True
+            self._llm.shutdown()
+
+    async def _draw(self, request: _Live) -> _Drawn:
+        """One request to vLLM, to its end."""
+        await self._gate.wait()
+        request.id = str(next(self._numbers))
+        request.starts = [(0, self.version)]
+        # The salt keeps versions apart in the prefix cache: vLLM would serve KV of old weights to new requests.
+        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": f"v{self.version}"}
+        self._tick()
+        self._live[request.id] = request
+        try:
+            seen, output = 0, None
+            async with aclosing(self._llm.generate(prompt, self._sampling(request.params), request.id)) as outputs:
+                async for output in outputs:
+                    end = self._stop_string(request, output.outputs[0].token_ids, seen) if request.params.stop else 0
+                    if end:
+                        break
+                    seen = len(output.outputs[0].token_ids)
+            assert output is not None
+            found = output.outputs[0]
+            if found.token_ids:
+                self._prefill_tokens += len(request.tokens) - (output.num_cached_tokens or 0)
+            log_probs = floats_of(found.logprobs.logprobs if found.logprobs else ())
+            if end:
+                return _Drawn(tokens_of(found.token_ids[:end]), log_probs[:end], "string")
+            return _Drawn(tokens_of(found.token_ids), log_probs, found.finish_reason)
+        except EngineDeadError as error:
+            raise WorkerError(f"vLLM has died; the worker's log says why: {error}") from error
+        finally:
+            self._tick()
+            del self._live[request.id]
+
+    def _stop_string(self, request: _Live, drawn: Sequence[int], seen: int) -> int:
+        """How many tokens were drawn when a stop string was complete, 0 if none is. `seen` tokens have been looked at."""
+        assert self._decode is not None
+        own = request.tokens[len(request.tokens) - request.params.offset :] if request.params.offset else tokens_of()
+        window = stop_window(request.params.stop)
+        for end in range(seen + 1, len(drawn) + 1):
+            tail = (own + tokens_of(drawn[:end]))[-window:]
+            if completes_stop(tail, request.params.stop, self._decode):
+                return end
+        return 0
+
+    def _change_version(self) -> list[str]:
+        """Tokens of running requests are from now on the new version's. Returns requests that have none yet.
+
+        Their prompts may be found in the cache of the old weights, so they start over under the new version's salt.
+        """
+        fresh = []
+        for request in self._live.values():
+            if drawn := self._count(request):
+                request.starts.append((drawn, self.version))
+            else:
+                request.again = True
+                fresh.append(request.id)
+        return fresh
+
+    def _known(self, request: _Live) -> bool:
+        """Whether vLLM has taken it. One that is done is not known any more: it returns within a few turns of the loop."""
+        return bool(self._llm.output_processor.external_req_ids.get(request.id))
+
+    def _count(self, request: _Live) -> int:
+        """Tokens drawn so far, as vLLM counts them: it hands over the last output alone."""
+        processor = self._llm.output_processor
+        states = [processor.request_states[i] for i in processor.external_req_ids.get(request.id, ())]
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+    async def _settle(self) -> None:
+        """Until every output that vLLM's core sent before its pause is counted."""
+        queue = self._llm.engine_core.outputs_queue
+        quiet, last = 0, -1
+        while quiet < _QUIET_TURNS:
+            await asyncio.sleep(0)
+            count = sum(self._count(r) for r in self._live.values())
+            quiet = quiet + 1 if queue.empty() and count == last else 0
+            last = count
+
+    def _sampling(self, params: SamplingParams) -> vllm.SamplingParams:
+        return vllm.SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            seed=(params.seed + params.offset) % (1 << 63),
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=[] if params.ignore_eos else self._eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            # An output for each token costs more than drawing it; only stop strings must see them.
+            output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _refuse(self, tokens: Tokens, params: SamplingParams) -> None:
+        if self._closed:
+            raise WorkerError("the rollout engine is closed")
+        if self._asleep:
+            raise WorkerError("the rollout engine is asleep: its KV cache is freed. Fix: wake() before generate().")
+        if not 1 <= len(tokens) < self._max_len:
+            rule = f"a prompt has at least 1 token and leaves room for one more of {self._max_len}"
+            raise bad_row("generate", f"{len(tokens)} tokens", rule, "a shorter prompt, or a larger rollout.max_prompt_length")
+        if params.max_tokens < 1:
+            raise bad_value("SamplingParams.max_tokens", params.max_tokens, "at least one token is drawn", "1 or more")
+        if params.stop and self._decode is None:
+            raise bad_value("rollout.stop", params.stop, "stop strings need a tokenizer", "a model folder that has one")
+
+    def _tick(self) -> None:
+        """Account for the time since the last change of who is running."""
+        now = perf_counter()
+        self._busy_slot_s += (now - self._busy_since) * min(len(self._live), self._slots)
+        self._busy_since = now
+
+
+def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
+    """What was drawn, cut where versions changed."""
+    ends = [*(start for start, _ in request.starts[1:]), len(drawn.tokens)]
+    pieces = [
+        Segment(drawn.tokens[start:end], version=version, log_probs=drawn.log_probs[start:end])
+        for (start, version), end in zip(request.starts, ends, strict=True)
+        if end > start
+    ]
+    return (*pieces[:-1], replace(pieces[-1], stop=stop)) if pieces else ()
+
+
+def build(config: Config, model_folder: str) -> VllmRolloutEngine:
+    """The engine of one replica, on this process's devices. Its weights are random until the first sync."""
+    on_gpu = current_platform.is_cuda_alike()
+    if not on_gpu:
+        _check_heads(model_folder, config)
+    rollout, trust = config.rollout, config.model.trust_remote_code
+    max_len = rollout.max_prompt_length + rollout.max_response_length
+    arguments: dict[str, Any] = {
+        "model": model_folder,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's own would change how is sampled
+        "load_format": "dummy",
+        "dtype": config.model.dtype,
+        "seed": config.trainer.seed,
+        "trust_remote_code": trust,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
+        "max_model_len": max_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager or not on_gpu,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",  # the raw ones ignore the temperature
+        "enable_sleep_mode": on_gpu and config.schedule.colocated,
+        "weight_transfer_config": {"backend": "millrace"},
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    known = {f.name for f in fields(AsyncEngineArgs)}
+    for key in rollout.engine_kwargs:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise bad_value("rollout.engine_kwargs", key, "no argument of vLLM's engine", near[0] if near else "leave it out")
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | rollout.engine_kwargs)))
+    return VllmRolloutEngine(
+        llm,
+        eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
+        slots=rollout.max_num_seqs,
+        max_len=max_len,
+        kv_on_swap=rollout.kv_on_swap,
+        can_sleep=bool(arguments["enable_sleep_mode"]),
+        decode=text_of(model_folder, trust) if rollout.stop else None,
+    )
+
+
+def _check_heads(model_folder: str, config: Config) -> None:
+    """Refuse what vLLM's attention on a CPU has no kernel for, before it has started its processes."""
+    shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=config.model.trust_remote_code)
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if size < _CPU_HEAD:
+        rule = f"vLLM on a CPU has attention for heads of {_CPU_HEAD} numbers or more, and the model's have {size}"
+        heads = max(1, shape.hidden_size // _CPU_HEAD)
+        fix = f"model.shape.num_attention_heads={heads} model.shape.num_key_value_heads=1, or rollout.engine=torch"
+        raise bad_value("rollout.engine", "vllm", rule, fix)

@@ -1,0 +1,83 @@
+"""One replica's end of the weight sync, where the engine is vLLM: its workers receive, this process tells them when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from millrace.config import Config
+from millrace.errors import SyncError
+from millrace.ports import TransferReport
+from millrace.sync.proof import not_live
+from millrace.types import PolicyVersion
+
+
+class VllmHolder(Protocol):
+    """The engine as this receiver sees it."""
+
+    async def join_sync(self, init_info: dict[str, Any]) -> None:
+        """vLLM's init_weight_transfer_engine, on every worker."""
+        ...
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """The method's result on every worker."""
+        ...
+
+    async def swap(self, version: PolicyVersion, prove: Any) -> float:
+        """Make the staged `version` live between two tokens; `prove` is awaited before the next one."""
+        ...
+
+
+class VllmReceiver:
+    """The replica's end."""
+
+    def __init__(self, engine: VllmHolder, store: Any, replica: int, config: Config) -> None:
+        self._engine = engine
+        self._store = store
+        self._replica = replica
+        self._shards = config.rollout.tensor_model_parallel_size
+        self._turn = 0
+        self._version: PolicyVersion | None = None
+
+    @classmethod
+    async def join(
+        cls, engine: VllmHolder, store: Any, address: tuple[str, int], replica: int, tree: dict[str, Any], config: Config
+    ) -> VllmReceiver:
+        """Meet every trainer rank, from each of vLLM's workers."""
+        host, port = address
+        await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
+        return cls(engine, store, replica, config)
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """Receive `version` beside the live weights: the engine goes on decoding."""
+        start = time.perf_counter()
+        self._turn += 1
+        self._version = None
+        await self._engine.call_workers("stage_weights", version, self._turn)
+        keys = [f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}" for shard in range(self._shards)]
+        reports = [json.loads(await asyncio.to_thread(self._store.get, key)) for key in keys]
+        if errors := [r["error"] for r in reports if "error" in r]:
+            raise SyncError(errors[0])
+        for key in keys:
+            self._store.delete_key(key)
+        self._version = version
+        return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
+
+    async def activate(self, version: PolicyVersion) -> float:
+        """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
+        if self._version != version:
+            raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self._version}")
+        return await self._engine.swap(version, self._prove)
+
+    async def _prove(self) -> None:
+        workers: Sequence[Any] = await self._engine.call_workers("weight_sums")
+        sent, _, fused = workers[0]
+        if wrong := not_live(sent, [live for _, live, _ in workers], fused):
+            more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+            raise SyncError(
+                f"replica {self._replica}: live weights of version {self._version} are not the trainer's: {wrong[0]}{more} differ "
+                "from what was staged; it must not serve them"
+            )

@@ -1,0 +1,146 @@
+"""Inside vLLM's worker processes: weights staged by millrace's own transport, made live through vLLM's weight-transfer API.
+
+vLLM imports this module in every worker before it loads the model (`worker_extension_cls`). Staging goes on in a thread while
+the worker decodes; only `update_weights`, a copy on the device, needs the engine held still.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as vllm_layers
+from vllm.platforms import current_platform
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from millrace.config import Config
+from millrace.errors import SyncError
+from millrace.sync.collective import Inbox, told_specs
+from millrace.sync.proof import bit_sums
+
+BACKEND = "millrace"
+
+
+@dataclass
+class StagedInit(WeightTransferInitInfo):
+    """Where the trainer's ranks wait for this replica."""
+
+    host: str
+    port: int
+    replica: int
+    config: dict[str, Any]
+
+
+@dataclass
+class StagedUpdate(WeightTransferUpdateInfo):
+    """Which staged version is made live."""
+
+    version: int
+
+
+class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
+    """vLLM's weight-transfer engine over an Inbox."""
+
+    init_info_cls = StagedInit
+    update_info_cls = StagedUpdate
+    inbox: Inbox
+    sent_sums: dict[str, int]
+    live_sums: dict[str, int]
+
+    def init_transfer_engine(self, init_info: StagedInit) -> None:
+        """Join the trainer's ranks and the other replicas. Blocks until all are there."""
+        config = Config.model_validate(init_info.config)
+        limit = timedelta(seconds=config.sync.timeout_s)
+        self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
+        shard = get_tensor_model_parallel_rank()
+        self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.inbox = Inbox.join(told_specs(self._store), self._store, self.device, init_info.replica, config, shard)
+
+    def stage(self, version: int, turn: int) -> None:
+        """Receive `version` in a thread; its report goes to the store as this turn's."""
+        work = threading.Thread(target=self._stage, args=(version, f"{self._key}/{turn}"), name="staging", daemon=True)
+        work.start()
+
+    def _stage(self, version: int, key: str) -> None:
+        start = time.perf_counter()
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(self.device)
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                received = self.inbox.receive(version)
+                self.sent_sums = bit_sums(self.inbox.staged)  # copied to the host: what was staged is there
+            report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
+        except Exception as error:  # noqa: BLE001 - a thread's end: the failure travels to whoever waits for the report
+            report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
+        self._store.set(key, json.dumps(report))
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: unquantised weights are copied over the live ones."""
+
+    def receive_weights(self, update_info: StagedUpdate) -> None:
+        """Copy the staged version over the live weights."""
+        if self.inbox.version != update_info.version:
+            raise SyncError(f"version {update_info.version} is to be made live, but {self.inbox.version} is staged")
+        with torch.inference_mode():
+            self.model.load_weights(self.inbox.staged.items())
+            self.live_sums = bit_sums(dict(self.model.named_parameters()))
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def shutdown(self) -> None:
+        """Process groups end with the process."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The trainer's side is `millrace.sync.collective.Sender`."""
+        raise SyncError("weights are sent by millrace.sync.collective.Sender")
+
+
+class WorkerExtension:
+    """Calls that millrace adds to vLLM's workers."""
+
+    weight_transfer_engine: StagedWeights
+
+    def stage_weights(self, version: int, turn: int) -> None:
+        """Start receiving `version` beside the live weights."""
+        self.weight_transfer_engine.stage(version, turn)
+
+    def weight_sums(self) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
+        """Bit sums of the staged and of the live weights, and which live modules are made of several."""
+        engine = self.weight_transfer_engine
+        return engine.sent_sums, engine.live_sums, dict(getattr(engine.model, "packed_modules_mapping", {}))
+
+
+def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+
+def _die_with_parent() -> None:
+    """An engine whose host is killed would hold its memory for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
+    _die_with_parent()
+    if current_platform.is_cpu():
+        # vLLM packs linear weights for the CPU when it has loaded them, and serves the packed ones: an update of the weights
+        # would change nothing, silently.
+        vllm_layers.dispatch_cpu_unquantized_gemm = _plain_linear
+        # Its sampler for CPUs forgets every seed as soon as one request of a batch is greedy, and compiles for half a minute.
+        TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
