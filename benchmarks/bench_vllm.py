@@ -1,0 +1,248 @@
+"""vLLM rollouts through millrace against bare vLLM, and the weight sync between trainer and vLLM. Two devices.
+
+    python benchmarks/bench_vllm.py [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 3] [--json out.json]
+
+rollout    requests of `--prompt` random tokens, each with `--tokens` new ones, log-probs on, all at once: through the pool and the worker as
+           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments, on the same GPU. Bare vLLM is
+           asked with the same seeds, and without any, as a user without RL would.
+sync       transfer (beside the live weights) and pause (nothing is decoded), idle and with all requests in flight.
+gap        |log p of vLLM - log p of the trainer| over sampled tokens, same weights.
+resume     whether greedy responses that were interrupted and resumed are those that were not.
+
+Models are shapes with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from millrace.assemble import build_engines, open_runtime
+from millrace.config import Config, ModelShape
+from millrace.run_dir import RunDir
+from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "tie_word_embeddings": False,
+    },
+}
+VOCABULARY = {"tiny": 512, "1.5b": 151936, "7b": 152064}
+
+
+def configuration(options: argparse.Namespace, folder: Path) -> Config:
+    from millrace.engines.model import write_shape
+
+    shape = ModelShape.model_validate(SHAPES[options.model])
+    dtype = "float32" if options.model == "tiny" else "bfloat16"
+    write_shape(folder / "model", shape, vocab_size=VOCABULARY[options.model], eos_token_id=0, dtype=dtype)
+    length = options.prompt + options.tokens
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder / "model"), "dtype": dtype},
+            "rollout": {
+                "engine": "vllm",
+                "max_num_seqs": options.slots,
+                "max_prompt_length": options.prompt,
+                "max_response_length": options.tokens,
+                "gpu_memory_utilization": 0.7,
+            },
+            "actor": {"ppo_max_token_len_per_gpu": max(16384, length)},
+            "sync": {"bucket_mb": options.bucket_mb},
+        }
+    )
+
+
+def prompts(options: argparse.Namespace, turn: int = 0) -> list[list[int]]:
+    """Others in each turn: nothing is in the prefix cache already."""
+    draw = random.Random(turn)
+    return [[draw.randrange(1, VOCABULARY[options.model]) for _ in range(options.prompt)] for _ in range(options.requests)]
+
+
+def params(options: argparse.Namespace, i: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=i, **changes)
+
+
+async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    config = configuration(options, folder)
+    run = RunDir(folder, None)
+    run.logs.mkdir()
+    asked = prompts(options)
+    found: dict[str, Any] = {"sync": []}
+    start = time.perf_counter()
+    async with open_runtime(config, run) as runtime:
+        engines = await build_engines(runtime, config, run)
+        found["start_s"] = time.perf_counter() - start
+        await engines.train.begin("rl", 10)
+
+        async def publish(version: int, load: str) -> None:
+            transfer = await engines.sync.transfer(version)
+            pause = await engines.sync.activate(version)
+            figures = {"load": load, "bytes": transfer.bytes, "transfer_s": transfer.seconds, "pause_s": pause}
+            found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
+
+        async def ask_all(version_of: str = "", **changes: Any) -> list[Any]:
+            calls = (
+                engines.pool.generate(tokens_of(p), params(options, i, **changes), f"{version_of}{i}")
+                for i, p in enumerate(asked)
+            )
+            return list(await asyncio.gather(*calls))
+
+        for version in range(options.syncs):
+            await publish(version, "first" if version == 0 else "idle")
+        rates = []
+        for k in range(options.repeats + 1):
+            start = time.perf_counter()
+            drawn = sum(len(s.tokens) for segments in await ask_all(k + 1) for s in segments)
+            rates.append(drawn / (time.perf_counter() - start))
+        found["millrace_tokens_per_s"] = rates[1:]
+
+        busy = asyncio.create_task(ask_all())
+        for version in range(options.syncs, 2 * options.syncs):
+            await asyncio.sleep(0.3)
+            await publish(version, "busy" if not busy.done() else "idle")
+        spans = [len({s.version for s in segments}) for segments in await busy]
+        found["versions_in_a_response_max"] = max(spans)
+        await publish(100, "idle")
+
+        results = (await ask_all())[:64]
+        samples = tuple(
+            Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),)) for i, segments in enumerate(results)
+        )
+        ours = await engines.train.log_probs(samples)
+        gaps = [
+            abs(a - b)
+            for mine, segments in zip(ours, results, strict=True)
+            for a, b in zip(mine, [x for s in segments for x in s.log_probs], strict=True)
+        ]
+        found["gap"] = {"mean": statistics.mean(gaps), "max": max(gaps), "tokens": len(gaps)}
+
+        whole = [segments[0].tokens for segments in (await ask_all(temperature=0.0))[:16]]
+        task = asyncio.create_task(ask_all(temperature=0.0))
+        await asyncio.sleep(0.25 * options.requests * options.tokens / statistics.median(rates))
+        await engines.pool.interrupt()
+        parts = [tokens_of([t for s in segments for t in s.tokens]) for segments in await task][:16]
+        cut = [len(p) for p in parts]
+        rest = await asyncio.gather(
+            *(
+                engines.pool.generate(
+                    tokens_of(asked[i]) + part,
+                    SamplingParams(
+                        max_tokens=options.tokens - len(part), ignore_eos=True, temperature=0.0, seed=i, offset=len(part)
+                    ),
+                    f"r{i}",
+                )
+                for i, part in enumerate(parts)
+                if len(part) < options.tokens
+            )
+        )
+        resumed = iter(rest)
+        joined = [p if len(p) == options.tokens else p + next(resumed)[0].tokens for p in parts]
+        same = [a == b for a, b in zip(joined, whole, strict=True)]
+        first = [
+            next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1) for x, y in zip(joined, whole, strict=True)
+        ]
+        found["resume"] = {"cut_at": cut, "equal": sum(same), "of": len(same), "first_difference": first}
+        await engines.pool.close()
+    return found
+
+
+async def bare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """AsyncLLM alone, with the engine arguments that millrace gives it."""
+    from millrace.engines import vllm_rollout
+
+    engine = vllm_rollout.build(configuration(options, folder), str(folder / "model"))
+    llm = engine._llm
+    found: dict[str, Any] = {}
+    number = iter(range(1 << 30))
+
+    async def one(prompt: list[int], i: int, seeded: bool) -> int:
+        sampling = engine._sampling(params(options, i))
+        if not seeded:
+            sampling.seed = None
+        last: Any = None
+        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, f"b{next(number)}"):
+            last = output
+        return len(last.outputs[0].token_ids)
+
+    for name, seeded in (("seeded", True), ("unseeded", False)):
+        rates = []
+        for turn in range(options.repeats + 1):
+            asked = prompts(options, turn + 100 * seeded)
+            start = time.perf_counter()
+            drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
+            rates.append(drawn / (time.perf_counter() - start))
+        found[f"bare_{name}_tokens_per_s"] = rates[1:]
+    await engine.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="1.5b")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--arm", choices=("both", "millrace", "bare"), default="both")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="bench-vllm-"))
+    if options.arm == "bare":
+        print(json.dumps(asyncio.run(bare(options, folder))))
+        return
+    found = {"options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}}
+    found |= asyncio.run(through_millrace(options, folder))
+    if options.arm == "both":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        alone = {"CUDA_VISIBLE_DEVICES": visible[1], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        alone |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", "bare", "--folder", str(folder / "bare")]
+        (folder / "bare").mkdir()
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | alone)
+        if done.returncode:
+            raise SystemExit(done.stderr[-3000:])
+        found |= json.loads(done.stdout.strip().splitlines()[-1])
+        for name in ("seeded", "unseeded"):
+            ratio = statistics.median(found["millrace_tokens_per_s"]) / statistics.median(found[f"bare_{name}_tokens_per_s"])
+            found[f"millrace_to_bare_{name}"] = ratio
+    print(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

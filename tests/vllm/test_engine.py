@@ -1,0 +1,279 @@
+"""The vLLM engine on the CPU: conformance, exact versions, no stale KV, no stale weights, nothing served that is not proven."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from millrace import testing
+from millrace.config import Config, ModelShape
+from millrace.engines.model import load_model, write_shape
+from millrace.errors import ConfigError, SyncError, WorkerError
+from millrace.sync.collective import Sender
+from millrace.sync.vllm_receiver import VllmReceiver
+from millrace.testing import RolloutCase, joined
+from millrace.types import SamplingParams, Segment, Stop, tokens_of
+from millrace.worker import _vllm_environment
+
+pytestmark = pytest.mark.timeout(300)
+
+EOS, VOCABULARY, LENGTH = 1, 48, 256
+SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+PROMPT = [3 + i * 7 % 40 for i in range(150)]
+"""Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
+
+
+class Replica:
+    """One engine with a trainer of one rank beside it, on one event loop for all tests."""
+
+    def __init__(self, folder: Path) -> None:
+        write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
+        self.folder = folder
+        self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
+        for model in self.models.values():
+            with torch.no_grad():  # sharper than as drawn: what one model says is unlikely for another
+                model.get_parameter("model.norm.weight").mul_(4)
+        self.current = self.models[1]
+        self.config = Config.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "rollout": {
+                    "engine": "vllm",
+                    "max_num_seqs": 16,
+                    "max_prompt_length": LENGTH,
+                    "max_response_length": LENGTH,
+                    "engine_kwargs": {"worker_extension_cls": "tests.vllm.faults.FaultyExtension"},
+                },
+                "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
+                "sync": {"timeout_s": 60},
+            }
+        )
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, p.detach()) for name, p in self.current.named_parameters())
+
+    async def start(self) -> None:
+        _vllm_environment(str(self.folder))
+        from millrace.engines import vllm_rollout
+
+        self.engine = vllm_rollout.build(self.config, str(self.folder))
+        self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
+        self.sender, self.receiver = await asyncio.gather(
+            Sender.join(self, self.store, 0, self.config),
+            VllmReceiver.join(self.engine, self.store, address, 0, tree, self.config),
+        )
+
+    async def transfer(self, version: int, seed: int) -> None:
+        self.current = self.models[seed]
+        send = asyncio.to_thread(asyncio.run, self.sender.transfer(version))
+        sent, received = await asyncio.gather(send, self.receiver.transfer(version))
+        assert sent.bytes == received.bytes > 0
+
+    async def publish(self, version: int, seed: int) -> float:
+        await self.transfer(version, seed)
+        return await self.receiver.activate(version)
+
+    def log_probs(self, seed: int, prompt: list[int], tokens: Any, temperature: float = 1.0) -> torch.Tensor:
+        """log p(token) under a model, by one whole forward pass."""
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.inference_mode():
+            logits = self.models[seed](ids).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        made = Replica(tmp_path_factory.mktemp("model"))
+        runner.run(made.start())
+        runner.run(made.publish(0, 1))
+        yield made
+        runner.run(made.engine.close())
+
+
+def gap(replica: Replica, seed: int, prompt: list[int], segments: tuple[Segment, ...], temperature: float = 1.0) -> list[float]:
+    """For each segment: its log-probs' largest distance from the model's."""
+    tokens = joined(segments)
+    exact = replica.log_probs(seed, prompt, tokens, temperature)
+    ends, at = [], 0
+    for segment in segments:
+        said = torch.tensor(segment.log_probs)
+        ends.append(float((said - exact[at : at + len(said)]).abs().max()))
+        at += len(said)
+    return ends
+
+
+def test_conformance(replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port's own suite. Sampled responses are resumed in another random stream: vLLM's V1 runner cannot enter one midway."""
+
+    async def keep_open() -> None:
+        """Every check of the suite closes the engine that it was given: here they share one."""
+
+    async def make() -> Any:
+        return replica.engine
+
+    monkeypatch.setattr(replica.engine, "close", keep_open)
+    runner.run(testing.check_rollout_engine(make, RolloutCase(exact_resume=False, length=200)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_sampling_temperature(replica: Replica, runner: asyncio.Runner, temperature: float) -> None:
+    runner.run(replica.publish(1, 1))
+    params = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, seed=3)
+    segments = runner.run(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+    assert gap(replica, 1, PROMPT, segments, temperature)[0] < 1e-4
+    if temperature != 1:
+        assert gap(replica, 1, PROMPT, segments, 1.0)[0] > 0.05
+
+
+def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Runner) -> None:
+    """A to B to A: log-probs are the model's of the version, though prompt and prefix cache stay."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5)
+    for version, seed in ((10, 1), (11, 2), (12, 1), (13, 3)):
+        paused = runner.run(replica.publish(version, seed))
+        assert 0 < paused < 10
+        for _ in range(2):  # the second finds the first one's prefix
+            segments = runner.run(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+            assert [s.version for s in segments] == [version]
+            assert gap(replica, seed, PROMPT, segments)[0] < 1e-4
+
+
+def test_linear_weights_are_not_packed_away(replica: Replica, runner: asyncio.Runner) -> None:
+    assert runner.run(replica.engine.call_workers("linear_weights"))[0] > 10_000
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
+    replica: Replica, runner: asyncio.Runner, kv: str
+) -> None:
+    async def main() -> list[tuple[Segment, ...]]:
+        await replica.publish(20, 1)
+        replica.engine._recompute = kv == "recompute"
+        params = [SamplingParams(max_tokens=200, ignore_eos=True, seed=i) for i in range(24)]  # 16 run, 8 wait
+        tasks = [
+            asyncio.create_task(replica.engine.generate(tokens_of(PROMPT[: 20 + i]), p, str(i))) for i, p in enumerate(params)
+        ]
+        await testing._drawing(replica.engine, 300, RolloutCase())
+        await replica.transfer(21, 2)
+        await replica.receiver.activate(21)
+        replica.engine._recompute = False
+        return list(await asyncio.gather(*tasks))
+
+    results = runner.run(main())
+    swapped = 0
+    for i, segments in enumerate(results):
+        assert len(joined(segments)) == 200 and segments[-1].stop is Stop.LENGTH
+        assert [s.version for s in segments] in ([20], [20, 21], [21])
+        prompt, tokens = PROMPT[: 20 + i], joined(segments)
+        by_model = {seed: replica.log_probs(seed, prompt, tokens) for seed in (1, 2)}
+        at = 0
+        for segment in segments:
+            said = torch.tensor(segment.log_probs)
+            here = slice(at, at + len(said))
+            at += len(said)
+            if segment.version == 20:
+                assert (said - by_model[1][here]).abs().max() < 1e-4
+            elif kv == "recompute" or len(segments) == 1:
+                # Read again whole, or never read before: the new model's numbers. A first token off by one would be the old's.
+                assert (said - by_model[2][here]).abs().max() < 1e-4
+            else:
+                assert (said - by_model[1][here]).abs().max() > 0.1
+        swapped += len(segments) > 1
+    assert swapped >= 8, f"only {swapped} responses were under way at the swap"
+
+
+def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, runner: asyncio.Runner) -> None:
+    runner.run(replica.publish(30, 1))
+    engine, honest = replica.engine, replica.engine._decode
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    engine._decode = lambda tokens: "".join(letters[t] for t in tokens)
+    try:
+        free = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
+        whole = joined(runner.run(engine.generate(tokens_of(PROMPT), free, "s")))
+        text = engine._decode(whole)
+        stop = text[20:22]
+        end = text.index(stop) + 2
+        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0, stop=(stop, "never said"))
+        (segment,) = runner.run(engine.generate(tokens_of(PROMPT), params, "s"))
+        assert segment.stop is Stop.STRING and segment.tokens == whole[:end]
+    finally:
+        engine._decode = honest
+
+
+def test_a_bit_that_flips_after_staging_is_never_served(replica: Replica, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        await replica.transfer(40, 2)
+        await replica.engine.call_workers("flip_staged_bit", "model.layers.1.mlp.down_proj.weight")
+        served = replica.engine.version
+        # What is loaded is what is staged: the sums were taken when it arrived.
+        with pytest.raises(
+            SyncError, match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj"
+        ):
+            await replica.receiver.activate(40)
+        assert replica.engine.version == served, "a version that is not proven is not called live"
+        await replica.publish(41, 2)
+
+    runner.run(main())
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(replica: Replica, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        await replica.publish(50, 1)
+        await replica.transfer(51, 3)
+        await replica.engine.call_workers("load_nothing", 1)
+        with pytest.raises(SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"):
+            await replica.receiver.activate(51)
+        await replica.publish(52, 3)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        assert gap(replica, 3, PROMPT, await replica.engine.generate(tokens_of(PROMPT), params, "s"))[0] < 1e-4
+
+    runner.run(main())
+
+
+def test_a_version_that_was_not_received_is_refused(replica: Replica, runner: asyncio.Runner) -> None:
+    with pytest.raises(SyncError, match="told to serve version 99, but holds"):
+        runner.run(replica.receiver.activate(99))
+
+
+def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(
+            replica.engine.generate(tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s")
+        )
+        await testing._drawing(replica.engine, 2, RolloutCase())
+        with pytest.raises(WorkerError, match=r"sleep\(\) with 1 requests under way"):
+            await replica.engine.sleep()
+        await task
+        await replica.engine.sleep()
+        with pytest.raises(WorkerError, match="asleep"):
+            await replica.engine.generate(tokens_of([3]), SamplingParams(max_tokens=2), "s")
+        await replica.engine.wake()
+
+    runner.run(main())
+
+
+def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path: Path) -> None:
+    from millrace.engines import vllm_rollout
+
+    wrong = replica.config.model_copy(
+        update={"rollout": replica.config.rollout.model_copy(update={"engine_kwargs": {"max_model_length": 4}})}
+    )
+    with pytest.raises(ConfigError, match=r"max_model_length.*max_model_len"):
+        vllm_rollout.build(wrong, str(replica.folder))
+    write_shape(tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY)
+    with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
+        vllm_rollout.build(replica.config, str(tmp_path))
