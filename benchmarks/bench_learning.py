@@ -144,29 +144,18 @@ def table_of_recipes(runs: list[Run]) -> str:
     return "\n".join(rows)
 
 
-def verdict(curves: list[list[float]]) -> str:
-    """In words: what the mean curve does."""
-    mean = [statistics.mean(points) for points in zip(*curves, strict=True)]
-    best, final = max(mean), mean[-1]
-    if final <= mean[0] + 0.05:
-        return "unlearns"
-    if final < best - 0.03:
-        return "falls back"
-    late = final - mean[3 * len(mean) // 4]
-    return "keeps learning" if late >= 0 else "stands still"
-
-
 def table_of_stale(runs: list[Run]) -> str:
-    rows = ["| 8 versions old | measured staleness | final: mean ± std (min to max) | best point of the mean curve | it |"]
+    rows = ["| 8 versions old | measured staleness | final: mean ± std (min to max) | deepest fall of the mean curve | it |"]
     rows.append("|---|--:|--:|--:|---|")
     for name in STALE:
         found = of(runs, part="stale", name=name)
         if not found:
             continue
-        curves = [[y for _, y in run["curve"]] for run in found]
-        best = max(statistics.mean(points) for points in zip(*curves, strict=True))
+        mean = [statistics.mean(points) for points in zip(*([y for _, y in run["curve"]] for run in found), strict=True)]
+        fall = max(before - min(mean[i:]) for i, before in enumerate(mean))
+        verdict = "does not learn" if mean[-1] < mean[0] + 0.1 else "keeps learning" if fall < 0.05 else "falls back, then learns"
         stale = statistics.mean(run["staleness"] for run in found)
-        rows.append(f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {best:.3f} | {verdict(curves)} |")
+        rows.append(f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {fall:.3f} | {verdict} |")
     return "\n".join(rows)
 
 
