@@ -180,8 +180,8 @@ class FsdpTrainEngine:
         """
         dtype = DTYPES[self.config.model.dtype]
         for name, parameter in self.policy.model.named_parameters():
-            weight = parameter.detach()
-            yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
+            weight = parameter.detach().to(dtype)  # before it is gathered: half the bytes
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     async def sleep(self) -> None:
         """On a GPU: weights and optimizer state to the host. On a CPU there is nothing to give back."""

@@ -151,9 +151,9 @@ class VllmRolloutEngine:
         try:
             while not all(self._known(r) for r in self._live.values()):  # noqa: ASYNC110 (vLLM has no event for it)
                 await asyncio.sleep(0)
-            start = perf_counter()
             # Not pause_generation: it sleeps for 20 ms so that outputs may arrive. Here they are waited for.
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+            start = perf_counter()  # until now the steps that had begun went on
             await self._settle()
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ALIGN = 16  # bytes: every dtype can be viewed at every tensor's offset
-_CHUNK = 1 << 22
+_LANES = 32
+ALIGN = 4 * _LANES * _LANES
+"""Bytes: every tensor begins with a block of 32 x 32 words, so that the sums of a whole bucket are a few kernels."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: what its bits are read as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,27 @@ class Bucket:
             for s, o in zip(self.specs, self.offsets, strict=True)
         }
 
+    def checksums(self, buffer: Tensor) -> Tensor:
+        """int64 [tensors, 2] on the buffer's device: each tensor's `checksum`. Bytes between tensors must be 0."""
+        owner, number = _blocks(self._counts, buffer.device)
+        sums = torch.zeros(len(self.specs), 2, dtype=torch.int64, device=buffer.device)
+        return sums.index_add_(0, owner, _block_sums(buffer, number)) if len(owner) else sums
+
+    def bit_sums(self, buffer: Tensor) -> Tensor:
+        """int64 [tensors] on the buffer's device: each tensor's `proof.bit_sum`. Bytes between tensors must be 0."""
+        owner, _ = _blocks(self._counts, buffer.device)
+        sums = torch.zeros(len(self.specs), dtype=torch.int64, device=buffer.device)
+        sizes = [getattr(torch, s.dtype).itemsize for s in self.specs]
+        for size in sorted(set(sizes)) if len(owner) else ():
+            blocks = buffer.view(INTEGERS[size]).view(-1, ALIGN // size).sum(1, dtype=torch.int64)
+            mine = torch.tensor([s == size for s in sizes], device=buffer.device)
+            sums += torch.where(mine, torch.zeros_like(sums).index_add_(0, owner, blocks), 0)
+        return sums
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(-(-s.num_bytes // ALIGN) for s in self.specs)
+
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
     """The specs of live tensors, in their own order."""
@@ -66,19 +91,36 @@ def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [2] on the tensor's device: the sum of its bits as 32-bit words, and their position-weighted sum.
+    """int64 [2] on the tensor's device: the sum of its bits as 32-bit words, and their position-weighted sum (from 1).
 
     A flipped bit changes the first. Two words swapped change the second: (a - b)(i - j) is no multiple of 2^64, modulo which
     both are taken.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if rest := data.numel() % 4:
-        data = torch.cat([data, data.new_zeros(4 - rest)])
-    words = data.view(torch.int32)
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=words.device).add_(1)
-        total[0] += chunk.sum()
-        total[1] += chunk.mul_(weights).sum()
-    return total
+    if rest := data.numel() % ALIGN:
+        data = torch.cat([data, data.new_zeros(ALIGN - rest)])
+    number = torch.arange(data.numel() // ALIGN, device=data.device)
+    return _block_sums(data, number).sum(0)
+
+
+def _block_sums(data: Tensor, number: Tensor) -> Tensor:
+    """int64 [blocks, 2]: plain and position-weighted sums of each block, which is the `number`-th of its tensor.
+
+    Word r, c of a block has weight 32 r + c + 1 + 1024 number: sums along r and along c are all it takes, so the words are read
+    twice and nothing of their size is written.
+    """
+    words = data.view(torch.int32).view(-1, _LANES, _LANES)
+    lane = torch.arange(_LANES, device=data.device)
+    rows, columns = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
+    plain = rows.sum(1)
+    weighted = (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1) + plain * number * _LANES**2
+    return torch.stack([plain, weighted], 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each block of a bucket: the index of its tensor, and its number in that tensor."""
+    each = torch.tensor(counts, dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), each)
+    number = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]
+    return owner.to(device), number.to(device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from millrace.sync.buckets import Bucket, Spec, checksum, plan, specs_of
 from millrace.types import PolicyVersion
 
 _PLAN = "millrace/sync/plan"
+_IN_FLIGHT = 3  # buckets
 
 
 class WeightSource(Protocol):
@@ -48,7 +50,6 @@ class Sender:
         self._buckets = buckets
         self._rank = rank
         self._world_size = world_size
-        self._num_tensors = sum(len(b.specs) for b in buckets)
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
@@ -64,30 +65,31 @@ class Sender:
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send the current weights as `version`."""
         start = time.perf_counter()
-        sums = None
         weights = self._source.full_weights()
-        index, sent = 0, 0
+        sums, under_way, sent = [], deque[tuple[Any, Tensor]](), 0
         for k, bucket in enumerate(self._buckets):
             mine = k % self._world_size == self._rank
-            buffer, views = None, {}
+            buffer = torch.zeros(bucket.num_bytes if mine else 0, dtype=torch.uint8, device=self._wire)
+            views = bucket.views(buffer) if mine else {}
             for spec in bucket.specs:
                 name, tensor = next(weights)
                 if name != spec.name:
                     raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
-                if sums is None:
-                    sums = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=self._wire)
                 if mine:
-                    if buffer is None:
-                        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._wire)
-                        views = bucket.views(buffer)
                     views[name].copy_(tensor)
-                    sums[index] = checksum(views[name])
-                index += 1
-            if buffer is not None:
-                _broadcast(self._group, buffer)
+            if mine:
+                sums.append(bucket.checksums(buffer))
+                # The next bucket is packed while this one is on its way.
+                under_way.append((_start_broadcast(self._group, buffer), buffer))
                 sent += bucket.num_bytes
-        if sums is not None:
-            _broadcast(self._group, sums)
+                if len(under_way) > _IN_FLIGHT:
+                    _finish(under_way.popleft()[0])
+            else:
+                sums.append(torch.zeros(len(bucket.specs), 2, dtype=torch.int64, device=self._wire))
+        while under_way:
+            _finish(under_way.popleft()[0])
+        if sums:
+            _broadcast(self._group, torch.cat(sums))
         return TransferReport(sent, time.perf_counter() - start)
 
 
@@ -98,7 +100,11 @@ class Inbox:
     """
 
     def __init__(self, groups: list[Any], buckets: list[Bucket], wire: torch.device, replica: int) -> None:
-        self.staged: dict[str, Tensor] = {}
+        self.buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=wire) for b in buckets]
+        self.staged = {
+            name: view for b, buffer in zip(buckets, self.buffers, strict=True) for name, view in b.views(buffer).items()
+        }
+        """Views into the buffers: what `swap` reads."""
         self.version: PolicyVersion | None = None
         self._groups = groups
         self._buckets = buckets
@@ -118,42 +124,43 @@ class Inbox:
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
         self.version = None
-        received = 0
+        received, own = 0, []
         for k, bucket in enumerate(self._buckets):
-            buffer = self._staging(bucket)
+            buffer = self.buffers[k]
             _broadcast(self._groups[k % len(self._groups)], buffer)
+            own.append(bucket.checksums(buffer))
             received += bucket.num_bytes
-        total: Tensor | None = None
-        for group in self._groups:
-            sums = torch.zeros(sum(len(b.specs) for b in self._buckets), 2, dtype=torch.int64, device=self._wire)
-            _broadcast(group, sums)
-            total = sums if total is None else total + sums
-        self._sums = total
-        self.prove(self.staged, version, "received")
+        if own:
+            told = []
+            for group in self._groups:
+                told.append(torch.zeros_like(torch.cat(own)))
+                _broadcast(group, told[-1])
+            self._sums = torch.stack(told).sum(0)
+            self._compare(torch.cat(own), version, "received")
         self.version = version
         return received
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
         """Raise SyncError for the first tensor whose checksum is not the sender's."""
+        own = torch.stack([checksum(tensors[spec.name]) for bucket in self._buckets for spec in bucket.specs])
+        self._compare(own.to(self._wire), version, what)
+
+    def bit_sums(self) -> dict[str, int]:
+        """`proof.bit_sum` of every staged tensor, by name."""
+        sums: list[int] = torch.cat([b.bit_sums(buffer) for b, buffer in zip(self._buckets, self.buffers, strict=True)]).tolist()
+        return dict(zip(self.staged, sums, strict=True))
+
+    def _compare(self, own: Tensor, version: PolicyVersion, what: str) -> None:
         if self._sums is None:
             raise SyncError(f"replica {self._replica} has no checksums of version {version}")
-        names = [spec.name for bucket in self._buckets for spec in bucket.specs]
-        own = torch.stack([checksum(tensors[name]) for name in names]).to(self._wire)
         wrong = (own != self._sums).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             self.version = None
+            names = list(self.staged)
             raise SyncError(
                 f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {names[wrong[0]]}"
                 f"{f' and {len(wrong) - 1} more tensors' if len(wrong) > 1 else ''} differ in checksum; it must not serve them"
             )
-
-    def _staging(self, bucket: Bucket) -> Tensor:
-        """The bucket's own buffer, made once: views into it are what `swap` reads."""
-        first = bucket.specs[0].name
-        if first not in self.staged:
-            self.staged |= bucket.views(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._wire))
-        whole = self.staged[first]
-        return torch.empty(0, dtype=torch.uint8, device=self._wire).set_(whole.untyped_storage())
 
 
 class Receiver:
@@ -211,13 +218,28 @@ def _group(store: Any, device: torch.device, sender: int, rank: int, size: int, 
     return dist.ProcessGroupGloo(own, rank, size, timeout)
 
 
-def _broadcast(group: Any, tensor: Tensor) -> None:
+def _start_broadcast(group: Any, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
-        group.broadcast([tensor], options).wait()
+        return group.broadcast([tensor], options)
     except RuntimeError as error:
-        raise SyncError(f"a weight transfer broke off: {error}") from error
+        raise _broken_off(error) from error
+
+
+def _finish(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _broken_off(error) from error
+
+
+def _broken_off(error: RuntimeError) -> SyncError:
+    return SyncError(f"a weight transfer broke off: {error}")
+
+
+def _broadcast(group: Any, tensor: Tensor) -> None:
+    _finish(_start_broadcast(group, tensor))
 
 
 def _compare(told: list[Spec], own: list[Spec], replica: int) -> None:

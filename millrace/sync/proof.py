@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from millrace.sync.buckets import INTEGERS
+
 _WRAP = 1 << 64
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
     """int64 scalar on the tensor's device: the sum of its elements' bits, read as integers, modulo 2^64. Zeros add nothing."""
-    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

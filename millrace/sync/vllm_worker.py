@@ -31,6 +31,7 @@ from millrace.sync.collective import Inbox, told_specs
 from millrace.sync.proof import bit_sums
 
 BACKEND = "millrace"
+_SWITCH_S = 0.0005
 
 
 @dataclass
@@ -75,16 +76,20 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         work.start()
 
     def _stage(self, version: int, key: str) -> None:
-        start = time.perf_counter()
+        start, interval = time.perf_counter(), sys.getswitchinterval()
+        # Every kernel that is launched here waits for the thread that decodes to let go of the interpreter.
+        sys.setswitchinterval(_SWITCH_S)
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self.device)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 received = self.inbox.receive(version)
-                self.sent_sums = bit_sums(self.inbox.staged)  # copied to the host: what was staged is there
+                self.sent_sums = self.inbox.bit_sums()  # copied to the host: what was staged is there
             report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
         except Exception as error:  # noqa: BLE001 - a thread's end: the failure travels to whoever waits for the report
             report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
+        finally:
+            sys.setswitchinterval(interval)
         self._store.set(key, json.dumps(report))
 
     def start_weight_update(self) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.sync.buckets import ALIGN, Spec, checksum, plan, specs_of
+from millrace.sync.proof import bit_sums
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int8", "int64"]
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -53,6 +54,26 @@ def test_what_is_written_through_the_views_is_read_from_the_bytes(specs: list[Sp
             found = arrived[spec.name]
             assert tuple(found.shape) == spec.shape and str(found.dtype) == f"torch.{spec.dtype}"
             assert torch.equal(found, values(spec, i))
+
+
+@settings(deadline=None)
+@given(models, st.integers(1, 20_000))
+def test_sums_of_a_bucket_are_those_of_its_tensors(specs: list[Spec], limit: int) -> None:
+    for bucket in plan(specs, limit):
+        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        views = bucket.views(buffer)
+        for i, view in enumerate(views.values()):
+            view.copy_(values(bucket.specs[i], i))
+        assert torch.equal(bucket.checksums(buffer), torch.stack([checksum(v) for v in views.values()]))
+        assert bucket.bit_sums(buffer).tolist() == list(bit_sums(views).values())
+
+
+@pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
+def test_a_checksum_is_the_sum_of_words_and_of_words_by_position(length: int) -> None:
+    words = torch.randint(-(2**31), 2**31, (length,), dtype=torch.int64, generator=torch.Generator().manual_seed(length))
+    expected = [sum(words.tolist()), sum(w * (i + 1) for i, w in enumerate(words.tolist()))]
+    found = checksum(words.to(torch.int32)).tolist()
+    assert [(a - b) % 2**64 for a, b in zip(found, expected, strict=True)] == [0, 0]
 
 
 def test_specs_are_those_of_the_live_tensors() -> None:

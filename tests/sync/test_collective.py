@@ -18,7 +18,7 @@ from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync import collective
-from millrace.sync.buckets import specs_of
+from millrace.sync.buckets import ALIGN, specs_of
 from millrace.sync.collective import Receiver, Sender
 
 TRAINERS, REPLICAS = 2, 2
@@ -147,7 +147,7 @@ def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> N
                 paused = await f.activate(version)
                 assert all(equal(h.live, new) and h.version == version for h in f.holders)
                 size = sum(t.numel() * t.element_size() for t in new.values())
-                assert all(size <= r.bytes < size + 16 * len(new) for r in received)
+                assert all(size <= r.bytes < size + ALIGN * len(new) for r in received)
                 assert sum(s.bytes for s in sent) == received[0].bytes and min(s.bytes for s in sent) > 0, "ranks share the work"
                 assert all(r.seconds > 0 for r in [*sent, *received])
                 assert all(0 < p < 5 for p in paused)
@@ -189,18 +189,18 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
 
 def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's checksums are of what it meant to send: one bit of one bucket is flipped after they are taken."""
-    honest = collective._broadcast
+    honest = collective._start_broadcast
 
-    def flips(group: Any, tensor: Tensor) -> None:
+    def flips(group: Any, tensor: Tensor) -> Any:
         if group is broken and tensor.dtype == torch.uint8:
             tensor[1000] ^= 4
-        honest(group, tensor)
+        return honest(group, tensor)
 
     async def main() -> None:
         nonlocal broken
         async with fleet() as f:
             broken = f.senders[1]._group
-            monkeypatch.setattr(collective, "_broadcast", flips)
+            monkeypatch.setattr(collective, "_start_broadcast", flips)
             with pytest.raises(SyncError, match=r"replica \d: received weights of version 4 are not the trainer's: layer\.0\.w"):
                 await f.transfer(4)
             for i, receiver in enumerate(f.receivers):
