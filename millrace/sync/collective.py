@@ -124,12 +124,12 @@ class Inbox:
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
         self.version = None
-        received, own = 0, []
-        for k, bucket in enumerate(self._buckets):
-            buffer = self.buffers[k]
-            _broadcast(self._groups[k % len(self._groups)], buffer)
+        # All at once: the sums of one bucket are taken while the next ones arrive.
+        works = [_start_broadcast(self._groups[k % len(self._groups)], buffer) for k, buffer in enumerate(self.buffers)]
+        own = []
+        for work, bucket, buffer in zip(works, self._buckets, self.buffers, strict=True):
+            _finish(work)
             own.append(bucket.checksums(buffer))
-            received += bucket.num_bytes
         if own:
             told = []
             for group in self._groups:
@@ -138,7 +138,7 @@ class Inbox:
             self._sums = torch.stack(told).sum(0)
             self._compare(torch.cat(own), version, "received")
         self.version = version
-        return received
+        return sum(bucket.num_bytes for bucket in self._buckets)
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
         """Raise SyncError for the first tensor whose checksum is not the sender's."""
