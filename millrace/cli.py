@@ -122,6 +122,61 @@ def evaluate(
     _report(json_, result, "  ".join(f"{name} {value:.3f}" for name, value in result["val"].items()))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure modes, and the weight sync, of a recipe on these devices.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command(name="sync")
+def bench_sync(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Syncs of an idle and of a busy engine.")] = 5,
+    json_: Json = False,
+) -> None:
+    """What a weight sync costs: bytes, transfer, pause, and the share of what the link can carry."""
+    config = _configure(path, overrides, json_, False, False)
+    from millrace.bench.sync import bench_sync as work
+
+    found = _run(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
+    lines = [f"{found['bytes'] / 1e9:.3f} GB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.1f} GB/s"]
+    for load in ("idle", "busy"):
+        f = found[load]
+        lines.append(
+            f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.1f} GB/s, {f['share_of_link']:.0%} of the link), "
+            f"pause {f['pause_s'] * 1e3:.1f} ms"
+        )
+    _report(json_, found, "\n".join(lines))
+
+
+@bench.command(name="modes")
+def bench_modes(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    modes: Annotated[str, typer.Option(help="Modes, with commas between.")] = "colocate_sync,one_step_off,async_partial",
+    splits: Annotated[str, typer.Option(help="Devices that train + devices that roll out, with commas between.")] = "1+1",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")] = 1,
+    skip: Annotated[int, typer.Option(min=0, help="First versions of a run that are in no rate.")] = 1,
+    folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path("runs/bench-modes"),
+    json_: Json = False,
+) -> None:
+    """Modes and splits of the same devices on the same samples, in one run. rollout.drawn_lengths makes workloads without weights."""
+    _configure(path, overrides, json_, False, False)
+    from millrace.bench import modes as work
+    from millrace.errors import bad_value
+
+    assert path is not None
+    if folder.exists():
+        raise bad_value("--folder", str(folder), "is there already", "another folder, or delete it")
+    arms = work.arms_of(modes.split(","), splits.split(","))
+
+    def run(progress: Progress) -> Coroutine[Any, Any, list[dict[str, Any]]]:
+        return work.bench_modes(path, overrides or [], arms, folder, progress, skip=skip, repeats=repeats)
+
+    figures = _run(json_, path.stem, "bench modes", run, lambda: False)
+    (folder / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in figures))
+    _report(json_, {"folder": str(folder), "runs": figures}, work.table(figures))
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest one")],

@@ -56,6 +56,8 @@ class TrainerConfig(Section):
     """Most passes over the training data; 0 sets no limit (rollout.total_rollout_steps does)."""
     save_freq: int = Field(0, ge=0)
     """Versions between two checkpoints; 0 saves at the end alone. A run that is told to stop always saves."""
+    save_last: bool = True
+    """Save a checkpoint when the run is complete. Without it there is nothing to export: for benchmarks."""
     test_freq: int = Field(0, ge=0)
     """Versions between two validations; 0 validates on the final weights alone. rollout.test_freq says the same."""
     val_before_train: bool = True
@@ -85,6 +87,16 @@ class ValidationConfig(Section):
     """Nucleus of validation."""
     greedy: bool = True
     """Also draw one greedy response for each problem, reported as val/<data_source>/greedy."""
+
+
+class DrawnLengthsConfig(Section):
+    enable: bool = False
+    """Workloads without weights: each response ends at a length drawn from a log-normal distribution, whatever the model says,
+    and rollout.max_response_length cuts it. Training only; the same lengths in every mode."""
+    median: float = Field(0.0, ge=0)
+    """Tokens."""
+    sigma: float = Field(1.0, ge=0)
+    """Standard deviation of the lengths' natural logarithm: 0 makes all alike, 1 has 5 % over five medians."""
 
 
 class RolloutConfig(Section):
@@ -129,6 +141,8 @@ class RolloutConfig(Section):
     """Strings that end a response, beside the end-of-sequence token."""
     ignore_eos: bool = False
     """Decode to the length limit whatever is drawn: for workloads with set lengths."""
+    drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
+    """Responses of lengths drawn from a distribution."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """KV caches of running requests when on_sync=swap changes the weights: kept, or read again with the new weights."""
     val_kwargs: ValidationConfig = ValidationConfig()

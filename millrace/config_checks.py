@@ -64,6 +64,15 @@ def _check_lengths(c: Config) -> None:
             f"actor.ppo_max_token_len_per_gpu={longest} or more, or shorter lengths",
         )
 
+    drawn = c.rollout.drawn_lengths
+    if drawn.enable and not 1 <= drawn.median <= c.rollout.max_response_length:
+        raise bad_value(
+            "rollout.drawn_lengths.median",
+            drawn.median,
+            f"half of the responses are longer, and none may be over rollout.max_response_length = {c.rollout.max_response_length}",
+            f"rollout.drawn_lengths.median={max(1, c.rollout.max_response_length // 8)}",
+        )
+
 
 def _check_batches(c: Config) -> None:
     a, batch = c.async_training, c.data.train_batch_size

@@ -30,6 +30,7 @@ from millrace.pipeline.validation import Result, Validator
 from millrace.problems import Problems
 from millrace.rewards.pool import RewardPool
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run_dir import RunDir, open_eval_dir, open_run_dir
@@ -187,6 +188,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
         c.trainer.seed,
         overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor) if overlong.enable else None,
         greedy_baseline=c.algorithm.adv_estimator == "remax",
+        lengths=drawn_lengths(c),
     )
     sampling = DynamicSampling(groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window)
     return Rollouter(
@@ -197,6 +199,12 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
         max_error_share=c.reward.max_error_share,
         dynamic_sampling=sampling if groups.enable else None,
     )
+
+
+def drawn_lengths(config: Config) -> DrawnLengths | None:
+    """The distribution of response lengths, where the configuration sets one."""
+    drawn = config.rollout.drawn_lengths
+    return DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length) if drawn.enable else None
 
 
 def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
@@ -252,7 +260,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             seconds = clock() - start
             if complete:
                 await record.validated()
-                await trainer.stop()
+                if trainer_config.save_last:
+                    await trainer.stop()
                 stop.detach()
                 s.progress.phase("validating the final weights")
                 await record.validate_now(ledger.version)

@@ -83,6 +83,12 @@ class TrainWorker(Worker):
         resolved = Config.model_validate(config)
         self.sender = await Sender.join(self.engine, self._meet(address), rank, resolved)
 
+    async def matmul_rate(self) -> float:
+        """Multiplications and additions a second of this rank's device, in the dtype that it trains in."""
+        from millrace.engines.device import matmul_rate
+
+        return matmul_rate(self.config)
+
 
 class RolloutWorker(Worker):
     """One replica of a rollout engine, and its end of the weight sync."""

@@ -42,9 +42,10 @@ ALLOWED: dict[str, set[str]] = {
         *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),
     },
     "summary": {"launch", "pipeline"},
+    "bench": {"config", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
     "checkup": set(),
     "testing": {"ports"},
-    "cli": {"recipe", "config", "launch", "summary", "observe", "pipeline", "problems", "exporting", "checkup"},
+    "cli": {"recipe", "config", "launch", "summary", "bench", "observe", "pipeline", "problems", "exporting", "checkup"},
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from millrace.config import Config
+from millrace.engines.model import DTYPES
 
 
 def pick(config: Config) -> torch.device:
@@ -35,3 +37,22 @@ def prepare(config: Config) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def matmul_rate(config: Config) -> float:
+    """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
+    device = pick(config)
+    size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
+    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[config.model.dtype]) for _ in range(2))
+    best = 0.0
+    for _ in range(3):
+        _ = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(turns):
+            _ = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 * turns / (time.perf_counter() - start))
+    return best

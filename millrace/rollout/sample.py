@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from millrace.errors import RewardError
 from millrace.ports import Environment, RewardFunction
 from millrace.rollout.episode import Draw, request_seed, run_episode
+from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
@@ -29,6 +30,8 @@ class SampleRoller:
     """Added to every score."""
     greedy_baseline: bool = False
     """Draw one more response, at temperature 0."""
+    lengths: DrawnLengths | None = None
+    """Where every response ends, whatever is drawn."""
 
     @property
     def num_responses(self) -> int:
@@ -83,6 +86,8 @@ class SampleRoller:
 
     def _params(self, prompt: Prompt, i: int) -> SamplingParams:
         params = replace(self.params, seed=request_seed(self.seed, prompt.index, i))
+        if self.lengths is not None:
+            params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
         return params if i < self.n else replace(params, temperature=0.0)
 
     async def _scored(self, prompt: Prompt, finished: Trajectory) -> Trajectory:

@@ -59,6 +59,10 @@ class RemoteTrainEngine:
         """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
         await all_of(self.peers, "begin", (phase, horizon))
 
+    async def matmul_rates(self) -> list[float]:
+        """Each rank's device: multiplications and additions a second of one large matmul."""
+        return await all_of(self.peers, "matmul_rate", (), float)
+
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]
         return values
@@ -99,6 +103,18 @@ class RemoteWeightSync:
             all_of(self._replicas, "receiver.transfer", (version,), TransferReport),
         )
         return TransferReport(received[0].bytes, max(r.seconds for r in [*sent, *received]))
+
+    async def link(self) -> TransferReport:
+        """The bytes of a transfer, and the seconds of sending them with nothing around it."""
+        sent, received = await asyncio.gather(
+            all_of(self._trainers, "sender.link", (), TransferReport), all_of(self._replicas, "receiver.link", (), TransferReport)
+        )
+        return TransferReport(received[0].bytes, max(r.seconds for r in sent))
+
+    async def transport(self) -> str:
+        """nccl or gloo."""
+        (name, *_) = await all_of(self._trainers, "sender.transport", (), str)
+        return str(name)
 
     async def activate(self, version: PolicyVersion) -> float:
         return max(await all_of(self._replicas, "receiver.activate", (version,), float))

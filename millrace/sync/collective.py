@@ -92,6 +92,21 @@ class Sender:
             _broadcast(self._group, torch.cat(sums))
         return TransferReport(sent, time.perf_counter() - start)
 
+    async def link(self) -> TransferReport:
+        """Send as many bytes as a transfer does, and nothing else: no gather, no packing, no sums. What the link can carry."""
+        mine = self._buckets[self._rank :: self._world_size]
+        buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in mine]
+        _wait_for_device(self._wire)
+        start = time.perf_counter()
+        for work in [_start_broadcast(self._group, buffer) for buffer in buffers]:
+            _finish(work)
+        _wait_for_device(self._wire)
+        return TransferReport(sum(b.num_bytes for b in mine), time.perf_counter() - start)
+
+    async def transport(self) -> str:
+        """The process groups' backend."""
+        return "nccl" if self._wire.type == "cuda" else "gloo"
+
 
 class Inbox:
     """What one receiving device gets: buckets staged beside the live weights, proven by the sender's checksums.
@@ -140,6 +155,14 @@ class Inbox:
         self.version = version
         return sum(bucket.num_bytes for bucket in self._buckets)
 
+    def link(self) -> int:
+        """The other end of `Sender.link`. What was staged is gone."""
+        self.version = None
+        for work in [_start_broadcast(self._groups[k % len(self._groups)], b) for k, b in enumerate(self.buffers)]:
+            _finish(work)
+        _wait_for_device(self._wire)
+        return sum(b.num_bytes for b in self._buckets)
+
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
         """Raise SyncError for the first tensor whose checksum is not the sender's."""
         own = torch.stack([checksum(tensors[spec.name]) for bucket in self._buckets for spec in bucket.specs])
@@ -185,6 +208,11 @@ class Receiver:
         received = await asyncio.to_thread(self.inbox.receive, version)
         return TransferReport(received, time.perf_counter() - start)
 
+    async def link(self) -> TransferReport:
+        """Receive as many bytes as a transfer has, and nothing else."""
+        start = time.perf_counter()
+        return TransferReport(await asyncio.to_thread(self.inbox.link), time.perf_counter() - start)
+
     async def activate(self, version: PolicyVersion) -> float:
         """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
         if self.inbox.version != version:
@@ -216,6 +244,11 @@ def _group(store: Any, device: torch.device, sender: int, rank: int, size: int, 
         options._timeout = timeout
         return dist.ProcessGroupNCCL(own, rank, size, options)
     return dist.ProcessGroupGloo(own, rank, size, timeout)
+
+
+def _wait_for_device(wire: torch.device) -> None:
+    if wire.type == "cuda":
+        torch.cuda.current_stream(wire).synchronize()
 
 
 def _start_broadcast(group: Any, tensor: Tensor) -> Any:

@@ -53,17 +53,27 @@ class VllmReceiver:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Receive `version` beside the live weights: the engine goes on decoding."""
+        self._version = None
+        report = await self._on_workers("stage_weights", version)
+        self._version = version
+        return report
+
+    async def link(self) -> TransferReport:
+        """Receive as many bytes as a transfer has, and nothing else."""
+        self._version = None
+        return await self._on_workers("measure_link")
+
+    async def _on_workers(self, method: str, *args: Any) -> TransferReport:
+        """Start it in a thread of every worker, and wait for their reports."""
         start = time.perf_counter()
         self._turn += 1
-        self._version = None
-        await self._engine.call_workers("stage_weights", version, self._turn)
+        await self._engine.call_workers(method, *args, self._turn)
         keys = [f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}" for shard in range(self._shards)]
         reports = [json.loads(await asyncio.to_thread(self._store.get, key)) for key in keys]
         if errors := [r["error"] for r in reports if "error" in r]:
             raise SyncError(errors[0])
         for key in keys:
             self._store.delete_key(key)
-        self._version = version
         return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
 
     async def activate(self, version: PolicyVersion) -> float:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -72,10 +73,22 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread; its report goes to the store as this turn's."""
-        work = threading.Thread(target=self._stage, args=(version, f"{self._key}/{turn}"), name="staging", daemon=True)
-        work.start()
 
-    def _stage(self, version: int, key: str) -> None:
+        def receive() -> int:
+            received = self.inbox.receive(version)
+            self.sent_sums = self.inbox.bit_sums()  # copied to the host: what was staged is there
+            return received
+
+        self._in_thread(receive, turn)
+
+    def link(self, turn: int) -> None:
+        """The other end of `Sender.link`, in a thread."""
+        self._in_thread(self.inbox.link, turn)
+
+    def _in_thread(self, work: Callable[[], int], turn: int) -> None:
+        threading.Thread(target=self._report, args=(work, f"{self._key}/{turn}"), name="staging", daemon=True).start()
+
+    def _report(self, work: Callable[[], int], key: str) -> None:
         start, interval = time.perf_counter(), sys.getswitchinterval()
         # Every kernel that is launched here waits for the thread that decodes to let go of the interpreter.
         sys.setswitchinterval(_SWITCH_S)
@@ -83,8 +96,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             if self._stream is not None:
                 torch.cuda.set_device(self.device)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                received = self.inbox.receive(version)
-                self.sent_sums = self.inbox.bit_sums()  # copied to the host: what was staged is there
+                received = work()
             report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
         except Exception as error:  # noqa: BLE001 - a thread's end: the failure travels to whoever waits for the report
             report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
@@ -123,6 +135,10 @@ class WorkerExtension:
     def stage_weights(self, version: int, turn: int) -> None:
         """Start receiving `version` beside the live weights."""
         self.weight_transfer_engine.stage(version, turn)
+
+    def measure_link(self, turn: int) -> None:
+        """Start receiving as many bytes as a transfer has."""
+        self.weight_transfer_engine.link(turn)
 
     def weight_sums(self) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
         """Bit sums of the staged and of the live weights, and which live modules are made of several."""

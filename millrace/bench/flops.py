@@ -1,0 +1,22 @@
+"""Model FLOPs of training, and the matmul rate they are held against."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def train_flops(model_folder: Path, lengths: list[int]) -> float:
+    """Multiplications and additions, forward and backward, of training on rows of `lengths` tokens: 6 for each weight that a token meets,
+    and 12 x layers x heads x head size for each pair of tokens that see each other, half of which a causal mask leaves out.
+
+    Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
+    """
+    shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
+    hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
+    head = shape.get("head_dim") or hidden // heads
+    keys = shape.get("num_key_value_heads") or heads
+    layer = hidden * head * (2 * heads + 2 * keys) + 3 * hidden * shape["intermediate_size"]
+    weights = layers * layer + hidden * shape["vocab_size"]
+    return sum(6.0 * weights * n + 6.0 * layers * heads * head * n * n for n in lengths)

@@ -1,0 +1,214 @@
+"""`millrace bench modes`: modes and splits of the same devices, on the same samples, in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from millrace import recipe
+from millrace.bench.flops import train_flops
+from millrace.config import MODES, Config
+from millrace.errors import bad_value
+from millrace.launch import Session, StopRequest, drawn_lengths, open_session, run_training
+from millrace.observe.progress import Progress
+from millrace.rollout.episode import request_seed
+from millrace.run_dir import RunDir, open_run_dir
+from millrace.schedule.ledger import Ledger
+from millrace.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One mode on one split of the devices."""
+
+    mode: str
+    trainers: int
+    rollouts: int
+
+    @property
+    def colocated(self) -> bool:
+        return MODES[self.mode]["placement"] == "colocated"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"mode={self.mode}", f"trainer.n_gpus_per_node={self.trainers}", f"rollout.n_gpus_per_node={self.rollouts}"]
+
+    def __str__(self) -> str:
+        return f"{self.mode} on {self.trainers}" if self.colocated else f"{self.mode} {self.trainers}+{self.rollouts}"
+
+
+QUIET = [
+    "sft.steps=0",
+    "trainer.val_before_train=false",
+    "rollout.test_freq=0",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.save_last=false",
+]
+QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
+
+
+def arms_of(modes: Sequence[str], splits: Sequence[str]) -> list[Arm]:
+    """Every mode on every split: TRAINERS+ROLLOUTS devices, or all of them for colocated ones. Raises ConfigError."""
+    arms: list[Arm] = []
+    for mode in modes:
+        if mode not in MODES:
+            raise bad_value("--modes", mode, "no mode", f"one of {', '.join(MODES)}")
+        for split in splits:
+            sides = split.split("+")
+            if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
+                raise bad_value("--splits", split, "devices that train, a plus, devices that roll out", "--splits 1+1")
+            t, r = map(int, sides)
+            arm = Arm(mode, t + r, t + r) if MODES[mode]["placement"] == "colocated" else Arm(mode, t, r)
+            arms += [] if arm in arms else [arm]
+    return arms
+
+
+async def bench_modes(
+    path: Path, overrides: Sequence[str], arms: Sequence[Arm], folder: Path, progress: Progress, *, skip: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
+
+    The first `skip` versions of a run, in which the pipeline fills and kernels compile, are in no figure but `seconds`.
+    """
+    engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
+    figures: list[dict[str, Any]] = []
+    for k, group in enumerate(engines.values()):
+        config = recipe.load(path, [*overrides, *QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
+        async with open_session(config, progress) as s:
+            rate = (await s.engines.train.matmul_rates())[0]
+            alone = 0.0
+            for turn in range(repeats):
+                for arm in group:
+                    own = recipe.load(path, [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"])
+                    found = await _run(replace(s, config=own, run=_folder(own, s)), progress, skip)
+                    alone = alone or await _alone(s, own)
+                    figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
+                    progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")
+    return figures
+
+
+def _engines(arm: Arm) -> tuple[bool, int, int]:
+    return arm.colocated, arm.trainers, arm.rollouts
+
+
+def _folder(config: Config, s: Session) -> RunDir:
+    run = open_run_dir(config)
+    run.model.symlink_to(s.run.model.resolve())
+    return run
+
+
+async def _run(s: Session, progress: Progress, skip: int) -> dict[str, float]:
+    """One run from the weights that the engines have, reduced to its figures."""
+    await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
+    ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
+    outcome = await run_training(s, ledger, StopRequest())
+    if s.config.schedule.colocated:
+        await s.engines.train.wake()
+    lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
+    rows = [row for row in lines if "reward/mean" in row]
+    rows = rows[skip:] if len(rows) > skip else rows
+    wall = sum(row["perf/time_per_version"] for row in rows)
+
+    def over_time(name: str) -> float:
+        return sum(row[name] * row["perf/time_per_version"] for row in rows) / wall
+
+    def seconds(part: str) -> float:
+        return sum(row.get(f"timing_s/{part}", 0.0) for row in rows) / len(rows)
+
+    samples = sum(row["train/samples"] for row in rows)
+    return {
+        "seconds": outcome.train_seconds,
+        "samples_per_s": samples / wall,
+        "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
+        "drawn_tokens_per_s": over_time("rollouter/tokens_per_s"),
+        "version_s": wall / len(rows),
+        "step_s": seconds("step"),
+        "wait_samples_s": seconds("wait_samples"),
+        "wait_rollouts_s": seconds("wait_rollouts"),
+        "switch_s": seconds("switch"),
+        "sync_transfer_s": seconds("sync_transfer"),
+        "sync_pause_s": statistics.mean(row["sync/pause_s"] for row in rows),
+        "trainer_idle": over_time("trainer/idle_ratio"),
+        "rollouter_idle": over_time("rollouter/idle_ratio"),
+        "staleness": sum(row["staleness/mean"] * row["train/samples"] for row in rows) / samples,
+        "staleness_max": max(row["staleness/max"] for row in rows),
+    }
+
+
+def _with_ceilings(
+    found: dict[str, float], arm: Arm, turn: int, s: Session, config: Config, rate: float, alone: float
+) -> dict[str, Any]:
+    """The figures, against what the devices can do."""
+    flops = train_flops(s.run.model if not config.model.path else Path(config.model.path), _lengths(s, config))
+    per_sample = flops / config.rollout.total_rollout_steps
+    stepping = found["step_s"] / found["version_s"]
+    mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
+    decoding = found["drawn_tokens_per_s"] / alone
+    names = {"arm": str(arm), "mode": arm.mode, "trainers": arm.trainers, "rollouts": arm.rollouts, "turn": turn}
+    return (
+        names
+        | found
+        | {"matmul_tflops": rate / 1e12, "mfu_in_steps": mfu, "alone_tokens_per_s": alone, "share_of_alone": decoding}
+    )
+
+
+def _lengths(s: Session, config: Config) -> list[int]:
+    """Prompt and response tokens of every trajectory of the run, where responses have drawn lengths; the limit elsewhere."""
+    drawn, n = drawn_lengths(config), config.rollout.n
+    limit = config.rollout.max_response_length
+    found = []
+    for i in range(config.rollout.total_rollout_steps):
+        prompt = len(s.problems.train[i].tokens)
+        found += [prompt + (drawn.of(request_seed(config.trainer.seed, i, k)) if drawn else limit) for k in range(n)]
+    return found
+
+
+async def _alone(s: Session, config: Config) -> float:
+    """Tokens a second of the same engines with nothing but requests: a window's, all at once, of the lengths that they have."""
+    drawn, rollout = drawn_lengths(config), config.rollout
+
+    def one(i: int, k: int) -> Any:
+        seed = request_seed(config.trainer.seed, i, k)
+        length = drawn.of(seed) if drawn else rollout.max_response_length
+        params = SamplingParams(length, rollout.temperature, seed=seed, ignore_eos=rollout.ignore_eos or drawn is not None)
+        return s.engines.pool.generate(s.problems.train[i].tokens, params, f"{i}/{k}")
+
+    if config.schedule.colocated:
+        await s.engines.train.sleep()
+    clock, before = asyncio.get_running_loop().time, (await s.engines.pool.stats()).tokens
+    start = clock()
+    await asyncio.gather(*(one(i, k) for i in range(config.schedule.capacity) for k in range(rollout.n)))
+    seconds = clock() - start
+    if config.schedule.colocated:
+        await s.engines.train.wake()
+    return ((await s.engines.pool.stats()).tokens - before) / seconds
+
+
+def table(figures: Sequence[dict[str, Any]]) -> str:
+    """Markdown: medians over repeats, fastest first; ratios against the fastest split of colocate_sync, else the slowest arm."""
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for run in figures:
+        by_arm.setdefault(run["arm"], []).append(run)
+    middle = {
+        arm: {k: statistics.median(r[k] for r in runs) for k, v in runs[0].items() if isinstance(v, float)}
+        for arm, runs in by_arm.items()
+    }
+    rates = {arm: m["samples_per_s"] for arm, m in middle.items()}
+    base = {arm: rate for arm, rate in rates.items() if by_arm[arm][0]["mode"] == "colocate_sync"}
+    baseline = max(base.values()) if base else min(rates.values())
+    head = "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s | transfer s | pause s | staleness | MFU in steps | of rollouts alone |"
+    rows = [head, "|---" + "|--:" * 11 + "|"]
+    for arm in sorted(middle, key=lambda a: -rates[a]):
+        m = middle[arm]
+        rows.append(
+            f"| {arm} | {m['samples_per_s']:.2f} | {m['samples_per_s'] / baseline:.2f} | {m['trainer_idle']:.0%} | {m['rollouter_idle']:.0%} "
+            f"| {m['version_s']:.2f} | {m['step_s']:.2f} | {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
+            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} |"
+        )
+    return "\n".join(rows)

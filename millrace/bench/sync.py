@@ -1,0 +1,92 @@
+"""`millrace bench sync`: what a weight sync costs, beside and under running rollouts, against what the link can carry."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from millrace.config import Config
+from millrace.launch import Session, open_session
+from millrace.observe.progress import Progress
+from millrace.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFigures:
+    """One sync."""
+
+    load: str
+    """idle, or busy: every decode slot was taken."""
+    bytes: int
+    transfer_s: float
+    pause_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.transfer_s / 1e9
+
+
+async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[str, Any]:
+    """Sync `repeats` times with nothing running, as often with every slot taken, and time the bare link."""
+    async with open_session(config, progress) as s:
+        await s.engines.train.begin("rl", 1)
+        await _sync(s, 0, "first")
+        link = [await s.engines.sync.link() for _ in range(3)]
+        ceiling = max(report.bytes / report.seconds for report in link)
+        transport = await s.engines.sync.transport()
+        progress.phase("syncing an idle engine")
+        idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
+        progress.phase("syncing a busy engine")
+        busy = await _under_load(s, 1 + repeats, repeats)
+    figures: dict[str, Any] = {
+        "transport": transport,
+        "bytes": idle[0].bytes,
+        "link_gb_per_s": ceiling / 1e9,
+        "syncs": [asdict(f) for f in (*idle, *busy)],
+    }
+    for load, found in (("idle", idle), ("busy", busy)):
+        figures[load] = {
+            "transfer_s": statistics.median(f.transfer_s for f in found),
+            "pause_s": statistics.median(f.pause_s for f in found),
+            "gb_per_s": statistics.median(f.gb_per_s for f in found),
+            "share_of_link": statistics.median(f.gb_per_s for f in found) * 1e9 / ceiling,
+        }
+    return figures
+
+
+async def _sync(s: Session, version: int, load: str) -> SyncFigures:
+    report = await s.engines.sync.transfer(version)
+    return SyncFigures(load, report.bytes, report.seconds, await s.engines.sync.activate(version))
+
+
+async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]:
+    """Syncs while every slot of every replica decodes responses of full length, one after the other."""
+    rollout, found = s.config.rollout, []
+    params = SamplingParams(rollout.max_response_length, rollout.temperature, ignore_eos=True)
+
+    async def draw_for_ever(slot: int) -> None:
+        prompt = s.problems.train[slot % len(s.problems.train)]
+        while True:
+            await s.engines.pool.generate(prompt.tokens, params, f"bench/{slot}")
+
+    tasks = [asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)]
+    try:
+        for k in range(repeats):
+            await _drawn(s, len(tasks))
+            found.append(await _sync(s, first + k, "busy"))
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+    return found
+
+
+async def _drawn(s: Session, tokens: int) -> None:
+    """Until the engines have drawn that many more."""
+    goal = (await s.engines.pool.stats()).tokens + tokens
+    while (await s.engines.pool.stats()).tokens < goal:  # noqa: ASYNC110 (a port has no event to wait for)
+        await asyncio.sleep(0.01)

@@ -1,0 +1,94 @@
+"""The bench commands: what they count is what there is, and they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from millrace.bench.flops import train_flops
+from millrace.bench.modes import Arm, arms_of, table
+from millrace.config import ModelShape
+from millrace.engines.model import load_model, write_shape
+from millrace.errors import ConfigError
+from tests.e2e import runs
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: int) -> None:
+    """But for half of the attention, which a causal mask leaves out and eager attention computes."""
+    shape = ModelShape(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        tie_word_embeddings=tied,
+    )
+    write_shape(tmp_path, shape, vocab_size=50)
+    model = load_model(tmp_path, seed=0, dtype="float32", attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None] % 50).logits.sum().backward()
+    attention = 6 * 3 * 4 * 8 * length**2
+    # Of the first layer's input nothing is asked but the embeddings' gradient: torch counts it whole.
+    assert train_flops(tmp_path, [length]) + attention == counter.get_total_flops()
+    assert train_flops(tmp_path, [length, length]) == 2 * train_flops(tmp_path, [length])
+
+
+def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
+    assert arms_of(["colocate_sync", "async_partial"], ["1+3", "2+2"]) == [
+        Arm("colocate_sync", 4, 4),
+        Arm("async_partial", 1, 3),
+        Arm("async_partial", 2, 2),
+    ]
+    with pytest.raises(ConfigError, match="--modes = 'fast'"):
+        arms_of(["fast"], ["1+1"])
+    for wrong in ("2", "0+2", "1+x", "1+1+1"):
+        with pytest.raises(ConfigError, match="--splits"):
+            arms_of(["async_swap"], [wrong])
+
+
+def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "bench"
+    workload = ["rollout.max_response_length=32", "rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=6"]
+    size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=64"]
+    options = ["--modes", "colocate_sync,async_partial,one_step_off", "--repeats", "2", "--folder", str(folder), "--json"]
+    done = runs.command("bench", "modes", str(runs.RECIPE), *workload, *size, *options)
+    assert done.returncode == 0, done.stderr
+    figures = runs.last_json(done.stdout)["runs"]
+    arms = [f["arm"] for f in figures]
+    assert arms == ["colocate_sync on 2"] * 2 + ["async_partial 1+1", "one_step_off 1+1"] * 2
+    for f in figures:
+        assert f["samples_per_s"] > 0 and 0 < f["mfu_in_steps"] < 1 and f["alone_tokens_per_s"] > 0
+        assert f["version_s"] >= f["step_s"] > 0
+    assert not list(folder.rglob("manifest.json"))
+    assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
+    rows = table(figures).splitlines()[2:]
+    assert len(rows) == 3 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
+    again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
+    assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
+    done = runs.command(
+        "bench",
+        "sync",
+        str(runs.RECIPE),
+        f"trainer.run_dir={tmp_path / 'run'}",
+        "trainer.n_gpus_per_node=2",
+        "--repeats",
+        "2",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    found = runs.last_json(done.stdout)
+    assert found["transport"] == "gloo" and found["link_gb_per_s"] > 0
+    assert [f["load"] for f in found["syncs"]] == ["idle", "idle", "busy", "busy"]
+    assert all(f["bytes"] == found["bytes"] > 100_000 and f["transfer_s"] > 0 and f["pause_s"] > 0 for f in found["syncs"])
+    assert 0 < found["idle"]["share_of_link"] < 1.5
