@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
@@ -27,7 +27,7 @@ from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop,
 
 try:
     import vllm
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
@@ -142,10 +142,11 @@ class VllmRolloutEngine:
         """The method of the worker extension, on every worker."""
         return list(await self._llm.collective_rpc(method, args=args))
 
-    async def swap(self, version: PolicyVersion, prove: Callable[[], Awaitable[None]]) -> float:
+    async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
         """Make the staged weights live; tokens from now on are `version`'s. Returns the seconds without decoding.
 
-        `prove` is awaited on the new weights before any token is drawn from them; what it raises leaves the engine still.
+        `prove` gets what every worker says of its new weights before any token is drawn from them; what it raises leaves the engine
+        still.
         """
         self._gate.clear()
         try:
@@ -155,10 +156,7 @@ class VllmRolloutEngine:
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
             start = perf_counter()  # until now the steps that had begun went on
             await self._settle()
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
-            await self._llm.finish_weight_update()
-            await prove()
+            prove(await self.call_workers("activate_weights", version))
             self.version = version
             await self._llm.abort(self._change_version())
             await self._llm.resume_generation()

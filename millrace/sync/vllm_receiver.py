@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from millrace.config import Config
@@ -26,8 +26,8 @@ class VllmHolder(Protocol):
         """The method's result on every worker."""
         ...
 
-    async def swap(self, version: PolicyVersion, prove: Any) -> float:
-        """Make the staged `version` live between two tokens; `prove` is awaited before the next one."""
+    async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
+        """Make the staged `version` live between two tokens; `prove` sees what workers say of it before the next one."""
         ...
 
 
@@ -82,8 +82,8 @@ class VllmReceiver:
             raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self._version}")
         return await self._engine.swap(version, self._prove)
 
-    async def _prove(self) -> None:
-        workers: Sequence[Any] = await self._engine.call_workers("weight_sums")
+    def _prove(self, workers: Sequence[Any]) -> None:
+        """Raise SyncError unless what every worker serves is what was staged."""
         sent, _, fused = workers[0]
         if wrong := not_live(sent, [live for _, live, _ in workers], fused):
             more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""

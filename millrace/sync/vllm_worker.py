@@ -131,6 +131,9 @@ class WorkerExtension:
     """Calls that millrace adds to vLLM's workers."""
 
     weight_transfer_engine: StagedWeights
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def stage_weights(self, version: int, turn: int) -> None:
         """Start receiving `version` beside the live weights."""
@@ -140,8 +143,14 @@ class WorkerExtension:
         """Start receiving as many bytes as a transfer has."""
         self.weight_transfer_engine.link(turn)
 
-    def weight_sums(self) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
-        """Bit sums of the staged and of the live weights, and which live modules are made of several."""
+    def activate_weights(self, version: int) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
+        """Make the staged `version` live, through vLLM's own calls and in one call of the driver's: each costs milliseconds of a pause.
+
+        Returns bit sums of the staged and of the live weights, and which live modules are made of several.
+        """
+        self.start_weight_update()
+        self.update_weights({"version": version})
+        self.finish_weight_update()
         engine = self.weight_transfer_engine
         return engine.sent_sums, engine.live_sums, dict(getattr(engine.model, "packed_modules_mapping", {}))
 

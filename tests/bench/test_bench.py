@@ -58,19 +58,19 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     folder = tmp_path / "bench"
     workload = ["rollout.max_response_length=32", "rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=6"]
     size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=64"]
-    options = ["--modes", "colocate_sync,async_partial,one_step_off", "--repeats", "2", "--folder", str(folder), "--json"]
+    options = ["--modes", "colocate_sync,async_partial", "--repeats", "2", "--folder", str(folder), "--json"]
     done = runs.command("bench", "modes", str(runs.RECIPE), *workload, *size, *options)
     assert done.returncode == 0, done.stderr
     figures = runs.last_json(done.stdout)["runs"]
     arms = [f["arm"] for f in figures]
-    assert arms == ["colocate_sync on 2"] * 2 + ["async_partial 1+1", "one_step_off 1+1"] * 2
+    assert arms == ["colocate_sync on 2"] * 2 + ["async_partial 1+1"] * 2
     for f in figures:
         assert f["samples_per_s"] > 0 and 0 < f["mfu_in_steps"] < 1 and f["alone_tokens_per_s"] > 0
         assert f["version_s"] >= f["step_s"] > 0
     assert not list(folder.rglob("manifest.json"))
     assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
     rows = table(figures).splitlines()[2:]
-    assert len(rows) == 3 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
+    assert len(rows) == 2 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "is there already" in again.stderr
 
