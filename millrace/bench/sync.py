@@ -69,7 +69,7 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     async def draw_for_ever(slot: int) -> None:
         prompt = s.problems.train[slot % len(s.problems.train)]
         while True:
-            await s.engines.pool.generate(prompt.tokens, params, f"bench/{slot}")
+            await s.engines.pool.generate(prompt.tokens, params, f"bench-{slot}")
 
     tasks = [asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)]
     try:

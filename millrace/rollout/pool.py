@@ -1,4 +1,4 @@
-"""The replicas of the rollout engine as one: routed least-loaded, sessions sticky, held still together."""
+"""The replicas of the rollout engine as one: routed least-loaded, sessions sticky, siblings together, held still together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class RolloutPool:
         self._homes: dict[str, int] = {}
 
     async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
-        replica = route(session, self._loads, self._homes)
-        self._homes[session] = replica
+        family = _family(session)
+        replica = route(self._homes.get(session, self._homes.get(family)), self._loads)
+        self._homes[session] = self._homes[family] = replica
         self._loads[replica] += 1
         try:
             return await self.engines[replica].generate(tokens, params, session)
@@ -30,6 +31,7 @@ class RolloutPool:
     def forget(self, session: str) -> None:
         """The session is over: its home need not be kept."""
         self._homes.pop(session, None)
+        self._homes.pop(_family(session), None)
 
     async def interrupt(self) -> None:
         await asyncio.gather(*(engine.interrupt() for engine in self.engines))
@@ -52,3 +54,8 @@ class RolloutPool:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def _family(session: str) -> str:
+    """What siblings have in common: "17/3" is the fourth trajectory of sample 17, and its prompt is that of "17/0"."""
+    return session.rpartition("/")[0] or session

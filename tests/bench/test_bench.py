@@ -81,7 +81,6 @@ def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
         "sync",
         str(runs.RECIPE),
         f"trainer.run_dir={tmp_path / 'run'}",
-        "trainer.n_gpus_per_node=2",
         "--repeats",
         "2",
         "--json",

@@ -302,6 +302,26 @@ def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_at_home() -> 
     asyncio.run(main())
 
 
+def test_siblings_share_a_replica_until_it_has_much_more_to_do() -> None:
+    async def main() -> None:
+        engines = [Engine(), Engine(), Engine()]
+        pool = RolloutPool(engines)
+        names = [f"{sample}/{i}" for sample in (0, 1) for i in range(4)] + [f"2/{i}" for i in range(13)]
+        tasks = [asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), name)) for name in names]
+        await asyncio.sleep(0)
+        assert [len(e.sessions) for e in engines] == [5, 4, 12]
+        assert {s[0] for s in engines[1].sessions} == {"1"} and {s[0] for s in engines[2].sessions} == {"2"}
+        assert engines[0].sessions[-1] == "2/12", "a home with eight requests more than the least loaded one is full"
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for name in names:
+            pool.forget(name)
+        assert not pool._homes
+
+    asyncio.run(main())
+
+
 def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
     async def main() -> None:
         engines: list[Engine] = [Engine(), Engine(), Engine()]
