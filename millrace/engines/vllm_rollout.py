@@ -39,6 +39,7 @@ except ImportError as error:
 EXTENSION = "millrace.sync.vllm_worker.WorkerExtension"
 _CPU_HEAD = 32
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
+_DEAD = "vLLM's engine process has died; the worker's log says why"
 _QUIET_TURNS = 4  # of the event loop: from vLLM's queue to its output handler to the count of a request
 
 
@@ -139,8 +140,16 @@ class VllmRolloutEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """The method of the worker extension, on every worker."""
-        return list(await self._llm.collective_rpc(method, args=args))
+        """The method of the worker extension, on every worker. Raises WorkerError if vLLM has died."""
+        try:
+            return list(await self._llm.collective_rpc(method, args=args))
+        except EngineDeadError as error:
+            raise WorkerError(_DEAD) from error
+
+    def check_alive(self) -> None:
+        """Raises WorkerError if vLLM has died."""
+        if self._llm.errored:
+            raise WorkerError(_DEAD)
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
         """Make the staged weights live; tokens from now on are `version`'s. Returns the seconds without decoding.
@@ -216,7 +225,7 @@ class VllmRolloutEngine:
                 return _Drawn(tokens_of(found.token_ids[:end]), log_probs[:end], "string")
             return _Drawn(tokens_of(found.token_ids), log_probs, found.finish_reason)
         except EngineDeadError as error:
-            raise WorkerError(f"vLLM has died; the worker's log says why: {error}") from error
+            raise WorkerError(_DEAD) from error
         finally:
             self._tick()
             del self._live[request.id]

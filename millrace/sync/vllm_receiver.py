@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 from millrace.config import Config
@@ -13,6 +14,8 @@ from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
+
+_LOOK_S = 1.0  # seconds between two looks at whether the engine lives
 
 
 class VllmHolder(Protocol):
@@ -24,6 +27,10 @@ class VllmHolder(Protocol):
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """The method's result on every worker."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raises WorkerError if the engine has died."""
         ...
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
@@ -39,6 +46,7 @@ class VllmReceiver:
         self._store = store
         self._replica = replica
         self._shards = config.rollout.tensor_model_parallel_size
+        self._timeout_s = config.sync.timeout_s
         self._turn = 0
         self._version: PolicyVersion | None = None
 
@@ -69,12 +77,23 @@ class VllmReceiver:
         self._turn += 1
         await self._engine.call_workers(method, *args, self._turn)
         keys = [f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}" for shard in range(self._shards)]
-        reports = [json.loads(await asyncio.to_thread(self._store.get, key)) for key in keys]
+        reports = [await self._report(key) for key in keys]
         if errors := [r["error"] for r in reports if "error" in r]:
             raise SyncError(errors[0])
         for key in keys:
             self._store.delete_key(key)
         return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
+
+    async def _report(self, key: str) -> dict[str, Any]:
+        """What a worker's thread says under `key`. Raises SyncError at the deadline, WorkerError if vLLM dies meanwhile."""
+        waiting = asyncio.ensure_future(asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s)))
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=_LOOK_S)
+            self._engine.check_alive()
+        if waiting.exception():
+            raise SyncError(f"replica {self._replica}: vLLM's workers received no weights within {self._timeout_s:g} s")
+        report: dict[str, Any] = json.loads(self._store.get(key))
+        return report
 
     async def activate(self, version: PolicyVersion) -> float:
         """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""

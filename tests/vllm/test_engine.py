@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -169,7 +170,18 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         ]
         await testing._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
+        core = replica.engine._llm.engine_core
+        honest = core.get_output_async
+
+        async def late() -> Any:
+            """Outputs of the old version are still in vLLM's queue when its scheduler stands still."""
+            await asyncio.sleep(0.3)
+            return await honest()
+
+        core.get_output_async = late
+        await asyncio.sleep(0.1)
         await replica.receiver.activate(21)
+        core.get_output_async = honest
         replica.engine._recompute = False
         return list(await asyncio.gather(*tasks))
 
@@ -277,3 +289,40 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     write_shape(tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY)
     with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
         vllm_rollout.build(replica.config, str(tmp_path))
+
+
+def test_a_staging_that_never_ends_has_a_deadline(
+    replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trainer sends: whoever waits is told, and who it waited for."""
+    monkeypatch.setattr(replica.receiver, "_timeout_s", 1.5)
+
+    async def main() -> None:
+        with pytest.raises(SyncError, match=r"replica 0: vLLM's workers received no weights within 1\.5 s"):
+            await replica.receiver.transfer(60)
+        with pytest.raises(SyncError, match="told to serve version 60, but holds None"):
+            await replica.receiver.activate(60)
+        await asyncio.to_thread(asyncio.run, replica.sender.transfer(60))  # lets the thread go that waits
+
+    runner.run(main())
+
+
+def test_an_engine_that_dies_fails_its_requests_and_its_sync(replica: Replica, runner: asyncio.Runner) -> None:
+    """The last test here: nothing is left to serve."""
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+        await testing._drawing(replica.engine, 2, RolloutCase())
+        (core,) = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())
+        ]
+        core.kill()
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(task, 30)
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(replica.receiver.transfer(70), 30)
+
+    runner.run(main())
