@@ -16,7 +16,7 @@ run: .venv/.run
 	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
 
 test: .venv/.test .venv-vllm/.test lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2
 	$(VLLM)/python -m pytest tests/vllm
 
 test-vllm: .venv-vllm/.test

@@ -112,15 +112,12 @@ class VllmRolloutEngine:
         request = _Live(tokens, params)
         while True:
             drawn = await self._draw(request)
-            if drawn.reason != "abort":
-                stop = _STOPS[drawn.reason]
-            elif request.interrupted:
-                stop = Stop.INTERRUPTED
-            elif request.again:
+            if drawn.reason == "abort" and request.again and not request.interrupted:
                 request.again = False
                 continue
-            else:
-                raise WorkerError("vLLM aborted a request by itself; the worker's log has its reason")
+            stop = Stop.INTERRUPTED if drawn.reason == "abort" and request.interrupted else _STOPS.get(drawn.reason)
+            if stop is None:
+                raise WorkerError(f"vLLM ended a request by itself ({drawn.reason}); the worker's log says why")
             self._tokens += len(drawn.tokens)
             return _segments(request, drawn, stop)
 
@@ -209,35 +206,34 @@ class VllmRolloutEngine:
         self._tick()
         self._live[request.id] = request
         try:
-            seen, output = 0, None
+            tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
             async with aclosing(self._llm.generate(prompt, self._sampling(request.params), request.id)) as outputs:
-                async for output in outputs:
-                    end = self._stop_string(request, output.outputs[0].token_ids, seen) if request.params.stop else 0
-                    if end:
+                async for output in outputs:  # one, at the end; with stop strings, one for every token or few
+                    found, seen = output.outputs[0], len(tokens)
+                    tokens.extend(found.token_ids)
+                    log_probs.extend(found.logprobs.logprobs if found.logprobs else ())
+                    if request.params.stop and (end := self._stop_string(request, tokens, seen)):
                         break
-                    seen = len(output.outputs[0].token_ids)
             assert output is not None
-            found = output.outputs[0]
-            if found.token_ids:
+            if tokens:
                 self._prefill_tokens += len(request.tokens) - (output.num_cached_tokens or 0)
-            log_probs = floats_of(found.logprobs.logprobs if found.logprobs else ())
-            if end:
-                return _Drawn(tokens_of(found.token_ids[:end]), log_probs[:end], "string")
-            return _Drawn(tokens_of(found.token_ids), log_probs, found.finish_reason)
+            return _Drawn(tokens[:end], log_probs[:end], "string") if end else _Drawn(tokens, log_probs, found.finish_reason)
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
         finally:
             self._tick()
             del self._live[request.id]
 
-    def _stop_string(self, request: _Live, drawn: Sequence[int], seen: int) -> int:
+    def _stop_string(self, request: _Live, drawn: Tokens, seen: int) -> int:
         """How many tokens were drawn when a stop string was complete, 0 if none is. `seen` tokens have been looked at."""
         assert self._decode is not None
-        own = request.tokens[len(request.tokens) - request.params.offset :] if request.params.offset else tokens_of()
-        window = stop_window(request.params.stop)
+        stop, offset = request.params.stop, request.params.offset
+        window = stop_window(stop)
+        # Only tokens of this response count, earlier calls' included.
+        before = request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
         for end in range(seen + 1, len(drawn) + 1):
-            tail = (own + tokens_of(drawn[:end]))[-window:]
-            if completes_stop(tail, request.params.stop, self._decode):
+            tail = (before + drawn[max(0, end - window) : end])[-window:]
+            if completes_stop(tail, stop, self._decode):
                 return end
         return 0
 
@@ -288,7 +284,7 @@ class VllmRolloutEngine:
             flat_logprobs=True,
             detokenize=False,
             # An output for each token costs more than drawing it; only stop strings must see them.
-            output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
         )
 
     def _refuse(self, tokens: Tokens, params: SamplingParams) -> None:
