@@ -5,9 +5,9 @@ SEED ?= 0
 ARGS ?=
 TORCH_INDEX ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm/bin
-VLLM_PIP := $(VLLM)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
+VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt
 
 .PHONY: run test test-vllm lint bench-install clean
 .DELETE_ON_ERROR:

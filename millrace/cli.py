@@ -173,7 +173,6 @@ def bench_modes(
         return work.bench_modes(path, overrides or [], arms, folder, progress, skip=skip, repeats=repeats)
 
     figures = _run(json_, path.stem, "bench modes", run, lambda: False)
-    (folder / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in figures))
     _report(json_, {"folder": str(folder), "runs": figures}, work.table(figures))
 
 

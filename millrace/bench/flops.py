@@ -1,4 +1,4 @@
-"""Model FLOPs of training, and the matmul rate they are held against."""
+"""Model FLOPs of training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def train_flops(model_folder: Path, lengths: list[int]) -> float:
     """Multiplications and additions, forward and backward, of training on rows of `lengths` tokens: 6 for each weight that a token meets,
     and 12 x layers x heads x head size for each pair of tokens that see each other, half of which a causal mask leaves out.
 
-    Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
+    Dense models with gated MLPs (Qwen2, Qwen3, Llama, Mistral). Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
     """
     shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
     hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]

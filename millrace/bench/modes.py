@@ -75,6 +75,7 @@ async def bench_modes(
     """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
 
     The first `skip` versions of a run, in which the pipeline fills and kernels compile, are in no figure but `seconds`.
+    Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
     engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
     figures: list[dict[str, Any]] = []
@@ -86,9 +87,11 @@ async def bench_modes(
             for turn in range(repeats):
                 for arm in group:
                     own = recipe.load(path, [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"])
-                    found = await _run(replace(s, config=own, run=_folder(own, s)), progress, skip)
+                    found = await _run(replace(s, config=own, run=_folder(own, s)), skip)
                     alone = alone or await _alone(s, own)
                     figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
+                    with (folder / "figures.jsonl").open("a") as lines:  # at once: a later arm may fail
+                        lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")
     return figures
 
@@ -103,7 +106,7 @@ def _folder(config: Config, s: Session) -> RunDir:
     return run
 
 
-async def _run(s: Session, progress: Progress, skip: int) -> dict[str, float]:
+async def _run(s: Session, skip: int) -> dict[str, float]:
     """One run from the weights that the engines have, reduced to its figures."""
     await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
     ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
@@ -145,7 +148,7 @@ def _with_ceilings(
     found: dict[str, float], arm: Arm, turn: int, s: Session, config: Config, rate: float, alone: float
 ) -> dict[str, Any]:
     """The figures, against what the devices can do."""
-    flops = train_flops(s.run.model if not config.model.path else Path(config.model.path), _lengths(s, config))
+    flops = train_flops(s.run.model, _lengths(s, config))
     per_sample = flops / config.rollout.total_rollout_steps
     stepping = found["step_s"] / found["version_s"]
     mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping

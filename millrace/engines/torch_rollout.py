@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from millrace.config import Config
 from millrace.engines.decoder import PREFILL_TOKENS, Decoder
 from millrace.engines.model import eos_ids, load_model
+from millrace.engines.refusals import check_request
 from millrace.engines.slots import Request
 from millrace.engines.stop_strings import completes_stop, stop_window
 from millrace.engines.tokenizer import text_of
-from millrace.errors import SyncError, WorkerError, bad_row, bad_value
+from millrace.errors import SyncError, WorkerError
 from millrace.ports import RolloutStats
 from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
 
@@ -66,7 +67,16 @@ class TorchRolloutEngine:
 
     async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
         """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
-        self._refuse(tokens, params)
+        if self._failure is not None:
+            raise WorkerError(f"the rollout engine's loop has failed: {self._failure!r}") from self._failure
+        check_request(
+            tokens,
+            params,
+            max_len=self._max_len,
+            closed=self._closed,
+            asleep=self._asleep,
+            has_tokenizer=self._decode is not None,
+        )
         request = Request(tokens, params, asyncio.get_running_loop().create_future())
         self._queue.append(request)
         if self._loop_task is None:
@@ -193,21 +203,6 @@ class TorchRolloutEngine:
         tail = tokens_of()
         tail.frombytes(known[max(len(known) - min(stop_window(stop), own), 0) :].tobytes())
         return completes_stop(tail, stop, self._decode)
-
-    def _refuse(self, tokens: Tokens, params: SamplingParams) -> None:
-        if self._closed:
-            raise WorkerError("the rollout engine is closed")
-        if self._failure is not None:
-            raise WorkerError(f"the rollout engine's loop has failed: {self._failure!r}") from self._failure
-        if self._asleep:
-            raise WorkerError("the rollout engine is asleep: its KV cache is freed. Fix: wake() before generate().")
-        if not 1 <= len(tokens) < self._max_len:
-            rule = f"a prompt has at least 1 token and leaves room for one more of {self._max_len}"
-            raise bad_row("generate", f"{len(tokens)} tokens", rule, "a shorter prompt, or a larger rollout.max_prompt_length")
-        if params.max_tokens < 1:
-            raise bad_value("SamplingParams.max_tokens", params.max_tokens, "at least one token is drawn", "1 or more")
-        if params.stop and self._decode is None:
-            raise bad_value("rollout.stop", params.stop, "stop strings need a tokenizer", "a model folder that has one")
 
     def _forget(self, request: Request) -> None:
         """Whoever wanted `request` is gone: free its slot, or its place in the queue."""

@@ -19,9 +19,10 @@ from transformers import AutoConfig
 
 from millrace.config import Config
 from millrace.engines.model import folder_eos_ids
+from millrace.engines.refusals import check_request
 from millrace.engines.stop_strings import completes_stop, stop_window
 from millrace.engines.tokenizer import text_of
-from millrace.errors import MissingDependency, WorkerError, bad_row, bad_value
+from millrace.errors import MissingDependency, WorkerError, bad_value
 from millrace.ports import RolloutStats
 from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
 
@@ -108,7 +109,14 @@ class VllmRolloutEngine:
 
     async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
         """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
-        self._refuse(tokens, params)
+        check_request(
+            tokens,
+            params,
+            max_len=self._max_len,
+            closed=self._closed,
+            asleep=self._asleep,
+            has_tokenizer=self._decode is not None,
+        )
         request = _Live(tokens, params)
         while True:
             drawn = await self._draw(request)
@@ -287,19 +295,6 @@ class VllmRolloutEngine:
             output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
         )
 
-    def _refuse(self, tokens: Tokens, params: SamplingParams) -> None:
-        if self._closed:
-            raise WorkerError("the rollout engine is closed")
-        if self._asleep:
-            raise WorkerError("the rollout engine is asleep: its KV cache is freed. Fix: wake() before generate().")
-        if not 1 <= len(tokens) < self._max_len:
-            rule = f"a prompt has at least 1 token and leaves room for one more of {self._max_len}"
-            raise bad_row("generate", f"{len(tokens)} tokens", rule, "a shorter prompt, or a larger rollout.max_prompt_length")
-        if params.max_tokens < 1:
-            raise bad_value("SamplingParams.max_tokens", params.max_tokens, "at least one token is drawn", "1 or more")
-        if params.stop and self._decode is None:
-            raise bad_value("rollout.stop", params.stop, "stop strings need a tokenizer", "a model folder that has one")
-
     def _tick(self) -> None:
         """Account for the time since the last change of who is running."""
         now = perf_counter()
@@ -321,6 +316,9 @@ def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
 def build(config: Config, model_folder: str) -> VllmRolloutEngine:
     """The engine of one replica, on this process's devices. Its weights are random until the first sync."""
     on_gpu = current_platform.is_cuda_alike()
+    if config.trainer.device != "auto" and (config.trainer.device == "cuda") != on_gpu:
+        built = "GPUs" if on_gpu else "CPUs"
+        raise bad_value("trainer.device", config.trainer.device, f"the vLLM here is a build for {built}", "trainer.device=auto")
     if not on_gpu:
         _check_heads(model_folder, config)
     rollout, trust = config.rollout, config.model.trust_remote_code

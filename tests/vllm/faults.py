@@ -17,8 +17,8 @@ class FaultyExtension(WorkerExtension):
     def flip_staged_bit(self, name: str) -> None:
         self.weight_transfer_engine.inbox.staged[name].view(torch.int32).view(-1)[3] ^= 4
 
-    def load_nothing(self, times: int) -> None:
-        """The next loads change no weight, as vLLM's own do on a CPU where linear weights were packed away."""
+    def load_nothing(self) -> None:
+        """The next load changes no weight, as vLLM's own does on a CPU where linear weights were packed away."""
         engine = self.weight_transfer_engine
         honest = engine.model.load_weights
 

@@ -246,7 +246,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(replica: Replica, run
     async def main() -> None:
         await replica.publish(50, 1)
         await replica.transfer(51, 3)
-        await replica.engine.call_workers("load_nothing", 1)
+        await replica.engine.call_workers("load_nothing")
         with pytest.raises(SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"):
             await replica.receiver.activate(51)
         await replica.publish(52, 3)
@@ -286,6 +286,9 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     )
     with pytest.raises(ConfigError, match=r"max_model_length.*max_model_len"):
         vllm_rollout.build(wrong, str(replica.folder))
+    elsewhere = replica.config.model_copy(update={"trainer": replica.config.trainer.model_copy(update={"device": "cuda"})})
+    with pytest.raises(ConfigError, match="the vLLM here is a build for CPUs"):
+        vllm_rollout.build(elsewhere, str(replica.folder))
     write_shape(tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY)
     with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
         vllm_rollout.build(replica.config, str(tmp_path))
