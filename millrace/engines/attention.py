@@ -95,6 +95,7 @@ def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
     return tuple(buckets), np.concatenate(cells)
 
 
+@torch.compiler.disable  # its shapes and Python numbers are other ones in each batch: a compiled layer calls it as it is
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -143,8 +144,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sli
     # Imported here: the module is for CUDA builds, and newer than the rest of torch.nn.attention.
     from torch.nn.attention.varlen import varlen_attn
 
-    # Repeated KV heads, since torch 2.11 has no enable_gqa.
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    # Fewer heads of keys than of queries: its kernels share them, though torch 2.11 documents no enable_gqa.
     cu, longest = layout.cu_seqlens, max(layout.lengths)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest, scale=scaling, window_size=window)

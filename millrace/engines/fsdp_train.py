@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
@@ -28,16 +25,15 @@ from millrace.engines.device import pick
 from millrace.engines.experience import Experience, Models, make_experience
 from millrace.engines.meter import Meter
 from millrace.engines.mini_batch import MiniBatch, settle
-from millrace.engines.model import DTYPES, load_model
+from millrace.engines.model import DTYPES
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.engines.sharding import load
 from millrace.engines.trainable import Outputs, Trainable
 from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
 from millrace.ports import StepReport, TrainBatch
 from millrace.types import Sample, Tokens
-
-M = TypeVar("M", PackedPolicy, PackedCritic)
 
 
 class FsdpTrainEngine:
@@ -184,7 +180,7 @@ class FsdpTrainEngine:
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     async def sleep(self) -> None:
-        """On a GPU: weights and optimizer state to the host. On a CPU there is nothing to give back."""
+        """On a GPU, with trainer.offload: weights and optimizer state to the host. On a CPU there is nothing to give back."""
         self._move(torch.device("cpu"))
 
     async def wake(self) -> None:
@@ -238,7 +234,7 @@ class FsdpTrainEngine:
         return {"actor/reward_kl_penalty": data.kl_to_reference, "actor/reward_kl_penalty_coeff": used}
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self.config.trainer.offload:
             return
         for model in (self.actor, self.critic, self.reference):
             if model is not None:
@@ -254,15 +250,18 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     device = pick(config)
     alone = not dist.is_initialized()
 
-    def packed() -> PackedPolicy:
-        model = load_model(
-            model_folder, seed=config.trainer.seed, dtype="float32", trust_remote_code=config.model.trust_remote_code
-        )
-        return PackedPolicy(model, gradient_checkpointing=config.model.gradient_checkpointing)
+    share = config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
 
-    policy = shard(packed(), config, world_size, device)
-    critic = shard(PackedCritic(packed().model), config, world_size, device) if config.needs_critic else None
-    reference = shard(packed().requires_grad_(False), config, world_size, device) if config.needs_reference else None
+    def policy_of(model: PreTrainedModel) -> PackedPolicy:
+        return PackedPolicy(model, checkpoint_share=share, fused=config.model.compile)
+
+    def frozen(model: PreTrainedModel) -> PackedPolicy:
+        return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
+
+    where = (model_folder, config, rank, world_size, device)
+    policy = load(policy_of, *where)
+    critic = load(PackedCritic, *where) if config.needs_critic else None
+    reference = load(frozen, *where) if config.needs_reference else None
     engine = FsdpTrainEngine(
         policy,
         config,
@@ -275,20 +274,3 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     )
     engine.owns_group = alone and dist.is_initialized()
     return engine
-
-
-def shard(module: M, config: Config, world_size: int, device: torch.device) -> M:
-    """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
-    if world_size == 1 and config.model.dtype == "float32":
-        # Nothing to shard and nothing to cast: wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
-        return module.to(device)
-    if not dist.is_initialized():
-        # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (world_size,))
-    bf16 = config.model.dtype == "bfloat16"
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
-    for layer in module.layers():
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(module, mesh=mesh, mp_policy=precision)
-    return module

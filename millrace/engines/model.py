@@ -63,7 +63,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal model in `folder` (or of a hub id), in eval mode: its weights, or seeded random ones if it has none.
 
-    Random weights are drawn in float32 on the CPU and then cast, so every device and dtype holds the same numbers.
+    Random weights are drawn in float32 and then cast, so every dtype holds the same numbers: on a GPU if they take at most half of
+    its free memory, else on the CPU.
     """
     path = Path(folder)
     model: Any  # transformers' stubs know neither eval() nor to()
@@ -72,7 +73,7 @@ def load_model(
             str(folder), dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     elif (path / "config.json").is_file():
-        model = _random_model(path, seed, attn_implementation, trust_remote_code)
+        model = _random_model(path, seed, torch.device(device), attn_implementation, trust_remote_code)
     else:
         raise bad_value(
             "model.path",
@@ -113,13 +114,31 @@ def _has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
 
 
-def _random_model(path: Path, seed: int, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    with torch.random.fork_rng(devices=[]):
+def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in `folder` (or of a hub id) on the meta device: names, shapes and float32, without memory."""
+    with torch.device("meta"):
+        return _from_config(folder, "sdpa", trust_remote_code).eval()
+
+
+def _from_config(folder: str | Path, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    )
+    return model
+
+
+def _random_model(
+    path: Path, seed: int, device: torch.device, attn_implementation: str, trust_remote_code: bool
+) -> PreTrainedModel:
+    on_gpu = device.type == "cuda" and _fits(empty_model(path, trust_remote_code=trust_remote_code), device)
+    with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.device(device if on_gpu else "cpu"):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+        model = _from_config(path, attn_implementation, trust_remote_code)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path))
     return model
+
+
+def _fits(model: PreTrainedModel, device: torch.device) -> bool:
+    return sum(4 * p.numel() for p in model.parameters()) * 2 <= torch.cuda.mem_get_info(device)[0]

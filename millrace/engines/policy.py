@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+import math
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,17 +20,23 @@ class PackedPolicy(nn.Module):
     The lm_head is used inside this module's forward, so that FSDP has it unsharded there, tied to the embeddings or not.
     """
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False) -> None:
+        """`checkpoint_share` of the decoder layers, evenly spread, recompute their activations in the backward pass. `fused` as in
+        `log_probs_and_entropy`.
+        """
         super().__init__()
         _check_head(model)
         model.set_attn_implementation(attention.NAME)
         # Dropout is off for good: the log-probs under training are to be those of the rollout.
         model.train(False)
-        if gradient_checkpointing:
+        if checkpoint_share:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in model.modules():  # transformers checkpoints only layers in training mode
-                layer.training = not isinstance(layer, nn.Dropout)
+            for module in model.modules():  # transformers checkpoints only layers in training mode
+                module.training = not isinstance(module, nn.Dropout)
+            for i, layer in enumerate(layers_of(model)):
+                cast(Any, layer).gradient_checkpointing = math.ceil((i + 1) * checkpoint_share) > math.ceil(i * checkpoint_share)
         self.model = model
+        self._fused = fused
 
     def forward(self, batch: MicroBatch, temperature: float, squares: bool = False) -> tuple[Tensor, ...]:
         """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model. With `squares` also the
@@ -43,7 +50,7 @@ class PackedPolicy(nn.Module):
         ).last_hidden_state[0]
         weight = cast(Tensor, output_embeddings(self.model).weight)
         states = hidden.index_select(0, batch.select)
-        both = log_probs_and_entropy(states, weight, batch.targets, temperature)
+        both = log_probs_and_entropy(states, weight, batch.targets, temperature, fused=self._fused)
         return (*both, sum_of_squares(states, weight, temperature)) if squares else both
 
     def layers(self) -> list[nn.Module]:

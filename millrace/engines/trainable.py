@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from millrace.config import Config, OptimConfig
 from millrace.engines.attention import Ints
@@ -20,6 +21,8 @@ from millrace.errors import MillraceError
 
 MAX_NONFINITE_STEPS = 3
 """Optimizer steps in a row without a finite loss and gradient before the run fails: it will not recover."""
+
+WHOLE_GRADIENT_BYTES = 1 << 30
 
 Outputs = tuple[Tensor, ...]
 """What a module says of the trained tokens of a micro-batch, each [M]."""
@@ -41,6 +44,8 @@ class Trainable:
         # torch's varlen attention is for half precision on CUDA alone.
         self.padded = device.type == "cpu" or config.model.dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        # Summed over ranks once for each mini-batch, where whole gradients may stay that long; else for each micro-batch.
+        self.keeps_whole_gradients = 4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         self.optim = config.actor.optim
         self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
@@ -60,10 +65,10 @@ class Trainable:
             yield pack(rows, share[self.rank], self.device, padded=self.padded), i == len(shares) - 1
 
     def accumulate(self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter) -> None:
-        """Gradients of this rank's share of the mini-batch; summed over ranks in the last micro-batch's backward pass."""
+        """Gradients of this rank's share of the mini-batch, summed over ranks by the end of the last micro-batch's backward pass."""
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
-                self.module.set_requires_gradient_sync(last)
+                self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
             outputs: Outputs = self.module(micro, temperature)
             loss, sums = loss_of(outputs, micro)
             # FSDP averages gradients over ranks, and the shares of the loss are to be added.
@@ -125,7 +130,24 @@ class Trainable:
         return value
 
     def move(self, device: torch.device) -> None:
-        nn.Module.to(self.module, device)
-        for state in (self.optimizer.state if self.optimizer else {}).values():
+        """Weights and moments to the host, or back. What is on the host is pinned: copies run at the link's speed."""
+        states = list((self.optimizer.state if self.optimizer else {}).values())
+        self.module._apply(lambda t: _moved(t, device))  # nn.Module.to, but for the pinned memory
+        for state in states:
             for key, value in state.items():
-                state[key] = value.to(device)
+                state[key] = _moved(value, device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; the copy may still be under way. Host memory comes from torch's cache of pinned blocks."""
+    if isinstance(tensor, DTensor):
+        local = _moved(tensor.to_local(), device)
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if tensor.device == device:
+        return tensor
+    host = device.type == "cpu"
+    return torch.empty_like(tensor, device=device, pin_memory=host).copy_(tensor, non_blocking=True)

@@ -12,11 +12,12 @@ from millrace.algorithms.modes import AggMode, LossMode
 from millrace.config import Config
 from millrace.engines.critic import PackedCritic
 from millrace.engines.experience import Models, make_experience
-from millrace.engines.fsdp_train import FsdpTrainEngine, shard
+from millrace.engines.fsdp_train import FsdpTrainEngine
 from millrace.engines.meter import Meter
 from millrace.engines.optim import gradients_of
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.engines.sharding import shard
 from tests.engines import train_cases
 from tests.engines.train_cases import CPU, OPTIM
 from tests.engines.train_samples import random_samples

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.engines import fsdp_train
-from millrace.engines.model import write_shape
+from millrace.engines.model import load_model, write_shape
 from millrace.engines.optim import lr_at
 from millrace.errors import CheckpointError, ConfigError, MillraceError
 from millrace.ports import TrainBatch
@@ -106,6 +106,21 @@ def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
     assert metrics["train/tokens"] == sum(lengths)
     equal = [len({t.score.value for t in s.trajectories}) == 1 for s in batch.samples]
     assert metrics["train/zero_advantage_share"] == pytest.approx(np.mean(equal))
+
+
+def test_weights_that_the_first_rank_loads_are_those_of_all(folder, ranks):
+    model = load_model(f"{folder}/tied", seed=0, dtype="float32")
+    for rank in ranks[2]:
+        loaded = rank["extra"]["loaded"]
+        for name, parameter in model.named_parameters():
+            close(loaded["weights"][name], parameter.detach(), rtol=0, atol=0)
+        for buffers in loaded["buffers"]:
+            assert len(buffers) == len(dict(model.named_buffers())) > 0
+            for name, buffer in model.named_buffers():
+                close(next(b for n, b in buffers.items() if n.endswith(name.removeprefix("model."))), buffer, rtol=0, atol=0)
+        assert loaded["metrics"] == ranks[2][0]["extra"]["loaded"]["metrics"]
+        assert 0 < loaded["metrics"]["actor/kl_loss"] < 0.01  # the reference is the start weights: one step apart
+        assert np.isfinite(loaded["metrics"]["critic/vf_loss"])
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder, ranks):
@@ -207,6 +222,9 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder):
     checkpointed = built(folder, model={"gradient_checkpointing": True})
     assert any(getattr(m, "gradient_checkpointing", False) and m.training for m in checkpointed.policy.modules())
     assert asyncio.run(checkpointed.step(batch)).metrics == pytest.approx(plain, rel=1e-6)
+    some = built(folder, model={"gradient_checkpointing": True, "gradient_checkpointing_share": 0.5})
+    assert [layer.gradient_checkpointing for layer in some.policy.layers()] == [True, False]
+    assert asyncio.run(some.step(batch)).metrics == pytest.approx(plain, rel=1e-6)
     half = built(folder, model={"dtype": "bfloat16"})
     assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.05)
     assert {weight.dtype for _, weight in half.full_weights()} == {torch.bfloat16}

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines.fsdp_train import FsdpTrainEngine, shard
+from millrace.engines.fsdp_train import FsdpTrainEngine, build
 from millrace.engines.model import load_model, write_shape
 from millrace.engines.policy import PackedPolicy
+from millrace.engines.sharding import shard
 from millrace.ports import TrainBatch
 from millrace.types import Author, Segment, Trajectory, floats_of, tokens_of
 from tests.engines.train_samples import VOCAB, random_samples
@@ -243,7 +244,14 @@ def run_extra(folder, rank):
     asyncio.run(engine.export(f"{folder}/export"))
     exported = dict(engine.full_weights())
     last = asyncio.run(engine.step(batch)).metrics
-    return {"sft": sft, "bad": bad, "exported": exported, "last": last, "weights": dict(engine.full_weights())}
+    tree = config_of(case).model_dump()
+    tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
+    built = build(Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=2)
+    buffers = [dict(m.named_buffers()) for m in (built.actor.module, built.critic.module, built.reference.module)]
+    loaded = {"weights": dict(built.full_weights()), "buffers": buffers}
+    built.begin(OPTIM, HORIZON)
+    loaded["metrics"] = asyncio.run(built.step(batch)).metrics
+    return {"sft": sft, "bad": bad, "exported": exported, "last": last, "weights": dict(engine.full_weights()), "loaded": loaded}
 
 
 def logits_of(folder, tokens):

@@ -1,0 +1,73 @@
+"""Modules over ranks: FSDP2, and weights that rank 0 loads and every rank gets its share of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from millrace.config import Config
+from millrace.engines.model import empty_model, load_model
+
+
+class Layered(Protocol):
+    def layers(self) -> list[nn.Module]:
+        """The units of sharding."""
+        ...
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def load(
+    make: Callable[[PreTrainedModel], M], folder: str, config: Config, rank: int, world_size: int, device: torch.device
+) -> M:
+    """`make` of the model in `folder`, sharded. Of several ranks the first alone loads weights, or draws them; the others get theirs from it."""
+
+    def source() -> PreTrainedModel:
+        trust = config.model.trust_remote_code
+        return load_model(folder, seed=config.trainer.seed, dtype="float32", device=device, trust_remote_code=trust)
+
+    if world_size == 1:
+        return shard(make(source()), config, world_size, device)
+    full = make(source()) if rank == 0 else None
+    module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, world_size, device)
+    module.to_empty(device=device)
+    # What no state dict holds: tables of the rotary embedding.
+    buffers = dict(full.named_buffers()) if full is not None else {}
+    for name, buffer in module.named_buffers():
+        if full is not None:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, 0)
+    weights: dict[str, Any] = dict(full.state_dict()) if full is not None else {}
+    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return module
+
+
+def shard(module: M, config: Config, world_size: int, device: torch.device) -> M:
+    """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
+    layers = cast(Layered, module).layers()
+    if config.model.compile:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    if world_size == 1 and config.model.dtype == "float32":
+        # Nothing to shard and nothing to cast: wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
+        return module.to(device)
+    if not dist.is_initialized():
+        # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (world_size,))
+    bf16 = config.model.dtype == "bfloat16"
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+    return module
