@@ -11,11 +11,13 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import MillraceError
+from millrace.ports import TransferReport
 from millrace.problems import weights_folder
 from millrace.rollout.pool import RolloutPool
 from millrace.run_dir import RunDir
 from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
 from millrace.runtime.rpc import Peer, Runtime
+from millrace.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,25 @@ class Engines:
     train: RemoteTrainEngine
     pool: RolloutPool
     sync: RemoteWeightSync
+    colocated: bool
+
+    async def trainers_turn(self) -> None:
+        """Colocated sides: the devices are the train engine's."""
+        if self.colocated:
+            await self.pool.sleep(False)
+            await self.train.wake()
+
+    async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
+        """The train engine's weights, live on every replica: the transfer, and the seconds of pause. Colocated devices change hands."""
+        await self.trainers_turn()
+        if self.colocated:
+            await self.pool.wake_weights()
+        report = await self.sync.transfer(version)
+        pause_s = await self.sync.activate(version)
+        if self.colocated:
+            await self.train.sleep()
+            await self.pool.wake()
+        return report, pause_s
 
 
 def threads(config: Config) -> dict[str, int]:
@@ -60,7 +81,9 @@ async def open_runtime(config: Config, run: RunDir) -> AsyncIterator[Runtime]:
 
 
 async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollout: bool = True) -> Engines:
-    """Build every engine and connect the weight sync. Workers are started at once and built at once."""
+    """Build every engine and connect the weight sync. Workers are started at once and built at once, but for vLLM on shared devices:
+    it takes what memory it finds, so the train engine is built first and gives way.
+    """
     ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
     peers = await asyncio.gather(
         *(runtime.start(f"trainer-{r}", "trainer", r) for r in ranks),
@@ -69,17 +92,23 @@ async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollou
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
-    await _first_error(
-        *(_build(p, tree, folder, r, address) for r, p in enumerate(trainers)),
-        *(_build(p, tree, folder) for p in rollouts),
-    )
+    train, pool = RemoteTrainEngine(trainers), RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
+    engines = Engines(train, pool, RemoteWeightSync(trainers, rollouts), config.schedule.colocated and rollout)
+    ours = [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
+    theirs = [_build(p, tree, folder) for p in rollouts]
+    if engines.colocated and config.rollout.engine == "vllm":
+        await _first_error(*ours)
+        await train.sleep()
+        await _first_error(*theirs)
+        await engines.trainers_turn()
+    else:
+        await _first_error(*ours, *theirs)
     if rollout:
         await _first_error(
             *(p.call("connect", (tree, r, address)) for r, p in enumerate(trainers)),
             *(p.call("connect", (tree, r, address)) for r, p in enumerate(rollouts)),
         )
-    pool = RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
-    return Engines(RemoteTrainEngine(trainers), pool, RemoteWeightSync(trainers, rollouts))
+    return engines
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:

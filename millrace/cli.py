@@ -122,7 +122,7 @@ def evaluate(
     _report(json_, result, "  ".join(f"{name} {value:.3f}" for name, value in result["val"].items()))
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure modes, and the weight sync, of a recipe on these devices.")
+bench = typer.Typer(no_args_is_help=True, help="Measure modes, training, and the weight sync, of a recipe on these devices.")
 app.add_typer(bench, name="bench")
 
 
@@ -139,13 +139,40 @@ def bench_sync(
 
     found = _run(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
     lines = [f"{found['bytes'] / 1e9:.3f} GB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.1f} GB/s"]
-    for load in ("idle", "busy"):
-        f = found[load]
+    for load, f in ((load, found[load]) for load in ("idle", "busy") if load in found):
         lines.append(
             f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.1f} GB/s, {f['share_of_link']:.0%} of the link), "
             f"pause {f['pause_s'] * 1e3:.1f} ms"
         )
     _report(json_, found, "\n".join(lines))
+
+
+@bench.command(name="train")
+def bench_train(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a document.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Timed optimizer steps.")] = 5,
+    json_: Json = False,
+) -> None:
+    """Train engines alone: tokens a second, model FLOPs against the devices' matmuls (MFU), memory."""
+    config = _configure(path, overrides, json_, False, False)
+    from millrace.bench.train import bench_train as work
+    from millrace.errors import bad_value
+
+    limit = config.actor.ppo_max_token_len_per_gpu
+    if length > limit:
+        raise bad_value("--length", length, f"actor.ppo_max_token_len_per_gpu = {limit}", f"--length {limit} or less")
+    found = _run(
+        json_, config.name, "bench train", lambda progress: work(config, progress, length=length, steps=steps), lambda: False
+    )
+    _report(
+        json_,
+        found,
+        f"{found['tokens_per_step']} tokens in {found['step_s']:.3f} s on {found['ranks']} ranks: "
+        f"{found['tokens_per_s_per_device']:.0f} tokens/s and {found['model_tflops_per_device']:.1f} TFLOP/s a device, "
+        f"MFU {found['mfu']:.1%} of {found['matmul_tflops']:.1f}; {found['peak_memory_gib']:.1f} GiB",
+    )
 
 
 @bench.command(name="modes")

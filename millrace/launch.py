@@ -327,8 +327,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
     run = open_eval_dir(config)
     async with open_session(config, progress, run=run) as s:
         ledger = await start_state(s)
-        await s.engines.sync.transfer(ledger.version)
-        await s.engines.sync.activate(ledger.version)
+        await s.engines.publish(ledger.version)
         validator = make_validator(s)
         assert validator is not None
         progress.phase(f"validating version {ledger.version} on {len(s.problems.val)} problems")

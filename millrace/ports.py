@@ -72,12 +72,19 @@ class RolloutEngine(Protocol):
 
     async def stats(self) -> RolloutStats: ...
 
-    async def sleep(self) -> None:
-        """Give the device's memory back. Called in colocated placement, with nothing running."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Give the device's memory back. Called in colocated placement, with nothing running, and again while asleep.
+
+        Without `keep_weights` the next sync brings new ones before anything is drawn: the old ones need not be kept.
+        """
+        ...
+
+    async def wake_weights(self) -> None:
+        """Take the memory of the weights again, for a sync. Nothing is drawn before `wake`."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory again; the weights are those of the last version."""
+        """Take all memory again; the weights are those of the last version."""
         ...
 
     async def close(self) -> None: ...

@@ -212,6 +212,7 @@ async def _sleep_and_wake(engine: RolloutEngine, case: RolloutCase) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     before = joined(await _generate(engine, case.prompts[0], params))
     await engine.sleep()
+    await engine.sleep()
     await engine.wake()
     after = joined(await _generate(engine, case.prompts[0], params))
     assert before == after, f"greedy tokens {before.tolist()} before sleep, {after.tolist()} after wake"

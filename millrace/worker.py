@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from millrace.engines.torch_rollout import TorchRolloutEngine
     from millrace.engines.vllm_rollout import VllmRolloutEngine
     from millrace.sync.collective import Receiver, Sender
+    from millrace.sync.ipc import IpcSender
     from millrace.sync.vllm_receiver import VllmReceiver
 
 
@@ -51,7 +52,7 @@ class TrainWorker(Worker):
 
     config: Config
     engine: FsdpTrainEngine
-    sender: Sender
+    sender: Sender | IpcSender
 
     async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
@@ -78,16 +79,24 @@ class TrainWorker(Worker):
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every replica."""
+        from millrace.sync import ipc
         from millrace.sync.collective import Sender
 
         resolved = Config.model_validate(config)
-        self.sender = await Sender.join(self.engine, self._meet(address), rank, resolved)
+        kind = ipc.IpcSender if ipc.fits(resolved, self.engine.device) else Sender
+        self.sender = await kind.join(self.engine, self._meet(address), rank, resolved)
 
     async def matmul_rate(self) -> float:
         """Multiplications and additions a second of this rank's device, in the dtype that it trains in."""
         from millrace.engines.device import matmul_rate
 
         return matmul_rate(self.config)
+
+    async def peak_memory(self) -> int:
+        """Most bytes that this rank's tensors took on its GPU so far; of the whole process, on a CPU."""
+        from millrace.engines.device import peak_memory
+
+        return peak_memory(self.config)
 
 
 class RolloutWorker(Worker):

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "problems": {"config", "data", "engines"},
     "run_dir": {"config", "recipe", "pipeline"},
     "exporting": {"config", "pipeline", "engines"},
-    "assemble": {"config", "problems", "rollout", "run_dir", "runtime"},
+    "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
         *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),
     },

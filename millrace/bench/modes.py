@@ -111,8 +111,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
     ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
     outcome = await run_training(s, ledger, StopRequest())
-    if s.config.schedule.colocated:
-        await s.engines.train.wake()
+    await s.engines.trainers_turn()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "reward/mean" in row]
     rows = rows[skip:] if len(rows) > skip else rows
@@ -182,15 +181,14 @@ async def _alone(s: Session, config: Config) -> float:
         params = SamplingParams(length, rollout.temperature, seed=seed, ignore_eos=rollout.ignore_eos or drawn is not None)
         return s.engines.pool.generate(s.problems.train[i].tokens, params, f"{i}/{k}")
 
-    if config.schedule.colocated:
-        await s.engines.train.sleep()
+    await s.engines.publish(0)
     clock, before = asyncio.get_running_loop().time, (await s.engines.pool.stats()).tokens
     start = clock()
     await asyncio.gather(*(one(i, k) for i in range(config.schedule.capacity) for k in range(rollout.n)))
     seconds = clock() - start
-    if config.schedule.colocated:
-        await s.engines.train.wake()
-    return ((await s.engines.pool.stats()).tokens - before) / seconds
+    drawn_tokens = (await s.engines.pool.stats()).tokens - before
+    await s.engines.trainers_turn()
+    return drawn_tokens / seconds
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from datetime import timedelta
 
@@ -56,3 +57,11 @@ def matmul_rate(config: Config) -> float:
             torch.cuda.synchronize(device)
         best = max(best, 2.0 * size**3 * turns / (time.perf_counter() - start))
     return best
+
+
+def peak_memory(config: Config) -> int:
+    """Most bytes that tensors took on this process's GPU so far; on a CPU, what the process took at its largest."""
+    device = pick(config)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -179,6 +179,15 @@ class FsdpTrainEngine:
             weight = parameter.detach().to(dtype)  # before it is gathered: half the bytes
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        """Of every tensor, as `full_weights` orders and names them: name, whole shape, serving dtype, and this rank's rows of the live
+        float32 weight.
+        """
+        for name, parameter in self.policy.model.named_parameters():
+            weight = parameter.detach()
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], own
+
     async def sleep(self) -> None:
         """On a GPU, with trainer.offload: weights and optimizer state to the host. On a CPU there is nothing to give back."""
         self._move(torch.device("cpu"))

@@ -129,13 +129,16 @@ class TorchRolloutEngine:
         self._tick()
         return RolloutStats(self._tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
 
-    async def sleep(self) -> None:
-        """Free the KV cache. Raises WorkerError if anything is running or queued."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Free the KV cache; the weights stay where they are. Raises WorkerError if anything is running or queued."""
         pending = self._pending()
         if pending:
             raise WorkerError(f"sleep() with {len(pending)} requests under way. Fix: drain or interrupt the engine first.")
         self._asleep, self._allocated = True, False
         self._decoder.free()
+
+    async def wake_weights(self) -> None:
+        """They never left."""
 
     async def wake(self) -> None:
         self._asleep = False

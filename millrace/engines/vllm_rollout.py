@@ -101,6 +101,10 @@ class VllmRolloutEngine:
         """Closed while weights change: what is asked for meanwhile is the new version's."""
         self._gate.set()
         self._asleep = False
+        self._asleep_tags: list[str] = []
+        """What vLLM has given up: "weights", "kv_cache"."""
+        self._hollow = False
+        """Weights were given up, and none have come since."""
         self._closed = False
         self._tokens = 0
         self._prefill_tokens = 0
@@ -171,7 +175,7 @@ class VllmRolloutEngine:
             start = perf_counter()  # until now the steps that had begun went on
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
-            self.version = version
+            self.version, self._hollow = version, False
             await self._llm.abort(self._change_version())
             await self._llm.resume_generation()
             return perf_counter() - start
@@ -183,20 +187,31 @@ class VllmRolloutEngine:
         tokens = self._tokens + sum(self._count(r) for r in self._live.values())
         return RolloutStats(tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
 
-    async def sleep(self) -> None:
-        """Give the GPU's memory back. Raises WorkerError if anything is running."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Give the GPU's memory back, with rollout.free_cache_engine. Raises WorkerError if anything is running."""
         if self._live:
             raise WorkerError(f"sleep() with {len(self._live)} requests under way. Fix: drain or interrupt the engine first.")
+        if self._can_sleep and not self._asleep:
+            await self._llm.sleep(level=1 if keep_weights else 2)
+            self._hollow = not keep_weights
+            self._asleep_tags = ["weights", "kv_cache"]
         self._asleep = True
-        if self._can_sleep:
-            await self._llm.sleep(level=1)
-        else:
-            await self._llm.reset_prefix_cache()
+
+    async def wake_weights(self) -> None:
+        """Take the memory of the weights again. If they were not kept, there are none in it before the next swap."""
+        await self._wake(["weights"])
 
     async def wake(self) -> None:
-        if self._can_sleep and self._asleep:
-            await self._llm.wake_up()
+        """Take all memory again. Raises WorkerError if weights that were not kept were not replaced."""
+        if self._hollow:
+            raise WorkerError("wake() of an engine whose weights were given up. Fix: wake_weights(), then a weight sync")
+        await self._wake(["weights", "kv_cache"])
         self._asleep = False
+
+    async def _wake(self, tags: list[str]) -> None:
+        if due := [tag for tag in tags if tag in self._asleep_tags]:
+            await self._llm.wake_up(due)
+            self._asleep_tags = [tag for tag in self._asleep_tags if tag not in due]
 
     async def close(self) -> None:
         """Stop vLLM; requests under way fail with WorkerError."""
@@ -340,7 +355,7 @@ def build(config: Config, model_folder: str) -> VllmRolloutEngine:
         "enforce_eager": rollout.enforce_eager or not on_gpu,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",  # the raw ones ignore the temperature
-        "enable_sleep_mode": on_gpu and config.schedule.colocated,
+        "enable_sleep_mode": on_gpu and config.schedule.colocated and rollout.free_cache_engine,
         "weight_transfer_config": {"backend": "millrace"},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,

@@ -167,8 +167,23 @@ class Rollouter:
             self._gate.set()
             self.queue.wake()
 
-    async def park(self) -> None:
-        """Before the run ends: interrupt what is running, so that its tokens are kept. Drain mode draws them again."""
-        if self.queue.ledger.schedule.on_sync is not OnSync.DRAIN:
-            async with self.held_still("trainer"):
-                return
+    @asynccontextmanager
+    async def parked(self, who: str) -> AsyncIterator[None]:
+        """At the end of a run: what is running is interrupted, so that its tokens are kept; nothing is drawn while the body runs.
+
+        Drain mode will draw it again, and swap mode too: neither is interrupted, but to give devices that both sides share.
+        """
+        schedule = self.queue.ledger.schedule
+        if schedule.on_sync is not OnSync.INTERRUPT and not schedule.colocated:
+            yield
+            return
+        self.held = True
+        self._gate.clear()
+        try:
+            await self.pool.interrupt()
+            await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
+            yield
+        finally:
+            self.held = False
+            self._gate.set()
+            self.queue.wake()

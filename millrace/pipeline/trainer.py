@@ -72,12 +72,15 @@ class Trainer:
         self._waited_s = 0.0
 
     async def begin(self) -> None:
-        """Bring the start weights to every replica: first load from the trainer, not from disk."""
-        version = self.queue.ledger.version
+        """Bring the start weights to every replica: first load from the trainer, not from disk. Colocated devices are its own until then."""
+        version, colocated = self.queue.ledger.version, self.queue.ledger.schedule.colocated
+        if colocated:
+            await self.rollouter.pool.wake_weights()
         await self.sync.transfer(version)
         await self.sync.activate(version)
-        if self.queue.ledger.schedule.colocated:
+        if colocated:
             await self.engine.sleep()
+            await self.rollouter.pool.wake()
         self._stats = await self.rollouter.pool.stats()
 
     async def run(self) -> None:
@@ -95,13 +98,15 @@ class Trainer:
 
     async def stop(self) -> None:
         """Save the state of a run that is done or was told to stop: nothing is TAKEN or TRAINED."""
-        await self.rollouter.park()
         ledger = self.queue.ledger
-        if ledger.schedule.colocated:
-            await self.engine.wake()
-        await self.observer.checkpoint(ledger.snapshot())
-        if ledger.schedule.colocated:
-            await self.engine.sleep()
+        async with self.rollouter.parked("trainer"):
+            if ledger.schedule.colocated:
+                await self.rollouter.pool.sleep()
+                await self.engine.wake()
+            await self.observer.checkpoint(ledger.snapshot())
+            if ledger.schedule.colocated:
+                await self.engine.sleep()
+                await self.rollouter.pool.wake()
 
     async def _wait_for_samples(self, or_else: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
@@ -138,7 +143,7 @@ class Trainer:
         version = ledger.version + 1
         if ledger.schedule.colocated:
             with self.watch.part("switch"):
-                await self.rollouter.pool.wake()
+                await self.rollouter.pool.wake_weights()
         with self.watch.part("sync_transfer"):
             transfer = await self.sync.transfer(version)
         async with self._hold(not ledger.schedule.colocated):
@@ -188,8 +193,9 @@ class Trainer:
             return
         async with self._hold(True):
             with self.watch.part("switch"):
-                await self.rollouter.pool.sleep()
+                await self.rollouter.pool.sleep(False)
                 await self.engine.wake()
             yield
             with self.watch.part("switch"):
                 await self.engine.sleep()
+                await self.rollouter.pool.wake()

@@ -46,8 +46,11 @@ class RolloutPool:
             slots=sum(s.slots for s in each),
         )
 
-    async def sleep(self) -> None:
-        await asyncio.gather(*(engine.sleep() for engine in self.engines))
+    async def sleep(self, keep_weights: bool = True) -> None:
+        await asyncio.gather(*(engine.sleep(keep_weights) for engine in self.engines))
+
+    async def wake_weights(self) -> None:
+        await asyncio.gather(*(engine.wake_weights() for engine in self.engines))
 
     async def wake(self) -> None:
         await asyncio.gather(*(engine.wake() for engine in self.engines))

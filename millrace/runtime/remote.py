@@ -30,8 +30,11 @@ class RemoteRolloutEngine:
     async def stats(self) -> RolloutStats:
         return await self.peer.call("engine.stats", (), RolloutStats)
 
-    async def sleep(self) -> None:
-        await self.peer.call("engine.sleep")
+    async def sleep(self, keep_weights: bool = True) -> None:
+        await self.peer.call("engine.sleep", (keep_weights,))
+
+    async def wake_weights(self) -> None:
+        await self.peer.call("engine.wake_weights")
 
     async def wake(self) -> None:
         await self.peer.call("engine.wake")
@@ -62,6 +65,10 @@ class RemoteTrainEngine:
     async def matmul_rates(self) -> list[float]:
         """Each rank's device: multiplications and additions a second of one large matmul."""
         return await all_of(self.peers, "matmul_rate", (), float)
+
+    async def peak_memory(self) -> list[int]:
+        """Each rank's: most bytes so far."""
+        return await all_of(self.peers, "peak_memory", (), int)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]

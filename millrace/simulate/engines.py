@@ -182,11 +182,14 @@ class SimRolloutEngine:
         tokens = self._tokens + sum(map(self._so_far, self._draws))
         return RolloutStats(tokens, self._prefill, self._busy + sum(now - d.start for d in self._draws), self._slots)
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = True) -> None:
         if self._running:
             raise RuntimeError(f"sleep with {self._running} requests running")
         self.asleep = True
         await asyncio.sleep(self._cost.switch_s)
+
+    async def wake_weights(self) -> None:
+        return None
 
     async def wake(self) -> None:
         await asyncio.sleep(self._cost.switch_s)

@@ -74,6 +74,21 @@ def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
     return [Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
 
 
+def rows_of(spec: Spec, part: int, parts: int) -> slice:
+    """The rows that rank `part` of `parts` holds, as FSDP2 deals them out: as many on each as on the first, until they end."""
+    rows = spec.shape[0]
+    each = -(-rows // parts)
+    return slice(min(part * each, rows), min((part + 1) * each, rows))
+
+
+def part_of(specs: list[Spec], part: int, parts: int) -> list[Spec]:
+    """What rank `part` of `parts` sends."""
+    if parts == 1:
+        return specs
+    cut = ((s, rows_of(s, part, parts)) for s in specs)
+    return [Spec(s.name, (rows.stop - rows.start, *s.shape[1:]), s.dtype) for s, rows in cut]
+
+
 def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets in order; a tensor larger than a bucket gets one of its own."""
     buckets: list[Bucket] = []

@@ -1,37 +1,40 @@
 """Weights from the train engine's ranks to every replica, over persistent process groups (gloo on CPUs, NCCL on GPUs).
 
-Each trainer rank has a group of its own with all replicas and sends every world-size-th bucket. Received weights are
-staged beside the live ones while rollouts go on (`transfer`), then copied over them between two tokens (`activate`). The
-sender's checksums travel with the weights; a replica proves them on what it staged, and again on its live tensors before
-it serves the version.
+Each trainer rank has a group of its own with all replicas and sends the rows that it holds: nothing is gathered. Received
+weights are staged beside the live ones while rollouts go on (`transfer`), then copied over them between two tokens
+(`activate`). The sender's checksums travel with the weights; a replica proves them on what it received, and again on its
+live tensors before it serves the version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
-from millrace.sync.buckets import Bucket, Spec, checksum, plan, specs_of
+from millrace.sync.buckets import Bucket, Spec, checksum, part_of, plan, rows_of, specs_of
+from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
 from millrace.types import PolicyVersion
 
 _PLAN = "millrace/sync/plan"
-_IN_FLIGHT = 3  # buckets
+_IN_FLIGHT = 3  # buckets of one sender
 
 
 class WeightSource(Protocol):
     """The train engine as a sender sees it."""
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        """Of every tensor, in model order: its name, whole shape, serving dtype, and the rows of this rank, in any dtype."""
+        ...
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor whole, in the serving dtype, in model order. Collective over the trainer's ranks."""
@@ -41,67 +44,62 @@ class WeightSource(Protocol):
 class Sender:
     """One trainer rank's end."""
 
-    def __init__(
-        self, source: WeightSource, group: Any, buckets: list[Bucket], rank: int, world_size: int, wire: torch.device
-    ) -> None:
+    def __init__(self, source: WeightSource, group: Any, buckets: list[Bucket], wire: torch.device) -> None:
         self._source = source
         self._group = group
         self._wire = wire
         self._buckets = buckets
-        self._rank = rank
-        self._world_size = world_size
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
-        """Meet the replicas. Rank 0 tells the plan's tensors."""
-        tensors = dict(source.full_weights())
-        specs = specs_of(tensors)
-        wire = wire_device(config, next(iter(tensors.values())).device)
-        if rank == 0:
-            store.set(_PLAN, msgspec.json.encode(specs))
-        group = await asyncio.to_thread(_group, store, wire, rank, 0, 1 + config.rollout_devices, config.sync.timeout_s)
-        return cls(source, group, plan(specs, config.sync.bucket_mb << 20), rank, config.trainer_ranks, wire)
+        """Meet the replicas."""
+        specs = tell_specs(source, store, rank)
+        wire = wire_device(config, next(source.shards())[3].device)
+        buckets = plan(part_of(specs, rank, config.trainer_ranks), config.sync.bucket_mb << 20)
+        size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+        group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
+        return cls(source, group, buckets, wire)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Send the current weights as `version`."""
+        """Send this rank's rows of the current weights as `version`."""
         start = time.perf_counter()
-        weights = self._source.full_weights()
-        sums, under_way, sent = [], deque[tuple[Any, Tensor]](), 0
+        shards = self._source.shards()
+        largest = max(b.num_bytes for b in self._buckets)
+        ring = [torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
+        sums, under_way = [], deque[Any]()
         for k, bucket in enumerate(self._buckets):
-            mine = k % self._world_size == self._rank
-            buffer = torch.zeros(bucket.num_bytes if mine else 0, dtype=torch.uint8, device=self._wire)
-            views = bucket.views(buffer) if mine else {}
-            for spec in bucket.specs:
-                name, tensor = next(weights)
-                if name != spec.name:
-                    raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
-                if mine:
-                    views[name].copy_(tensor)
-            if mine:
-                sums.append(bucket.checksums(buffer))
-                # The next bucket is packed while this one is on its way.
-                under_way.append((_start_broadcast(self._group, buffer), buffer))
-                sent += bucket.num_bytes
-                if len(under_way) > _IN_FLIGHT:
-                    _finish(under_way.popleft()[0])
-            else:
-                sums.append(torch.zeros(len(bucket.specs), 2, dtype=torch.int64, device=self._wire))
+            if len(under_way) == _IN_FLIGHT:
+                finish(under_way.popleft())
+            # Its last broadcast is done. The next bucket is packed while others are on their way.
+            buffer = ring[k % _IN_FLIGHT][: bucket.num_bytes]
+            self._pack(bucket, buffer, shards)
+            sums.append(bucket.checksums(buffer))
+            under_way.append(start_broadcast(self._group, buffer))
         while under_way:
-            _finish(under_way.popleft()[0])
-        if sums:
-            _broadcast(self._group, torch.cat(sums))
-        return TransferReport(sent, time.perf_counter() - start)
+            finish(under_way.popleft())
+        broadcast(self._group, torch.cat(sums))
+        wait_for_device(self._wire)
+        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
+
+    def _pack(self, bucket: Bucket, buffer: Tensor, shards: Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]) -> None:
+        """The bucket's tensors, cast to the serving dtype on the way."""
+        views, rows = bucket.views(buffer.zero_()), []
+        for spec in bucket.specs:
+            name, _, _, own = next(shards)
+            if name != spec.name:
+                raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
+            rows.append(own)
+        torch._foreach_copy_(list(views.values()), rows)
 
     async def link(self) -> TransferReport:
-        """Send as many bytes as a transfer does, and nothing else: no gather, no packing, no sums. What the link can carry."""
-        mine = self._buckets[self._rank :: self._world_size]
-        buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in mine]
-        _wait_for_device(self._wire)
+        """Send as many bytes as a transfer does, and nothing else: no packing, no sums. What the link can carry."""
+        buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in self._buckets]
+        wait_for_device(self._wire)
         start = time.perf_counter()
-        for work in [_start_broadcast(self._group, buffer) for buffer in buffers]:
-            _finish(work)
-        _wait_for_device(self._wire)
-        return TransferReport(sum(b.num_bytes for b in mine), time.perf_counter() - start)
+        for work in [start_broadcast(self._group, buffer) for buffer in buffers]:
+            finish(work)
+        wait_for_device(self._wire)
+        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
 
     async def transport(self) -> str:
         """The process groups' backend."""
@@ -109,23 +107,54 @@ class Sender:
 
 
 class Inbox:
-    """What one receiving device gets: buckets staged beside the live weights, proven by the sender's checksums.
+    """What one receiving device gets: every sender's rows, staged beside the live weights, proven by the senders' checksums.
 
     A replica has one; a replica on several devices has one on each.
     """
 
-    def __init__(self, groups: list[Any], buckets: list[Bucket], wire: torch.device, replica: int) -> None:
-        self.buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=wire) for b in buckets]
-        self.staged = {
-            name: view for b, buffer in zip(buckets, self.buffers, strict=True) for name, view in b.views(buffer).items()
-        }
-        """Views into the buffers: what `swap` reads."""
+    def __init__(
+        self,
+        groups: list[Any],
+        specs: list[Spec],
+        bucket_bytes: int,
+        wire: torch.device,
+        replica: int,
+        *,
+        with_bit_sums: bool = False,
+    ) -> None:
         self.version: PolicyVersion | None = None
+        self.bit_sums: dict[str, int] = {}
+        """`proof.bit_sum` of every staged tensor, by name, if `with_bit_sums`."""
+        self._with_bit_sums = with_bit_sums
         self._groups = groups
-        self._buckets = buckets
+        self._specs = specs
         self._wire = wire
         self._replica = replica
+        self._plans = [plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))]
+        whole = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs] if len(groups) > 1 else []
+        self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
+        self._rows = [self._slices(r, whole) for r in range(len(groups))] if whole else []
+        only = zip(self._plans[0], self._buffers[0], strict=False)
+        self.staged = (
+            dict(zip((s.name for s in specs), whole, strict=True))
+            if whole
+            else {name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()}
+        )
+        """Whole tensors: what `swap` reads."""
         self._sums: Tensor | None = None
+
+    def _landing(self, buckets: list[Bucket], *, alone: bool) -> list[Tensor]:
+        """Where a sender's buckets arrive: to stay, if they are whole tensors; else in turn, until their rows are where they belong."""
+        if alone:
+            return [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
+        largest = max(b.num_bytes for b in buckets)
+        ring = [torch.zeros(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
+        return [ring[k % _IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
+
+    def _slices(self, rank: int, whole: list[Tensor]) -> dict[str, Tensor]:
+        """Where the rows of sender `rank` belong."""
+        parts = len(self._groups)
+        return {s.name: tensor[rows_of(s, rank, parts)] for s, tensor in zip(self._specs, whole, strict=True)}
 
     @classmethod
     def join(cls, specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0) -> Inbox:
@@ -133,56 +162,82 @@ class Inbox:
         wire = wire_device(config, device)
         position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
         size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
-        groups = [_group(store, wire, sender, position, size, timeout_s) for sender in range(config.trainer_ranks)]
-        return cls(groups, plan(specs, config.sync.bucket_mb << 20), wire, replica)
+        groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
+        # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
+        return cls(groups, specs, config.sync.bucket_mb << 20, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
 
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
-        self.version = None
-        # All at once: the sums of one bucket are taken while the next ones arrive.
-        works = [_start_broadcast(self._groups[k % len(self._groups)], buffer) for k, buffer in enumerate(self.buffers)]
-        own = []
-        for work, bucket, buffer in zip(works, self._buckets, self.buffers, strict=True):
-            _finish(work)
-            own.append(bucket.checksums(buffer))
-        if own:
-            told = []
-            for group in self._groups:
-                told.append(torch.zeros_like(torch.cat(own)))
-                _broadcast(group, told[-1])
-            self._sums = torch.stack(told).sum(0)
-            self._compare(torch.cat(own), version, "received")
+        self.version, self.bit_sums = None, {}
+        sums: list[list[Tensor]] = [[] for _ in self._groups]
+        bits: list[list[Tensor]] = [[] for _ in self._groups]
+        flying: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
+
+        def land(rank: int) -> None:
+            k, work = flying[rank].popleft()
+            finish(work)
+            bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
+            sums[rank].append(bucket.checksums(buffer))
+            if self._with_bit_sums:
+                bits[rank].append(bucket.bit_sums(buffer))
+            if self._rows:
+                views = bucket.views(buffer)
+                torch._foreach_copy_([self._rows[rank][name] for name in views], list(views.values()))
+
+        # As many on their way as there is room for; the sums of one bucket are taken while the next ones arrive.
+        for k, rank in self._in_order():
+            if self._rows and len(flying[rank]) == _IN_FLIGHT:
+                land(rank)
+            flying[rank].append((k, start_broadcast(self._groups[rank], self._buffers[rank][k])))
+        for rank in list(flying):
+            while flying[rank]:
+                land(rank)
+        for rank, own in enumerate(sums):
+            told = torch.zeros_like(torch.cat(own))
+            broadcast(self._groups[rank], told)
+            self._compare(torch.cat(own), told, version, "received", rank)
+            self._sums = told
+            for spec, value in zip(self._specs, torch.cat(bits[rank]).tolist() if bits[rank] else (), strict=False):
+                self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
+        if self._rows:
+            self._sums = torch.stack([checksum(t) for t in self.staged.values()])
+        wait_for_device(self._wire)
         self.version = version
-        return sum(bucket.num_bytes for bucket in self._buckets)
+        return self._num_bytes
 
     def link(self) -> int:
         """The other end of `Sender.link`. What was staged is gone."""
         self.version = None
-        for work in [_start_broadcast(self._groups[k % len(self._groups)], b) for k, b in enumerate(self.buffers)]:
-            _finish(work)
-        _wait_for_device(self._wire)
-        return sum(b.num_bytes for b in self._buckets)
+        for work in [start_broadcast(self._groups[rank], self._buffers[rank][k]) for k, rank in self._in_order()]:
+            finish(work)
+        wait_for_device(self._wire)
+        return self._num_bytes
 
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion, what: str) -> None:
-        """Raise SyncError for the first tensor whose checksum is not the sender's."""
-        own = torch.stack([checksum(tensors[spec.name]) for bucket in self._buckets for spec in bucket.specs])
-        self._compare(own.to(self._wire), version, what)
-
-    def bit_sums(self) -> dict[str, int]:
-        """`proof.bit_sum` of every staged tensor, by name."""
-        sums: list[int] = torch.cat([b.bit_sums(buffer) for b, buffer in zip(self._buckets, self.buffers, strict=True)]).tolist()
-        return dict(zip(self.staged, sums, strict=True))
-
-    def _compare(self, own: Tensor, version: PolicyVersion, what: str) -> None:
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
         if self._sums is None:
             raise SyncError(f"replica {self._replica} has no checksums of version {version}")
-        wrong = (own != self._sums).any(dim=1).nonzero().flatten().tolist()
+        own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
+        self._compare(own.to(self._wire), self._sums, version, "live")
+
+    def _in_order(self) -> list[tuple[int, int]]:
+        """(bucket, sender): senders in turn."""
+        longest = max(len(buckets) for buckets in self._plans)
+        return [(k, r) for k in range(longest) for r, buckets in enumerate(self._plans) if k < len(buckets)]
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(bucket.num_bytes for buckets in self._plans for bucket in buckets)
+
+    def _compare(self, own: Tensor, told: Tensor, version: PolicyVersion, what: str, sender: int | None = None) -> None:
+        wrong = (own != told).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             self.version = None
-            names = list(self.staged)
+            more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+            whose = f" (rows of trainer rank {sender})" if sender is not None and len(self._groups) > 1 else ""
             raise SyncError(
-                f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {names[wrong[0]]}"
-                f"{f' and {len(wrong) - 1} more tensors' if len(wrong) > 1 else ''} differ in checksum; it must not serve them"
+                f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {self._specs[wrong[0]].name}"
+                f"{more} differ in checksum{whose}; it must not serve them"
             )
 
 
@@ -198,7 +253,7 @@ class Receiver:
     async def join(cls, holder: WeightHolder, store: Any, replica: int, config: Config) -> Receiver:
         """Meet every trainer rank. Raises SyncError, with the first tensor that differs, if the models differ."""
         told = await asyncio.to_thread(told_specs, store)
-        _compare(told, specs_of(holder.weights()), replica)
+        _compare_specs(told, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device
         return cls(holder, await asyncio.to_thread(Inbox.join, told, store, device, replica, config), replica)
 
@@ -221,12 +276,20 @@ class Receiver:
         paused = await self._holder.swap(version, self.inbox.staged)
         # No await between the swap and the proof: nothing is decoded on weights that are not proven.
         after = time.perf_counter()
-        self.inbox.prove(self._holder.weights(), version, "live")
+        self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
 
 
+def tell_specs(source: WeightSource, store: Any, rank: int) -> list[Spec]:
+    """The tensors that the trainer sends, in order; rank 0 tells them to the replicas."""
+    specs = [Spec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype, _ in source.shards()]
+    if rank == 0:
+        store.set(_PLAN, msgspec.json.encode(specs))
+    return specs
+
+
 def told_specs(store: Any) -> list[Spec]:
-    """The tensors that trainer rank 0 will send, in order. Blocks until it has said so."""
+    """What rank 0 told. Blocks until it has."""
     return msgspec.json.decode(store.get(_PLAN), type=list[Spec])
 
 
@@ -235,47 +298,7 @@ def wire_device(config: Config, device: torch.device) -> torch.device:
     return torch.device("cpu") if config.schedule.colocated else device
 
 
-def _group(store: Any, device: torch.device, sender: int, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group apart from the default one: rank 0 is trainer rank `sender`, the others are the replicas' devices."""
-    own = dist.PrefixStore(f"millrace/sync/{sender}", store)
-    timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(own, rank, size, options)
-    return dist.ProcessGroupGloo(own, rank, size, timeout)
-
-
-def _wait_for_device(wire: torch.device) -> None:
-    if wire.type == "cuda":
-        torch.cuda.current_stream(wire).synchronize()
-
-
-def _start_broadcast(group: Any, tensor: Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    try:
-        return group.broadcast([tensor], options)
-    except RuntimeError as error:
-        raise _broken_off(error) from error
-
-
-def _finish(work: Any) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise _broken_off(error) from error
-
-
-def _broken_off(error: RuntimeError) -> SyncError:
-    return SyncError(f"a weight transfer broke off: {error}")
-
-
-def _broadcast(group: Any, tensor: Tensor) -> None:
-    _finish(_start_broadcast(group, tensor))
-
-
-def _compare(told: list[Spec], own: list[Spec], replica: int) -> None:
+def _compare_specs(told: list[Spec], own: list[Spec], replica: int) -> None:
     for t, o in zip(told, own, strict=False):
         if t != o:
             raise SyncError(

@@ -28,6 +28,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.sync import ipc
 from millrace.sync.collective import Inbox, told_specs
 from millrace.sync.proof import bit_sums
 
@@ -57,8 +58,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
-    inbox: Inbox
-    sent_sums: dict[str, int]
+    inbox: Inbox | ipc.IpcInbox
     live_sums: dict[str, int]
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
@@ -69,17 +69,14 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.inbox = Inbox.join(told_specs(self._store), self._store, self.device, init_info.replica, config, shard)
+        where = (told_specs(self._store), self._store, self.device, init_info.replica, config)
+        self.inbox = (
+            ipc.IpcInbox.join(*where, self.model.load_weights) if ipc.fits(config, self.device) else Inbox.join(*where, shard)
+        )
 
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread; its report goes to the store as this turn's."""
-
-        def receive() -> int:
-            received = self.inbox.receive(version)
-            self.sent_sums = self.inbox.bit_sums()  # copied to the host: what was staged is there
-            return received
-
-        self._in_thread(receive, turn)
+        self._in_thread(lambda: self.inbox.receive(version), turn)
 
     def link(self, turn: int) -> None:
         """The other end of `Sender.link`, in a thread."""
@@ -108,11 +105,12 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Nothing to prepare: unquantised weights are copied over the live ones."""
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Copy the staged version over the live weights."""
+        """Copy the staged version over the live weights, if it is not there already."""
         if self.inbox.version != update_info.version:
             raise SyncError(f"version {update_info.version} is to be made live, but {self.inbox.version} is staged")
         with torch.inference_mode():
-            self.model.load_weights(self.inbox.staged.items())
+            if isinstance(self.inbox, Inbox):
+                self.model.load_weights(self.inbox.staged.items())
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
 
     def finish_weight_update(self) -> None:
@@ -152,7 +150,7 @@ class WorkerExtension:
         self.update_weights({"version": version})
         self.finish_weight_update()
         engine = self.weight_transfer_engine
-        return engine.sent_sums, engine.live_sums, dict(getattr(engine.model, "packed_modules_mapping", {}))
+        return engine.inbox.bit_sums, engine.live_sums, dict(getattr(engine.model, "packed_modules_mapping", {}))
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:

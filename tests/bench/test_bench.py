@@ -91,3 +91,16 @@ def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
     assert [f["load"] for f in found["syncs"]] == ["idle", "idle", "busy", "busy"]
     assert all(f["bytes"] == found["bytes"] > 100_000 and f["transfer_s"] > 0 and f["pause_s"] > 0 for f in found["syncs"])
     assert 0 < found["idle"]["share_of_link"] < 1.5
+
+
+def test_bench_train_counts_what_a_step_does(tmp_path: Path) -> None:
+    size = ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=256", f"trainer.run_dir={tmp_path / 'run'}"]
+    done = runs.command("bench", "train", str(runs.RECIPE), *size, "--length", "60", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = runs.last_json(done.stdout)
+    assert found["tokens_per_step"] == 2 * 4 * 59 and len(found["steps_s"]) == 5
+    per_step = train_flops(tmp_path / "run" / "model", [59] * 8)
+    assert found["model_tflops_per_device"] * 1e12 * 2 * found["step_s"] == pytest.approx(per_step)
+    assert 0 < found["mfu"] < 1 and 0.05 < found["peak_memory_gib"] < 24
+    long = runs.command("bench", "train", str(runs.RECIPE), *size, "--length", "300")
+    assert long.returncode == 2 and "--length 256" in long.stderr

@@ -74,8 +74,7 @@ async def run(s: Session, folder: Path, *overrides: str, resume: bool = False, s
     else:
         ledger = await launch.start_state(mine)
     outcome = await launch.run_training(mine, ledger, stop or StopRequest())
-    if config.schedule.colocated:
-        await s.engines.train.wake()
+    await s.engines.trainers_turn()
     return outcome
 
 

@@ -265,8 +265,11 @@ class Engine:
     async def interrupt(self) -> None:
         self.log.append("interrupt")
 
-    async def sleep(self) -> None:
-        self.log.append("sleep")
+    async def sleep(self, keep_weights: bool = True) -> None:
+        self.log.append("sleep" if keep_weights else "sleep without weights")
+
+    async def wake_weights(self) -> None:
+        self.log.append("wake weights")
 
     async def wake(self) -> None:
         self.log.append("wake")
@@ -326,9 +329,10 @@ def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
     async def main() -> None:
         engines: list[Engine] = [Engine(), Engine(), Engine()]
         pool: RolloutEngine = RolloutPool(engines)
-        for action in (pool.interrupt, pool.sleep, pool.wake, pool.close):
+        await pool.sleep(False)
+        for action in (pool.interrupt, pool.sleep, pool.wake_weights, pool.wake, pool.close):
             await action()
-        assert all(e.log == ["interrupt", "sleep", "wake", "close"] for e in engines)
+        assert all(e.log == ["sleep without weights", "interrupt", "sleep", "wake weights", "wake", "close"] for e in engines)
         assert await pool.stats() == RolloutStats(3, 6, 9.0, 12)
 
     asyncio.run(main())

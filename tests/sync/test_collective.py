@@ -38,7 +38,7 @@ def model(seed: int) -> dict[str, Tensor]:
         "layer.0.b": (200,),
         "layer.1.w": (512, 400),
         "layer.1.b": (7,),
-        "norm": (),
+        "norm": (1,),
     }
     tensors = {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
     return tensors | {"head": torch.randn(511, 301, generator=noise).to(torch.bfloat16)}
@@ -46,12 +46,19 @@ def model(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Source:
-    """A trainer rank's weights."""
+    """A trainer rank's weights: of the whole tensors it holds the rows that FSDP2 would give it."""
 
     tensors: dict[str, Tensor]
+    rank: int
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        for name, tensor in self.tensors.items():
+            chunks = torch.chunk(tensor, TRAINERS)
+            own = chunks[self.rank] if self.rank < len(chunks) else tensor[:0]
+            yield name, tuple(tensor.shape), tensor.dtype, own
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.tensors.items()
+        raise AssertionError("a transfer between devices gathers nothing")
 
 
 @dataclass
@@ -121,7 +128,7 @@ async def fleet(
         trainer={"n_gpus_per_node": TRAINERS}, rollout={"n_gpus_per_node": REPLICAS}, sync={"bucket_mb": 1, "timeout_s": 20}
     )
     store = dist.HashStore()
-    sources = [Source(trainer if trainer is not None else model(1)) for _ in range(TRAINERS)]
+    sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(TRAINERS)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
         *(Sender.join(source, store, rank, config) for rank, source in enumerate(sources)),
@@ -147,7 +154,7 @@ def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> N
                 paused = await f.activate(version)
                 assert all(equal(h.live, new) and h.version == version for h in f.holders)
                 size = sum(t.numel() * t.element_size() for t in new.values())
-                assert all(size <= r.bytes < size + ALIGN * len(new) for r in received)
+                assert all(size <= r.bytes < size + ALIGN * len(new) * TRAINERS for r in received)
                 assert sum(s.bytes for s in sent) == received[0].bytes and min(s.bytes for s in sent) > 0, "ranks share the work"
                 assert all(r.seconds > 0 for r in [*sent, *received])
                 assert all(0 < p < 5 for p in paused)
@@ -188,8 +195,8 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
 
 
 def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender's checksums are of what it meant to send: one bit of one bucket is flipped after they are taken."""
-    honest = collective._start_broadcast
+    """The sender's checksums are of what it meant to send: one bit of each bucket is flipped after they are taken."""
+    honest = collective.start_broadcast
 
     def flips(group: Any, tensor: Tensor) -> Any:
         if group is broken and tensor.dtype == torch.uint8:
@@ -200,8 +207,12 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypa
         nonlocal broken
         async with fleet() as f:
             broken = f.senders[1]._group
-            monkeypatch.setattr(collective, "_start_broadcast", flips)
-            with pytest.raises(SyncError, match=r"replica \d: received weights of version 4 are not the trainer's: layer\.0\.w"):
+            monkeypatch.setattr(collective, "start_broadcast", flips)
+            with pytest.raises(
+                SyncError,
+                match=r"replica \d: received weights of version 4 are not the trainer's: embed and 1 more tensors differ in checksum "
+                r"\(rows of trainer rank 1\)",
+            ):
                 await f.transfer(4)
             for i, receiver in enumerate(f.receivers):
                 with pytest.raises(SyncError, match=f"replica {i} is told to serve version 4, but holds None"):

@@ -56,8 +56,11 @@ class Replica:
             }
         )
 
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        yield from ((name, tuple(p.shape), p.dtype, p.detach()) for name, p in self.current.named_parameters())
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, p.detach()) for name, p in self.current.named_parameters())
+        raise AssertionError("a transfer between devices gathers nothing")
 
     async def start(self) -> None:
         _vllm_environment(str(self.folder))

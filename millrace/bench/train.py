@@ -1,0 +1,57 @@
+"""`millrace bench train`: optimizer steps on full micro-batches, against what the devices' matmuls can do."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from time import perf_counter
+from typing import Any
+
+from millrace.bench.flops import train_flops
+from millrace.config import Config
+from millrace.launch import open_session
+from millrace.observe.progress import Progress
+from millrace.types import Tokens, tokens_of
+
+WARM_UP_STEPS = 3
+"""Kernels are compiled and optimizer state is made in them."""
+
+
+async def bench_train(config: Config, progress: Progress, *, length: int, steps: int) -> dict[str, Any]:
+    """`steps` supervised steps, each of one micro-batch of actor.ppo_max_token_len_per_gpu tokens on every rank, in documents of
+    `length` random tokens. Forward, backward, gradient norm and optimizer step count.
+    """
+    rows = config.actor.ppo_max_token_len_per_gpu // length * config.trainer_ranks
+    async with open_session(config, progress, rollout=False) as s:
+        engine = s.engines.train
+        await engine.begin("sft", steps + WARM_UP_STEPS)
+        rate = min(await engine.matmul_rates())
+        shape: dict[str, Any] = json.loads((s.run.model / "config.json").read_text())
+        draw, seconds = random.Random(config.trainer.seed), list[float]()
+        for k in range(steps + WARM_UP_STEPS):
+            documents = [_document(draw, length, shape["vocab_size"]) for _ in range(rows)]
+            start = perf_counter()
+            await engine.sft_step(documents)
+            seconds.append(perf_counter() - start)
+            progress.phase("training", k + 1, steps + WARM_UP_STEPS, f"{seconds[-1]:.2f} s")
+        memory = max(await engine.peak_memory())
+        flops = train_flops(s.run.model, [length - 1] * rows)
+    middle = statistics.median(seconds[WARM_UP_STEPS:])
+    return {
+        "ranks": config.trainer_ranks,
+        "tokens_per_step": rows * (length - 1),
+        "step_s": middle,
+        "steps_s": seconds,
+        "tokens_per_s_per_device": rows * (length - 1) / middle / config.trainer_ranks,
+        "model_tflops_per_device": flops / middle / config.trainer_ranks / 1e12,
+        "matmul_tflops": rate / 1e12,
+        "mfu": flops / middle / config.trainer_ranks / rate,
+        "peak_memory_gib": memory / 2**30,
+    }
+
+
+def _document(draw: random.Random, length: int, vocabulary: int) -> tuple[Tokens, Tokens]:
+    """One token to begin with, and the others to predict: the model reads all but the last."""
+    tokens = [draw.randrange(vocabulary) for _ in range(length)]
+    return tokens_of(tokens[:1]), tokens_of(tokens[1:])

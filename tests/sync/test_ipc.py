@@ -1,0 +1,129 @@
+"""The handover between two processes on one GPU, over real gloo messages; the slots are host memory that both ends see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.config import Config
+from millrace.errors import SyncError
+from millrace.sync.buckets import plan, specs_of
+from millrace.sync.groups import make_group
+from millrace.sync.ipc import IpcInbox, IpcSender, fits
+from millrace.sync.proof import bit_sums
+
+CPU = torch.device("cpu")
+
+
+def model(seed: int) -> dict[str, Tensor]:
+    """More buckets than slots."""
+    noise = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(40 + i, 50, generator=noise).to(torch.bfloat16) for i in range(9)}
+
+
+@dataclass
+class Source:
+    tensors: dict[str, Tensor]
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        raise AssertionError("whole tensors are handed over")
+
+
+@dataclass
+class Pair:
+    sender: IpcSender
+    inbox: IpcInbox
+    source: Source
+    slots: list[Tensor]
+    live: dict[str, Tensor] = field(default_factory=dict)
+
+    async def hand_over(self, version: int) -> int:
+        sending = asyncio.to_thread(asyncio.run, self.sender.transfer(version))  # type: ignore[arg-type]
+        report, received = await asyncio.gather(sending, asyncio.to_thread(self.inbox.receive, version))
+        assert report.bytes == received  # type: ignore[attr-defined]
+        return received
+
+
+def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: None) -> Pair:
+    source = Source(model(1))
+    buckets = plan(specs_of(source.tensors), 1 << 14)
+    assert len(buckets) == 5
+    slots = [torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8) for _ in range(2)]
+
+    def load(weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            on_load(made, name, tensor)
+            made.live[name] = tensor.clone()
+
+    async def meet() -> tuple[object, object]:
+        store = dist.HashStore()
+        ends = (asyncio.to_thread(make_group, store, "gpu", CPU, rank, 2, 5.0) for rank in range(2))
+        return await asyncio.gather(*ends)  # type: ignore[return-value]
+
+    first, second = asyncio.run(meet())
+    made = Pair(IpcSender(source, first, buckets, slots), IpcInbox(second, buckets, slots, load, 3), source, slots)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def test_what_is_loaded_is_what_the_trainer_has_version_after_version() -> None:
+    p = pair()
+    for version in (0, 1, 2):
+        p.source.tensors = model(10 + version)
+        asyncio.run(p.hand_over(version))
+        assert p.inbox.version == version
+        assert p.live.keys() == p.source.tensors.keys()
+        assert all(torch.equal(p.live[name], tensor) for name, tensor in p.source.tensors.items())
+        assert p.inbox.bit_sums == bit_sums(p.source.tensors)
+
+
+def test_a_slot_is_not_written_before_it_was_loaded() -> None:
+    """A replica that loads slowly still loads what its bucket held when it was told."""
+    import time
+
+    p = pair(lambda p, name, tensor: time.sleep(0.05))
+    asyncio.run(p.hand_over(1))
+    assert all(torch.equal(p.live[name], tensor) for name, tensor in p.source.tensors.items())
+
+
+def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
+    def flip(p: Pair, name: str, tensor: Tensor) -> None:
+        """While the first tensor is loaded, a bit of the second bucket changes."""
+        p.slots[1][200] ^= name == "layer.0"
+
+    p = pair(flip)
+
+    async def main() -> None:
+        sending = asyncio.ensure_future(asyncio.to_thread(asyncio.run, p.sender.transfer(7)))  # type: ignore[arg-type]
+        await asyncio.sleep(0.3)  # both slots are full
+        with pytest.raises(SyncError, match=r"replica 3: received weights of version 7 are not the trainer's: layer\.\d differs"):
+            await asyncio.to_thread(p.inbox.receive, 7)
+        assert p.inbox.version is None
+        with pytest.raises(SyncError, match="broke off"):  # nobody says that it is loaded: a deadline ends the wait
+            await sending
+
+    asyncio.run(main())
+
+
+def test_it_is_for_vllm_on_shared_gpus() -> None:
+    def config(engine: str, placement: str) -> Config:
+        return Config.model_validate({"rollout": {"engine": engine}, "async_training": {"placement": placement}})
+
+    cuda = torch.device("cuda", 0)
+    assert fits(config("vllm", "colocated"), cuda)
+    assert not fits(config("vllm", "separate"), cuda)
+    assert not fits(config("torch", "colocated"), cuda)
+    assert not fits(config("vllm", "colocated"), CPU)
