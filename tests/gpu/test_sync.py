@@ -1,0 +1,75 @@
+"""CUDA IPC between two processes on one GPU: the rollout side's own process maps the trainer's memory and loads from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from millrace.config import Config
+from millrace.sync.buckets import specs_of
+from millrace.sync.ipc import IpcInbox, IpcSender
+from millrace.sync.proof import bit_sums
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+CONFIG: dict[str, Any] = {
+    "rollout": {"engine": "vllm"},
+    "async_training": {"placement": "colocated"},
+    "sync": {"bucket_mb": 1, "timeout_s": 60},
+}
+VERSIONS = 3
+
+
+def model(seed: int) -> dict[str, Tensor]:
+    noise = torch.Generator(CUDA).manual_seed(seed)
+    sizes = {f"layer.{i}": (300 + i, 700) for i in range(9)}
+    return {name: torch.randn(size, generator=noise, device=CUDA).to(torch.bfloat16) for name, size in sizes.items()}
+
+
+class Source:
+    def __init__(self) -> None:
+        self.tensors = model(0)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.tensors.items())
+
+
+def replica(_: int, port: int) -> None:
+    store, live = TCPStore("127.0.0.1", port, None, False), {}
+
+    def load(weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            live[name] = tensor.clone()
+
+    inbox = IpcInbox.join(specs_of(model(0)), store, CUDA, 0, Config.model_validate(CONFIG), load)
+    for version in range(VERSIONS):
+        inbox.receive(version)
+        want = model(version)
+        assert all(torch.equal(live[name], tensor) for name, tensor in want.items())
+        assert inbox.bit_sums == bit_sums(want)
+
+
+def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    other = mp.spawn(replica, args=(store.port,), join=False)
+
+    async def main() -> None:
+        source = Source()
+        sender = await IpcSender.join(source, store, 0, Config.model_validate(CONFIG))
+        for version in range(VERSIONS):
+            source.tensors = model(version)
+            await sender.transfer(version)
+
+    asyncio.run(main())
+    assert other.join(60)

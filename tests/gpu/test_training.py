@@ -1,0 +1,136 @@
+"""The train engine on a GPU against itself on the CPU, and its GPU-only parts against the plain ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.config import Config, ModelShape, OptimConfig
+from millrace.engines import attention, fsdp_train
+from millrace.engines.fsdp_train import FsdpTrainEngine
+from millrace.engines.logprob import log_probs_and_entropy
+from millrace.engines.model import write_shape
+from millrace.ports import TrainBatch
+from tests.engines.train_samples import VOCAB, random_samples
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+OPTIM = OptimConfig(lr=1e-3, eps=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    shape = ModelShape(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320)
+    write_shape(path, shape, vocab_size=VOCAB, eos_token_id=0)
+    return path
+
+
+def built(folder: str, device: str = "cuda", **sections: Any) -> FsdpTrainEngine:
+    tree = {"rollout": {"max_prompt_length": 8, "max_response_length": 25}, "actor": {"entropy_coeff": 0.01}}
+    config = Config.model_validate(tree | {"trainer": {"device": device}} | sections)
+    torch.manual_seed(0)
+    engine = fsdp_train.build(config, folder, rank=0, world_size=1)
+    engine.begin(OPTIM, 10)
+    return engine
+
+
+def steps(engine: FsdpTrainEngine, seeds: tuple[int, ...] = (0, 1, 0)) -> list[dict[str, float]]:
+    found = [asyncio.run(engine.step(TrainBatch(random_samples(s, [4, 3 + s]), 0))).metrics for s in seeds]
+    asyncio.run(engine.close())
+    return found
+
+
+def alike(a: list[dict[str, float]], b: list[dict[str, float]], rel: float) -> None:
+    for x, y in zip(a, b, strict=True):
+        for key in ("actor/grad_norm", "actor/entropy", "actor/pg_loss"):
+            assert x[key] == pytest.approx(y[key], rel=rel, abs=rel / 10), key
+
+
+def test_varlen_attention_is_the_padded_one_and_shares_heads_of_keys() -> None:
+    """Forward and backward, with fewer heads of keys than of queries, on rows of several lengths that share a prompt."""
+    lengths = np.array([70, 64, 33, 5, 1])
+    shared = np.concatenate([np.arange(n) if n == 70 else np.arange(n) + 100 * i for i, n in enumerate(lengths)])
+    _, token = np.unique(shared, return_inverse=True)
+    size, noise = int(token.max()) + 1, torch.Generator(CUDA).manual_seed(0)
+    results = []
+    for padded in (False, True):
+        layout = attention.make_layout(lengths, token.astype(np.int64), size, CUDA, padded=padded)
+        noise.manual_seed(0)
+        q, k, v = (
+            torch.randn(1, heads, size, 64, device=CUDA, dtype=torch.bfloat16, generator=noise).requires_grad_()
+            for heads in (8, 2, 2)
+        )
+        out, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, None, scaling=0.125, packed_layout=layout)
+        (out.float() * torch.arange(size, device=CUDA)[None, :, None, None] / size).sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_fused_log_probs_are_the_plain_ones() -> None:
+    noise = torch.Generator(CUDA).manual_seed(0)
+    found = []
+    for fused in (False, True):
+        noise.manual_seed(1)
+        hidden = torch.randn(300, 64, device=CUDA, generator=noise).requires_grad_()
+        weight = torch.randn(5000, 64, device=CUDA, generator=noise).requires_grad_()
+        targets = torch.randint(5000, (300,), device=CUDA, generator=noise)
+        log_probs, entropy = log_probs_and_entropy(hidden, weight, targets, 0.7, chunk=128, fused=fused)
+        (log_probs.sum() + (entropy * log_probs.detach()).sum()).backward()
+        found.append((log_probs, entropy, hidden.grad, weight.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_bfloat16_on_a_gpu_trains_as_float32_on_the_cpu_does(folder: str) -> None:
+    """Not the same weights to start from: both draw their own. The copy makes them so."""
+    exact = built(folder, "cpu")
+    asyncio.run(exact.export(f"{folder}/weights"))
+    exact = built(f"{folder}/weights", "cpu")
+    half = built(f"{folder}/weights", model={"dtype": "bfloat16"})
+    alike(steps(half), steps(exact), 0.05)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"compile": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_share": 0.5},
+        {"gradient_checkpointing": True, "compile": True},
+    ],
+)
+def test_compiled_and_checkpointed_layers_train_the_same_policy(folder: str, model: dict[str, Any]) -> None:
+    alike(steps(built(folder, model={"dtype": "bfloat16"} | model)), steps(built(folder, model={"dtype": "bfloat16"})), 0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) -> None:
+    def weights(engine: FsdpTrainEngine) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in engine.full_weights()}
+
+    batch = TrainBatch(random_samples(0, [4, 3]), 0)
+    engine, other = built(folder, model={"dtype": dtype}), built(folder, model={"dtype": dtype})
+    for e in (engine, other):
+        asyncio.run(e.step(batch))
+    torch.cuda.empty_cache()
+    awake = torch.cuda.memory_allocated()
+    asyncio.run(engine.sleep())
+    assert torch.cuda.memory_allocated() < awake - 4 * 256 * 256
+    asyncio.run(engine.wake())
+    for e in (engine, other):
+        asyncio.run(e.step(batch))
+    mine, theirs = weights(engine), weights(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    asyncio.run(engine.close())
+
+
+def test_a_train_engine_that_is_not_to_leave_stays(folder: str) -> None:
+    engine = built(folder, trainer={"device": "cuda", "offload": False})
+    asyncio.run(engine.sleep())
+    assert all(p.is_cuda for p in engine.policy.parameters())
+    assert len(steps(engine)) == 3
