@@ -176,7 +176,8 @@ class VllmRolloutEngine:
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
             self.version, self._hollow = version, False
-            await self._llm.abort(self._change_version())
+            if fresh := self._change_version():
+                await self._llm.abort(fresh)
             await self._llm.resume_generation()
             return perf_counter() - start
         finally:

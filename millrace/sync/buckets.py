@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 _LANES = 32
-ALIGN = 4 * _LANES * _LANES
+_WORDS = _LANES * _LANES
+ALIGN = 4 * _WORDS
 """Bytes: every tensor begins with a block of 32 x 32 words, so that the sums of a whole bucket are a few kernels."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element: what its bits are read as."""
@@ -47,21 +48,26 @@ class Bucket:
             for s, o in zip(self.specs, self.offsets, strict=True)
         }
 
-    def checksums(self, buffer: Tensor) -> Tensor:
-        """int64 [tensors, 2] on the buffer's device: each tensor's `checksum`. Bytes between tensors must be 0."""
-        owner, number = _blocks(self._counts, buffer.device)
-        sums = torch.zeros(len(self.specs), 2, dtype=torch.int64, device=buffer.device)
-        return sums.index_add_(0, owner, _block_sums(buffer, number)) if len(owner) else sums
+    def sums(self, buffer: Tensor, *, bits: bool = False) -> Tensor:
+        """int64 [tensors, 2] on the buffer's device: each tensor's `checksum`; with `bits` [tensors, 3], its `proof.bit_sum` last.
 
-    def bit_sums(self, buffer: Tensor) -> Tensor:
-        """int64 [tensors] on the buffer's device: each tensor's `proof.bit_sum`. Bytes between tensors must be 0."""
-        owner, _ = _blocks(self._counts, buffer.device)
-        sums = torch.zeros(len(self.specs), dtype=torch.int64, device=buffer.device)
-        sizes = [getattr(torch, s.dtype).itemsize for s in self.specs]
-        for size in sorted(set(sizes)) if len(owner) else ():
-            blocks = buffer.view(INTEGERS[size]).view(-1, ALIGN // size).sum(1, dtype=torch.int64)
-            mine = torch.tensor([s == size for s in sizes], device=buffer.device)
-            sums += torch.where(mine, torch.zeros_like(sums).index_add_(0, owner, blocks), 0)
+        Bytes between tensors must be 0.
+        """
+        owner, number = _blocks(self._counts, buffer.device)
+        sums = torch.zeros(len(self.specs), 2 + bits, dtype=torch.int64, device=buffer.device)
+        if not len(owner):
+            return sums
+        blocks = _block_sums(buffer, bits)
+        blocks[:, 1] += blocks[:, 0] * number * _WORDS
+        sums.index_add_(0, owner, blocks[:, : 2 + bits])
+        if bits:
+            sizes = [getattr(torch, s.dtype).itemsize for s in self.specs]
+            for k, size in enumerate(sizes):
+                if size == 4:
+                    sums[k, 2] = sums[k, 0]
+                elif size != 2:
+                    own = buffer[self.offsets[k] : self.offsets[k] + self.specs[k].num_bytes]
+                    sums[k, 2] = own.view(INTEGERS[size]).sum(dtype=torch.int64)
         return sums
 
     @property
@@ -114,22 +120,25 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := data.numel() % ALIGN:
         data = torch.cat([data, data.new_zeros(ALIGN - rest)])
-    number = torch.arange(data.numel() // ALIGN, device=data.device)
-    return _block_sums(data, number).sum(0)
+    blocks = _block_sums(data, False)
+    number = torch.arange(len(blocks), device=data.device)
+    return torch.stack([blocks[:, 0].sum(), (blocks[:, 1] + blocks[:, 0] * number * _WORDS).sum()])
 
 
-def _block_sums(data: Tensor, number: Tensor) -> Tensor:
-    """int64 [blocks, 2]: plain and position-weighted sums of each block, which is the `number`-th of its tensor.
+def _block_sums(data: Tensor, bits: bool) -> Tensor:
+    """int64 [blocks, 2 or 3]: each block's sum of words, of words times their place in it (from 1), with `bits` of 16-bit halves."""
+    if data.is_cuda:
+        from millrace.sync import kernels
 
-    Word r, c of a block has weight 32 r + c + 1 + 1024 number: sums along r and along c are all it takes, so the words are read
-    twice and nothing of their size is written.
-    """
+        return kernels.block_sums(data)
     words = data.view(torch.int32).view(-1, _LANES, _LANES)
-    lane = torch.arange(_LANES, device=data.device)
+    # Word r, c has place 32 r + c + 1: sums along r and along c are all it takes, and nothing of the words' size is written.
+    lane = torch.arange(_LANES)
     rows, columns = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
-    plain = rows.sum(1)
-    weighted = (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1) + plain * number * _LANES**2
-    return torch.stack([plain, weighted], 1)
+    found = [rows.sum(1), (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1)]
+    if bits:
+        found.append(data.view(torch.int16).view(-1, ALIGN // 2).sum(1, dtype=torch.int64))
+    return torch.stack(found, 1)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -73,7 +73,7 @@ class Sender:
             # Its last broadcast is done. The next bucket is packed while others are on their way.
             buffer = ring[k % _IN_FLIGHT][: bucket.num_bytes]
             self._pack(bucket, buffer, shards)
-            sums.append(bucket.checksums(buffer))
+            sums.append(bucket.sums(buffer))
             under_way.append(start_broadcast(self._group, buffer))
         while under_way:
             finish(under_way.popleft())
@@ -170,16 +170,13 @@ class Inbox:
         """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
         self.version, self.bit_sums = None, {}
         sums: list[list[Tensor]] = [[] for _ in self._groups]
-        bits: list[list[Tensor]] = [[] for _ in self._groups]
         flying: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
 
         def land(rank: int) -> None:
             k, work = flying[rank].popleft()
             finish(work)
             bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
-            sums[rank].append(bucket.checksums(buffer))
-            if self._with_bit_sums:
-                bits[rank].append(bucket.bit_sums(buffer))
+            sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
             if self._rows:
                 views = bucket.views(buffer)
                 torch._foreach_copy_([self._rows[rank][name] for name in views], list(views.values()))
@@ -192,12 +189,13 @@ class Inbox:
         for rank in list(flying):
             while flying[rank]:
                 land(rank)
-        for rank, own in enumerate(sums):
-            told = torch.zeros_like(torch.cat(own))
+        for rank, found in enumerate(sums):
+            own = torch.cat(found)
+            told = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
             broadcast(self._groups[rank], told)
-            self._compare(torch.cat(own), told, version, "received", rank)
+            self._compare(own[:, :2], told, version, "received", rank)
             self._sums = told
-            for spec, value in zip(self._specs, torch.cat(bits[rank]).tolist() if bits[rank] else (), strict=False):
+            for spec, value in zip(self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False):
                 self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
         if self._rows:
             self._sums = torch.stack([checksum(t) for t in self.staged.values()])

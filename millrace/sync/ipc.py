@@ -73,7 +73,7 @@ class IpcSender:
                 if name != spec.name:
                     raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
                 views[name].copy_(tensor)
-            sums = bucket.checksums(buffer).cpu()  # when they are there, so is the bucket
+            sums = bucket.sums(buffer).cpu()  # when they are there, so is the bucket
             told.append((start_send(self._pair, sums, 1), sums))
         for _ in self._buckets[-_SLOTS:]:
             receive(self._pair, torch.zeros(1), 1)
@@ -142,7 +142,8 @@ class IpcInbox:
         for k, bucket in enumerate(self._buckets):
             told = receive(self._pair, torch.zeros(len(bucket.specs), 2, dtype=torch.int64), 0)
             buffer = self._slots[k % _SLOTS][: bucket.num_bytes]
-            wrong = (bucket.checksums(buffer).cpu() != told).any(dim=1).nonzero().flatten().tolist()
+            sums = bucket.sums(buffer, bits=True).cpu()
+            wrong = (sums[:, :2] != told).any(dim=1).nonzero().flatten().tolist()
             if wrong:
                 raise SyncError(
                     f"replica {self._replica}: received weights of version {version} are not the trainer's: "
@@ -150,7 +151,8 @@ class IpcInbox:
                 )
             views = bucket.views(buffer)
             self._load(iter(views.items()))
-            self.bit_sums |= zip(views, bucket.bit_sums(buffer).tolist(), strict=True)  # copied to the host: it is loaded
+            self.bit_sums |= zip(views, sums[:, 2].tolist(), strict=True)
+            wait_for_device(buffer.device)
             word = torch.zeros(1)
             loaded.append((start_send(self._pair, word, 0), word))
         for work, _ in loaded:

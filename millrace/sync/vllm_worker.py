@@ -12,13 +12,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore
+from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -60,6 +62,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     update_info_cls = StagedUpdate
     inbox: Inbox | ipc.IpcInbox
     live_sums: dict[str, int]
+    _copies: list[tuple[Tensor, Tensor]] | None = None
+    """Target and source of every copy of a load; None before the first, empty where they do not tell all."""
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Join the trainer's ranks and the other replicas. Blocks until all are there."""
@@ -110,11 +114,25 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             raise SyncError(f"version {update_info.version} is to be made live, but {self.inbox.version} is staged")
         with torch.inference_mode():
             if isinstance(self.inbox, Inbox):
-                self.model.load_weights(self.inbox.staged.items())
+                self.load(self.inbox)
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
+
+    def load(self, inbox: Inbox) -> None:
+        """Staged weights over the live ones: by the model's own loader the first time, then by the copies that it made. Both sides'
+        memory stays where it is, so they are the same each time, and a few kernels do what costs vLLM some hundred Python calls.
+        """
+        if self._copies is None:
+            with CopiesWatched() as watched:
+                self.model.load_weights(inbox.staged.items())
+            self._copies = watched.repeatable(inbox.staged.values())
+        elif self._copies:
+            targets, sources = (list(side) for side in zip(*self._copies, strict=True))
+            torch._foreach_copy_(targets, sources)
+        else:
+            self.model.load_weights(inbox.staged.items())
 
     def shutdown(self) -> None:
         """Process groups end with the process."""
@@ -123,6 +141,26 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """The trainer's side is `millrace.sync.collective.Sender`."""
         raise SyncError("weights are sent by millrace.sync.collective.Sender")
+
+
+class CopiesWatched(TorchFunctionMode):
+    """Which tensor was copied to which, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            self.seen.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+    def repeatable(self, staged: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The copies, if they alone brought all of `staged` to where it belongs, straight from there; else none of them."""
+        sources = {t.untyped_storage().data_ptr() for t in staged}
+        total = sum(t.numel() for t in staged)
+        straight = all(source.untyped_storage().data_ptr() in sources for _, source in self.seen)
+        return self.seen if straight and sum(source.numel() for _, source in self.seen) == total else []
 
 
 class WorkerExtension:

@@ -20,13 +20,15 @@ class FaultyExtension(WorkerExtension):
     def load_nothing(self) -> None:
         """The next load changes no weight, as vLLM's own does on a CPU where linear weights were packed away."""
         engine = self.weight_transfer_engine
-        honest = engine.model.load_weights
 
-        def deaf(weights: Any) -> set[str]:
-            engine.model.load_weights = honest
-            return set()
+        def deaf(inbox: Any) -> None:
+            del engine.load
 
-        engine.model.load_weights = deaf
+        engine.load = deaf  # type: ignore[method-assign]
+
+    def copies_of_a_load(self) -> int:
+        """Copies that a load repeats: 0 where it goes through the model's loader each time."""
+        return len(self.weight_transfer_engine._copies or ())
 
     def linear_weights(self) -> int:
         """Numbers in the live parameters of linear layers: none where vLLM has packed them away."""

@@ -154,6 +154,8 @@ def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Run
             segments = runner.run(replica.engine.generate(tokens_of(PROMPT), params, "s"))
             assert [s.version for s in segments] == [version]
             assert gap(replica, seed, PROMPT, segments)[0] < 1e-4
+    # The first load was the model's own; these were the copies that it made.
+    assert runner.run(replica.engine.call_workers("copies_of_a_load")) == [len(replica.models[1].state_dict()) - 1]
 
 
 def test_linear_weights_are_not_packed_away(replica: Replica, runner: asyncio.Runner) -> None:
