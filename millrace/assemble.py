@@ -61,7 +61,7 @@ def threads(config: Config) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def open_runtime(config: Config, run: RunDir) -> AsyncIterator[Runtime]:
+async def open_runtime(config: Config, run: RunDir, *, rollout: bool = True) -> AsyncIterator[Runtime]:
     """The runtime that the configuration names, with its workers ended at the end. Imported here, at first use."""
     runtime: Any
     if config.trainer.runtime == "ray":
@@ -72,7 +72,7 @@ async def open_runtime(config: Config, run: RunDir) -> AsyncIterator[Runtime]:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
         gpus = visible_gpus() if config.trainer.device != "cpu" else []
-        check_devices(config, gpus)
+        check_devices(config, gpus, rollout=rollout)
         runtime = LocalRuntime(run.logs, config, threads=threads(config), gpus=gpus)
     try:
         yield runtime

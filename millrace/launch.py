@@ -125,7 +125,7 @@ async def open_session(
         if problems.train.filtered:
             progress.note(f"left out {problems.train.filtered} prompts over rollout.max_prompt_length")
         progress.phase("starting engines")
-        async with open_runtime(config, run) as runtime:
+        async with open_runtime(config, run, rollout=rollout) as runtime:
             engines = await build_engines(runtime, config, run, rollout=rollout)
             yield Session(config, run, problems, engines, reward, progress)
     finally:

@@ -32,12 +32,12 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
-def check_devices(config: Config, gpus: Sequence[str]) -> None:
-    """Refuse what this machine cannot place, with the arithmetic."""
+def check_devices(config: Config, gpus: Sequence[str], *, rollout: bool = True) -> None:
+    """Refuse what this machine cannot place, with the arithmetic. Without `rollout` the training side is alone."""
     if nodes_needed(config) > 1 and gpus:
         rule = f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
         raise bad_value("trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices")
-    both = [config.trainer_ranks, config.rollout_devices]
+    both = [config.trainer_ranks, config.rollout_devices if rollout else 0]
     needed = max(both) if config.schedule.colocated else sum(both)
     if gpus and needed > len(gpus):
         rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"

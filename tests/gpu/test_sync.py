@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from millrace.config import Config
-from millrace.sync.buckets import specs_of
+from millrace.sync.buckets import checksum, plan, specs_of
 from millrace.sync.ipc import IpcInbox, IpcSender
 from millrace.sync.proof import bit_sums
 
@@ -73,3 +73,14 @@ def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
     asyncio.run(main())
     assert other.join(60)
+
+
+def test_sums_on_a_gpu_are_those_on_a_cpu() -> None:
+    tensors = model(3) | {"odd": torch.randn(33, 7, device=CUDA), "bytes": torch.arange(77, dtype=torch.uint8, device=CUDA)}
+    for bucket in plan(specs_of(tensors), 1 << 20):
+        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=CUDA)
+        for name, view in bucket.views(buffer).items():
+            view.copy_(tensors[name])
+        assert torch.equal(bucket.sums(buffer, bits=True).cpu(), bucket.sums(buffer.cpu(), bits=True))
+    assert bit_sums(tensors) == bit_sums({name: tensor.cpu() for name, tensor in tensors.items()})
+    assert all(torch.equal(checksum(t).cpu(), checksum(t.cpu())) for t in tensors.values())

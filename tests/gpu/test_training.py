@@ -114,18 +114,22 @@ def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) 
         return {name: tensor.clone() for name, tensor in engine.full_weights()}
 
     batch = TrainBatch(random_samples(0, [4, 3]), 0)
-    engine, other = built(folder, model={"dtype": dtype}), built(folder, model={"dtype": dtype})
-    for e in (engine, other):
-        asyncio.run(e.step(batch))
+    engine = built(folder, model={"dtype": dtype})
+    asyncio.run(engine.step(batch))
+    before, moments = weights(engine), engine.actor.optimizer.state_dict()["state"]
     torch.cuda.empty_cache()
     awake = torch.cuda.memory_allocated()
     asyncio.run(engine.sleep())
     assert torch.cuda.memory_allocated() < awake - 4 * 256 * 256
     asyncio.run(engine.wake())
-    for e in (engine, other):
-        asyncio.run(e.step(batch))
-    mine, theirs = weights(engine), weights(other)
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    after = weights(engine)
+    assert all(tensor.is_cuda and torch.equal(tensor, before[name]) for name, tensor in after.items())
+    for i, state in engine.actor.optimizer.state_dict()["state"].items():
+        assert all(getattr(value, "to_local", lambda v=value: v)().is_cuda for value in state.values()) and len(state) == len(
+            moments[i]
+        )
+    assert np.isfinite(asyncio.run(engine.step(batch)).metrics["actor/grad_norm"])
+    assert not torch.equal(next(iter(weights(engine).values())), next(iter(after.values())))
     asyncio.run(engine.close())
 
 
