@@ -143,10 +143,8 @@ class Trainable:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`; the copy may still be under way. Host memory comes from torch's cache of pinned blocks."""
     if isinstance(tensor, DTensor):
-        local = _moved(tensor.to_local(), device)
-        return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        # Not from_local: it would take the shard back to its mesh's device.
+        return DTensor(_moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
     if tensor.device == device:
         return tensor
     host = device.type == "cpu"
