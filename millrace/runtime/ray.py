@@ -32,6 +32,7 @@ except ImportError as error:
 
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0
+_KNOCK_DEADLINE_S = 10.0
 
 
 class RayHost:
@@ -94,6 +95,14 @@ def _look(folder: str) -> _Share:
     return _Share(ray.util.get_node_ip_address(), context.get_accelerator_ids().get("GPU", []), os.path.isdir(folder))
 
 
+async def _knock(address: str) -> None:
+    """Raises OSError or TimeoutError if nothing listens at HOST:PORT, where Ray would go on trying for many minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _KNOCK_DEADLINE_S)
+        writer.close()
+
+
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
@@ -126,9 +135,15 @@ class RayRuntime:
         elif address:
             options |= {"address": address}
         try:
+            await _knock(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+        except OSError as error:  # time-outs and unknown names are OSErrors too
+            rule = f"no cluster answers: {str(error) or type(error).__name__}"
+            raise bad_value("trainer.ray_address", address, rule, "the HOST:PORT that `ray start --head` printed") from error
+        try:
             await asyncio.to_thread(ray.init, **options)
-        except ConnectionError as error:
-            raise bad_value("trainer.ray_address", address, f"no cluster answers: {error}", "ray start --head") from error
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
+            raise bad_value("trainer.ray_address", address, f"no cluster can be joined: {error}", fix) from error
         runtime = cls(config, threads, own=own)
         try:
             await runtime._reserve()
@@ -204,14 +219,13 @@ class RayRuntime:
         peer = Peer(
             name, lambda frame: self._push(peer, actor, next(numbers), frame), deadline_s=self._config.trainer.wait_deadline_s
         )
-        self._watch(self._serve(peer, actor))
+        address = self._shares[node].address
+        self._watch(self._serve(peer, actor, address))
         try:
             await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
         except TimeoutError:
-            raise DeadlineError(
-                f"worker {name} on {self._shares[node].address} did not start within {START_DEADLINE_S:g} s"
-            ) from None
-        self._watch(self._pull(peer, actor))
+            raise DeadlineError(f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s") from None
+        self._watch(self._pull(peer, actor, address))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
 
@@ -224,19 +238,22 @@ class RayRuntime:
         if peer.lost is None:
             actor.push.remote(number, frame)
 
-    async def _serve(self, peer: Peer, actor: Any) -> None:
+    async def _serve(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             await actor.serve.remote()
         except ray.exceptions.RayError as error:
-            peer.lose("the run is over" if self._closing else f"worker {peer.name} is lost: {error}")
+            self._lose(peer, address, error)
 
-    async def _pull(self, peer: Peer, actor: Any) -> None:
+    async def _pull(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             while True:
                 for frame in await actor.pull.remote():
                     peer.receive(frame)
         except ray.exceptions.RayError as error:
-            peer.lose("the run is over" if self._closing else f"worker {peer.name} is lost: {error}")
+            self._lose(peer, address, error)
+
+    def _lose(self, peer: Peer, address: str, error: Exception) -> None:
+        peer.lose("the run is over" if self._closing else f"worker {peer.name} on {address} is lost: {error}")
 
     async def close(self) -> None:
         """Kill the actors and free the devices; stop the cluster if this run started it."""
