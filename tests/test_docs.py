@@ -58,7 +58,9 @@ def keys_of(text: str) -> set[str]:
     return {match[0] for match in re.finditer(rf"(?<![\w./-])(?:{sections})\.(?!md|py|yaml|json)[a-z_.]+[a-z]", text)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md", "docs/metrics.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/algorithms.md", "docs/clusters.md", "docs/metrics.md", "docs/vllm.md", "ARCHITECTURE.md"]
+)
 def test_every_key_on_a_page_exists(page: str) -> None:
     known = {key for key, _ in recipe.all_keys()} | set(recipe.ALIASES)
     sections = {key.rpartition(".")[0] for key in recipe.ALIASES}

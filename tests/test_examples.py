@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
+from millrace import recipe
+from millrace.runtime.placement import choose
 from tests.e2e import runs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -111,3 +115,36 @@ def test_a_command_runs_on_a_cluster_that_the_job_makes(tmp_path: Path) -> None:
     assert code == 0, output
     assert (tmp_path / "run" / "sft" / "model.safetensors").is_file()
     assert "runtime: ray" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_the_kubernetes_job_asks_for_the_nodes_that_its_command_needs() -> None:
+    job_ = yaml.safe_load((EXAMPLES / "kubernetes" / "rayjob.yaml").read_text())
+    assert (job_["apiVersion"], job_["kind"]) == ("ray.io/v1", "RayJob")
+    command, name, path, *rest = job_["spec"]["entrypoint"].split()
+    assert (command, name, rest[:2]) == ("millrace", "train", ["--address", "auto"])
+    config = recipe.load(runs.RECIPE, rest[2:])
+    cluster = job_["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == config.derived().nodes_needed
+    (pod,) = workers["template"]["spec"]["containers"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
+    sizes = [0, *[gpus] * workers["replicas"]]
+    assert sum(choose(config, "GPU", sizes, sizes).shares) == gpus * workers["replicas"], "no GPU is idle"
+    assert config.trainer.resume == "auto" and job_["spec"]["backoffLimit"] > 0
+    for spec, container in ((cluster["headGroupSpec"], head), (workers, pod)):
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+        assert set(mounts.values()) <= volumes and "persistentVolumeClaim" in str(spec["template"]["spec"]["volumes"])
+        assert config.trainer.run_dir.startswith("/shared/") and path.startswith("/shared/") and "/shared" in mounts
+        assert spec["template"]["spec"]["restartPolicy"] == "Never" and container["image"] == head["image"]
+
+
+def test_the_slurm_script_is_valid_bash() -> None:
+    assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, check=True).stderr == ""
+
+
+def test_the_page_says_every_variable_of_the_slurm_script() -> None:
+    page = (EXAMPLES.parent / "docs" / "clusters.md").read_text()
+    read = set(re.findall(r"\$\{((?:MILLRACE|RAY)_\w+):-", SCRIPT.read_text()))
+    assert read == set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
