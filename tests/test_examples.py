@@ -77,7 +77,7 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int,
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         started = list({*started, *psutil.Process(process.pid).children(recursive=True)})
-        time.sleep(0.02)
+        time.sleep(0.1)
     output, _ = process.communicate(timeout=10)
     _, left = psutil.wait_procs(started, timeout=10)
     for one in left:
@@ -88,7 +88,7 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int,
 
 def test_the_job_has_the_exit_code_of_the_command_on_its_cluster(tmp_path: Path) -> None:
     assert ended(job(tmp_path, "7", "recipe.yaml", "rollout.n=4"))[0] == 7
-    address = f"127.0.0.1:{20000 + os.getpid() % 10000}"
+    address = f"127.0.0.1:{20000 + 2 * (os.getpid() % 5000)}"
     assert (tmp_path / "said").read_text() == f"7 recipe.yaml rollout.n=4 --address {address}\n"
 
 
