@@ -41,6 +41,12 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object as the last line of standard output; progress on standard error.")
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Run on this Ray cluster, HOST:PORT or auto: trainer.runtime=ray trainer.ray_address=ADDRESS.", show_default=False
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and every derived number, and exit.")]
 HelpConfig = Annotated[bool, typer.Option("--help-config", help="Print every key of the configuration, and exit.")]
 
@@ -64,12 +70,13 @@ def root(
 def train(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
     """Train with RL: rollouts and training at the same time, in the recipe's mode."""
-    config = _configure(path, overrides, json_, dry_run, help_config)
+    config = _configure(path, _on(address, overrides), json_, dry_run, help_config)
     from millrace import launch, summary
 
     mode = config.mode or "custom"
@@ -87,12 +94,13 @@ def train(
 def sft(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
     """Supervised warm-up alone: next-token training on the recipe's demonstrations, then a Hugging Face model folder."""
-    config = _configure(path, overrides, json_, dry_run, help_config)
+    config = _configure(path, _on(address, overrides), json_, dry_run, help_config)
     from millrace import launch
     from millrace.errors import bad_value
 
@@ -110,12 +118,13 @@ def sft(
 def evaluate(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
     """Validate on data.val_files: a checkpoint (trainer.resume=FOLDER), a model (model.path=FOLDER) or the start weights."""
-    config = _configure(path, overrides, json_, dry_run, help_config)
+    config = _configure(path, _on(address, overrides), json_, dry_run, help_config)
     from millrace import launch
 
     result = _run(json_, config.name, "eval", lambda progress: launch.evaluate(config, progress), lambda: False)
@@ -130,11 +139,12 @@ app.add_typer(bench, name="bench")
 def bench_sync(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     repeats: Annotated[int, typer.Option(min=1, help="Syncs of an idle and of a busy engine.")] = 5,
     json_: Json = False,
 ) -> None:
     """What a weight sync costs: bytes, transfer, pause, and the share of what the link can carry."""
-    config = _configure(path, overrides, json_, False, False)
+    config = _configure(path, _on(address, overrides), json_, False, False)
     from millrace.bench.sync import bench_sync as work
 
     found = _run(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
@@ -179,6 +189,7 @@ def bench_train(
 def bench_modes(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     modes: Annotated[str, typer.Option(help="Modes, with commas between.")] = "colocate_sync,one_step_off,async_partial",
     splits: Annotated[str, typer.Option(help="Devices that train + devices that roll out, with commas between.")] = "1+1",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")] = 1,
@@ -187,6 +198,7 @@ def bench_modes(
     json_: Json = False,
 ) -> None:
     """Modes and splits of the same devices on the same samples, in one run. rollout.drawn_lengths makes workloads without weights."""
+    overrides = _on(address, overrides)
     _configure(path, overrides, json_, False, False)
     from millrace.bench import modes as work
     from millrace.errors import bad_value
@@ -197,7 +209,7 @@ def bench_modes(
     arms = work.arms_of(modes.split(","), splits.split(","))
 
     def run(progress: Progress) -> Coroutine[Any, Any, list[dict[str, Any]]]:
-        return work.bench_modes(path, overrides or [], arms, folder, progress, skip=skip, repeats=repeats)
+        return work.bench_modes(path, overrides, arms, folder, progress, skip=skip, repeats=repeats)
 
     figures = _run(json_, path.stem, "bench modes", run, lambda: False)
     _report(json_, {"folder": str(folder), "runs": figures}, work.table(figures))
@@ -255,14 +267,25 @@ def doctor(json_: Json = False) -> None:
 _stopped_by: int | None = None
 
 
-def _configure(path: Path | None, overrides: list[str] | None, json_: bool, dry_run: bool, help_config: bool) -> Config:
+def _on(address: str | None, overrides: list[str] | None) -> list[str]:
+    """The overrides, with --address as the last of them. Raises ConfigError for an empty one: an unset variable of a script."""
+    from millrace.errors import bad_value
+
+    if address is None:
+        return overrides or []
+    if not address.strip():
+        raise bad_value("--address", address, "names no cluster", "--address HOST:PORT, or --address auto")
+    return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
+
+
+def _configure(path: Path | None, overrides: list[str], json_: bool, dry_run: bool, help_config: bool) -> Config:
     """The Config; or print what was asked for and exit."""
     if help_config:
         _print_keys(json_)
         raise typer.Exit
     if path is None:
         raise typer.BadParameter("RECIPE is missing, for example recipes/quickstart.yaml")
-    config = recipe.load(path, overrides or ())
+    config = recipe.load(path, overrides)
     if dry_run:
         from millrace import problems
 

@@ -38,11 +38,12 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = Field(1, ge=1)
     """Devices (GPUs; processes on a CPU) of the training side on each of its nodes: the ranks of the train engine."""
     gpus_in_node: int = Field(0, ge=0)
-    """Devices that one node has; 0 means 8. Where both sides' devices fit one node, they share nodes."""
+    """Devices that one node has. Where both sides' devices fit one node, they share nodes; elsewhere each side has its own.
+    0 means 8, but a Ray cluster is asked: sides share as many nodes as its nodes' sizes allow."""
     runtime: Literal["local", "ray"] = "local"
-    """Where engines live: processes on this machine, or Ray actors in placement groups."""
+    """Where engines live: processes on this machine, or Ray actors in a placement group."""
     ray_address: str = ""
-    """Address of a running Ray cluster ("auto" finds it); empty starts one on this machine."""
+    """HOST:PORT of a running Ray cluster, or auto to find it; empty starts one on this machine. `--address` sets both keys."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     threads: int = Field(0, ge=0)

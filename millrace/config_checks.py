@@ -148,6 +148,13 @@ def _check_vllm(c: Config) -> None:
 
 def _check_placement(c: Config) -> None:
     t, r = c.trainer, c.rollout
+    if "://" in t.ray_address:
+        rule = "the driver is a part of the cluster: neither Ray Client nor the job server can carry it"
+        fix = "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of `ray start --head`"
+        raise bad_value("trainer.ray_address", t.ray_address, rule, fix)
+    if t.ray_address and t.runtime != "ray":
+        rule = "the local runtime joins no cluster"
+        raise bad_value("trainer.ray_address", t.ray_address, rule, "trainer.runtime=ray, or trainer.ray_address=''")
     limit = t.gpus_in_node
     for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
         if limit and value > limit:
@@ -166,12 +173,13 @@ def _check_placement(c: Config) -> None:
             f"a replica's devices are on one node, and a node has rollout.n_gpus_per_node = {r.n_gpus_per_node}",
             f"a divisor of {r.n_gpus_per_node}",
         )
-    if c.async_training.placement is Placement.COLOCATED and c.trainer_ranks != c.rollout_devices:
+    sides = [(side.nnodes, side.n_gpus_per_node) for side in (t, r)]
+    if c.async_training.placement is Placement.COLOCATED and sides[0] != sides[1]:
         raise bad_value(
             "async_training.placement",
             "colocated",
-            f"both sides share the same devices, but trainer.nnodes x n_gpus_per_node = {c.trainer_ranks} and "
-            f"rollout.nnodes x n_gpus_per_node = {c.rollout_devices}",
+            f"both sides share the same devices of the same nodes, but trainer.nnodes x n_gpus_per_node = {t.nnodes} x "
+            f"{t.n_gpus_per_node} and rollout.nnodes x n_gpus_per_node = {r.nnodes} x {r.n_gpus_per_node}",
             f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from millrace import problems as problems_
 from millrace.assemble import Engines, build_engines, open_runtime
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
-from millrace.errors import MillraceError, bad_value
+from millrace.errors import ConfigError, MillraceError, bad_value
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
@@ -125,7 +125,12 @@ async def open_session(
         if problems.train.filtered:
             progress.note(f"left out {problems.train.filtered} prompts over rollout.max_prompt_length")
         progress.phase("starting engines")
-        async with open_runtime(config, run, rollout=rollout) as runtime:
+        async with AsyncExitStack() as stack:
+            try:
+                runtime = await stack.enter_async_context(open_runtime(config, run, rollout=rollout))
+            except ConfigError:  # devices that are not there
+                run.discard()
+                raise
             engines = await build_engines(runtime, config, run, rollout=rollout)
             yield Session(config, run, problems, engines, reward, progress)
     finally:

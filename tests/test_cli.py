@@ -168,3 +168,16 @@ def test_the_first_cause_of_a_group_is_no_mere_cancellation():
     inner = BaseExceptionGroup("inner", [asyncio.CancelledError(), cause])
     assert cli.first_cause(BaseExceptionGroup("outer", [asyncio.CancelledError(), inner])) is cause
     assert cli.first_cause(cause) is cause
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_an_address_runs_on_that_ray_cluster(run, command):
+    code, out, _ = run(command, QUICKSTART, *SMALL, "--address", "10.0.0.1:6379", "--dry-run", "--json")
+    trainer = json.loads(out)["config"]["trainer"]
+    assert code == 0 and (trainer["runtime"], trainer["ray_address"]) == ("ray", "10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("command", ["sync", "modes"])
+def test_benchmarks_take_an_address_too(run, command):
+    code, _, err = run("bench", command, QUICKSTART, *SMALL, "--address", "ray://head:10001")
+    assert code == 2 and "trainer.ray_address = 'ray://head:10001'" in err

@@ -17,9 +17,11 @@ from millrace.algorithms.modes import AggMode, LossMode
 from millrace.algorithms.rules import RULES
 from millrace.config import Config, GuardConfig, OptimConfig
 from millrace.engines import fsdp_train
+from millrace.errors import ConfigError
 from millrace.observe.guard import CAUSES, Guard
 from millrace.ports import TrainBatch
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.runtime.placement import choose
 from tests.engines.rollout_helpers import folder
 from tests.engines.train_samples import random_samples
 from tests.observe import test_metrics
@@ -58,7 +60,9 @@ def keys_of(text: str) -> set[str]:
     return {match[0] for match in re.finditer(rf"(?<![\w./-])(?:{sections})\.(?!md|py|yaml|json)[a-z_.]+[a-z]", text)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md", "docs/metrics.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/algorithms.md", "docs/clusters.md", "docs/metrics.md", "docs/vllm.md", "ARCHITECTURE.md"]
+)
 def test_every_key_on_a_page_exists(page: str) -> None:
     known = {key for key, _ in recipe.all_keys()} | set(recipe.ALIASES)
     sections = {key.rpartition(".")[0] for key in recipe.ALIASES}
@@ -227,3 +231,29 @@ def test_a_recipe_of_an_algorithm_inherits_the_quickstart() -> None:
     for path in RECIPES:
         if path.parent.name == "algorithms":
             assert yaml.safe_load(path.read_text())["inherits"] == "../quickstart.yaml"
+
+
+CLUSTERS = re.findall(
+    r"^\| (\d) x (\d)(?: \+ (\d) x (\d))?(.*?) \| ([\d, ]+) \| (.+) \|$",
+    (ROOT / "docs" / "clusters.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", CLUSTERS, ids=lambda row: " ".join(row[:6]))
+def test_the_nodes_that_the_page_on_clusters_says_are_those_that_are_taken(row: tuple[str, ...]) -> None:
+    assert len(CLUSTERS) > 4
+    *sides, more, sizes, taken = row
+    t_nodes, t_devices, r_nodes, r_devices = (int(n or sides[k % 2]) for k, n in enumerate(sides))
+    in_node = re.search(r"`trainer.gpus_in_node=(\d)`", more)
+    c = Config(
+        trainer={"nnodes": t_nodes, "n_gpus_per_node": t_devices, "gpus_in_node": int(in_node[1]) if in_node else 0},
+        rollout={"nnodes": r_nodes, "n_gpus_per_node": r_devices},
+        async_training={"placement": "colocated" if "colocated" in more else "separate"},
+    )
+    nodes = [int(n) for n in sizes.split(", ")]
+    if refused := re.fullmatch(r"refused: needs ([\d, ]+)", taken):
+        with pytest.raises(ConfigError, match=f"nodes? with {refused[1]} GPUs"):
+            choose(c, "GPU", nodes, nodes)
+    else:
+        assert ", ".join(map(str, choose(c, "GPU", nodes, nodes).shares)) == taken.partition(":")[0]

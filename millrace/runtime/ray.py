@@ -1,7 +1,8 @@
 """Workers as Ray actors in a placement group: the only file that knows Ray.
 
 Frames travel through two actor methods, `push` and a long poll `pull`, so that a step's hundreds of requests cost a few Ray
-calls. A bundle is a node's share of both sides; STRICT_SPREAD puts bundles on nodes of their own.
+calls. A bundle is a node's share of both sides; STRICT_SPREAD puts bundles on nodes of their own. The group holds the GPUs and
+actors ask for none: Ray would pack fractions as it likes, two ranks on one GPU. Each is told which of the bundle's are its own.
 """
 
 from __future__ import annotations
@@ -10,30 +11,36 @@ import asyncio
 import itertools
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config, nodes_needed, sides_share_nodes
-from millrace.errors import MissingDependency, bad_value
+from millrace.config import Config
+from millrace.errors import DeadlineError, MissingDependency, WorkerError, bad_value
 from millrace.runtime.host import Host
+from millrace.runtime.placement import Plan, choose, refusal
 from millrace.runtime.rpc import Peer
 from millrace.worker import make_worker
 
 try:
     import ray
+    from ray._private.state import available_resources_per_node  # no public way without the dashboard
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise MissingDependency("trainer.runtime=ray needs Ray. Fix: pip install 'millrace[ray]'.") from error
 
 START_DEADLINE_S = 180.0
-_PLACEMENT_DEADLINE_S = 60.0
+PLACEMENT_DEADLINE_S = 60.0
+_KNOCK_DEADLINE_S = 10.0
 
 
 class RayHost:
     """The actor: a Host whose frames Ray carries. `serve` runs as long as the actor lives."""
 
-    def __init__(self, role: str, loopback: bool) -> None:
+    def __init__(self, role: str, loopback: bool, gpus: list[str]) -> None:
+        if gpus:  # nothing has looked at CUDA yet
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ["MILLRACE_HOST"] = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         self._root = make_worker(role)
         self._host: Host | None = None
@@ -73,14 +80,40 @@ class RayHost:
         return frames
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A bundle as a process in it sees it."""
+
+    address: str
+    gpus: list[str]
+    """As CUDA_VISIBLE_DEVICES names them."""
+    has_folder: bool
+
+
+def _look(folder: str) -> _Share:
+    context = ray.get_runtime_context()
+    return _Share(ray.util.get_node_ip_address(), context.get_accelerator_ids().get("GPU", []), os.path.isdir(folder))
+
+
+async def _knock(address: str) -> None:
+    """Raises OSError or TimeoutError if nothing listens at HOST:PORT, where Ray would go on trying for many minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _KNOCK_DEADLINE_S)
+        writer.close()
+
+
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
-    def __init__(self, config: Config, threads: dict[str, int], *, own: bool, gpus: bool) -> None:
+    def __init__(self, config: Config, threads: dict[str, int], *, own: bool) -> None:
         self._config = config
         self._threads = threads
         self._own = own
-        self._gpus = gpus
+        self._kind = "CPU"
+        self._plan: Plan
+        self._shares: list[_Share] = []
+        self._loopback = own
         self._group: Any = None
         self._actors: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,68 +121,111 @@ class RayRuntime:
 
     @classmethod
     async def open(cls, config: Config, log_dir: Path, threads: dict[str, int]) -> RayRuntime:
-        """Join the cluster at trainer.ray_address, or start one on this machine; then reserve the devices."""
-        own = not config.trainer.ray_address and not ray.is_initialized()
+        """Join the cluster at trainer.ray_address, or start one on this machine; then reserve the devices.
+
+        Raises ConfigError if no cluster answers, or it has not the devices, or a node does not see the run's folder.
+        """
+        address = config.trainer.ray_address
+        own = not address and not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "ignore_reinit_error": True}
-        if own:
+        if own:  # "local", because Ray would join the cluster of RAY_ADDRESS
             cores = max(os.cpu_count() or 1, config.trainer_ranks + config.rollout_devices)
-            options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        elif config.trainer.ray_address:
-            options |= {"address": config.trainer.ray_address}
+            options |= {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        elif address:
+            options |= {"address": address}
+        try:
+            await _knock(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+        except OSError as error:  # time-outs and unknown names are OSErrors too
+            rule = f"no cluster answers: {str(error) or type(error).__name__}"
+            raise bad_value("trainer.ray_address", address, rule, "the HOST:PORT that `ray start --head` printed") from error
         try:
             await asyncio.to_thread(ray.init, **options)
-        except ConnectionError as error:
-            raise bad_value(
-                "trainer.ray_address", config.trainer.ray_address, f"no cluster answers: {error}", "ray start --head"
-            ) from error
-        gpus = config.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        runtime = cls(config, threads, own=own, gpus=gpus)
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
+            raise bad_value("trainer.ray_address", address, f"no cluster can be joined: {error}", fix) from error
+        runtime = cls(config, threads, own=own)
         try:
             await runtime._reserve()
+            await runtime._inspect(log_dir.resolve())
         except BaseException:
             await runtime.close()
             raise
         return runtime
 
     async def _reserve(self) -> None:
-        kind = "GPU" if self._gpus else "CPU"
-        bundles = [{kind: float(devices)} | ({"CPU": 1.0} if self._gpus else {}) for devices in node_shares(self._config)]
-        _check_possible(self._config, bundles, kind)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._loopback = self._own or all(node["NodeManagerAddress"].startswith("127.") for node in nodes)
+        device = self._config.trainer.device
+        if device != "cpu" and any(node["Resources"].get("GPU") for node in nodes):
+            self._kind = "GPU"
+        elif device == "cuda":
+            raise bad_value("trainer.device", device, "no node of the cluster has a GPU", "trainer.device=auto")
+        sizes = [node["Resources"].get(self._kind, 0.0) for node in nodes]
+        self._plan = choose(self._config, self._kind, sizes, self._free())
+        bundles = [{self._kind: float(share)} for share in self._plan.shares]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
-        ready = await asyncio.to_thread(self._group.wait, _PLACEMENT_DEADLINE_S)
-        if not ready:
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            raise bad_value(
-                "trainer.runtime",
-                "ray",
-                f"{bundles} were not free within {_PLACEMENT_DEADLINE_S:g} s; free now: {free}",
-                "end other jobs",
+        if not await asyncio.to_thread(self._group.wait, PLACEMENT_DEADLINE_S):
+            free = ", ".join(f"{math.floor(n)}" for n in sorted(self._free(), reverse=True))
+            found = f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
+            raise refusal(
+                self._config, self._kind, found, "end other jobs (`ray status` counts what they hold), or fewer devices"
             )
 
+    def _free(self) -> list[float]:
+        return [resources.get(self._kind, 0.0) for resources in available_resources_per_node().values()]
+
+    async def _inspect(self, folder: Path) -> None:
+        """See from within each bundle which GPUs are its own, and that the run's folder is the driver's."""
+        look: Any = ray.remote(_look)
+        on_gpus = self._kind == "GPU"
+        calls = [
+            look.options(num_cpus=0, num_gpus=share if on_gpus else 0, scheduling_strategy=self._bundle(k), max_retries=0).remote(
+                str(folder)
+            )
+            for k, share in enumerate(self._plan.shares)
+        ]
+        try:
+            self._shares = await asyncio.wait_for(asyncio.gather(*calls), START_DEADLINE_S)
+        except TimeoutError:
+            raise DeadlineError(f"nodes of the cluster started no process within {START_DEADLINE_S:g} s") from None
+        except ray.exceptions.RayError as error:
+            fix = "the same Python, millrace and packages on every node"
+            raise WorkerError(f"a node of the cluster cannot run millrace: {error}. Fix: {fix}") from error
+        if blind := sorted({share.address for share in self._shares if not share.has_folder}):
+            rule = (
+                f"the driver's folder is not on {', '.join(blind)}, and every node reads the model and writes checkpoints there"
+            )
+            raise bad_value("trainer.run_dir", str(folder.parent), rule, "a folder on a file system that all nodes share")
+
+    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+
     async def start(self, name: str, role: str, index: int) -> Peer:
-        share = devices_of_one(self._config, role) * (0.5 if self._config.schedule.colocated else 1.0)
-        options: dict[str, Any] = {"num_gpus": share, "num_cpus": 0} if self._gpus else {"num_cpus": share}
-        loopback = self._own or all(n["NodeManagerAddress"].startswith("127.") for n in ray.nodes())
+        node, devices = self._plan.place(role, index)
+        gpus = self._shares[node].gpus[devices]
+        share = (devices.stop - devices.start) * (0.5 if self._config.schedule.colocated else 1.0)
         variables = {"OMP_NUM_THREADS": str(self._threads[role]), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         remote: Any = ray.remote(RayHost)
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}",
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=bundle_of(self._config, role, index)
-            ),
-            runtime_env={"env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if loopback else {})},
+            scheduling_strategy=self._bundle(node),
+            runtime_env={"env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {})},
             max_concurrency=1000,
-            **options,
-        ).remote(role, loopback)
+            num_cpus=0 if gpus else share,
+        ).remote(role, self._loopback, gpus)
         self._actors.append(actor)
         numbers = itertools.count()
         peer = Peer(
             name, lambda frame: self._push(peer, actor, next(numbers), frame), deadline_s=self._config.trainer.wait_deadline_s
         )
-        self._watch(self._serve(peer, actor))
-        await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
-        self._watch(self._pull(peer, actor))
+        address = self._shares[node].address
+        self._watch(self._serve(peer, actor, address))
+        try:
+            await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
+        except TimeoutError:
+            raise DeadlineError(f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s") from None
+        self._watch(self._pull(peer, actor, address))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
 
@@ -162,19 +238,22 @@ class RayRuntime:
         if peer.lost is None:
             actor.push.remote(number, frame)
 
-    async def _serve(self, peer: Peer, actor: Any) -> None:
+    async def _serve(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             await actor.serve.remote()
         except ray.exceptions.RayError as error:
-            peer.lose("the run is over" if self._closing else f"worker {peer.name} is lost: {error}")
+            self._lose(peer, address, error)
 
-    async def _pull(self, peer: Peer, actor: Any) -> None:
+    async def _pull(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             while True:
                 for frame in await actor.pull.remote():
                     peer.receive(frame)
         except ray.exceptions.RayError as error:
-            peer.lose("the run is over" if self._closing else f"worker {peer.name} is lost: {error}")
+            self._lose(peer, address, error)
+
+    def _lose(self, peer: Peer, address: str, error: Exception) -> None:
+        peer.lose("the run is over" if self._closing else f"worker {peer.name} on {address} is lost: {error}")
 
     async def close(self) -> None:
         """Kill the actors and free the devices; stop the cluster if this run started it."""
@@ -187,41 +266,3 @@ class RayRuntime:
             remove_placement_group(self._group)
         if self._own:
             await asyncio.to_thread(ray.shutdown)
-
-
-def node_shares(config: Config) -> list[int]:
-    """Devices of each node: both sides' on shared nodes where they fit, else one side's on nodes of its own."""
-    t, r = config.trainer, config.rollout
-    if config.schedule.colocated:
-        return [max(t.n_gpus_per_node, r.n_gpus_per_node)] * nodes_needed(config)
-    if not sides_share_nodes(config):
-        return [t.n_gpus_per_node] * t.nnodes + [r.n_gpus_per_node] * r.nnodes
-    return [t.n_gpus_per_node * (i < t.nnodes) + r.n_gpus_per_node * (i < r.nnodes) for i in range(nodes_needed(config))]
-
-
-def bundle_of(config: Config, role: str, index: int) -> int:
-    """The bundle of a worker."""
-    side = config.trainer if role == "trainer" else config.rollout
-    first = config.trainer.nnodes if role == "rollout" and not sides_share_nodes(config) else 0
-    return first + index * devices_of_one(config, role) // side.n_gpus_per_node
-
-
-def devices_of_one(config: Config, role: str) -> int:
-    """Devices of one worker."""
-    return config.rollout.tensor_model_parallel_size if role == "rollout" else 1
-
-
-def _check_possible(config: Config, bundles: list[dict[str, float]], kind: str) -> None:
-    """Refuse what no amount of waiting would place, with the arithmetic."""
-    nodes = sorted((n["Resources"].get(kind, 0.0) for n in ray.nodes() if n["Alive"]), reverse=True)
-    wanted = sorted((b[kind] for b in bundles), reverse=True)
-    if len(nodes) < len(wanted) or any(have < want for have, want in zip(nodes, wanted, strict=False)):
-        t, r = config.trainer, config.rollout
-        have = ", ".join(f"{math.floor(n)}" for n in nodes) or "none"
-        raise bad_value(
-            "trainer.nnodes",
-            t.nnodes,
-            f"trainer {t.nnodes} x {t.n_gpus_per_node} and rollout {r.nnodes} x {r.n_gpus_per_node} devices need {len(wanted)} nodes with "
-            f"{', '.join(f'{w:g}' for w in wanted)} {kind}s; the cluster's nodes have {have}",
-            "fewer devices, or more nodes",
-        )

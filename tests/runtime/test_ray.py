@@ -1,106 +1,123 @@
-"""Ray: which worker goes on which node, what cannot be placed is refused with its arithmetic, and a run over two nodes."""
+"""Ray for real, on clusters of several nodes of this machine: workers get the devices of their plan, what cannot be placed is
+refused with its arithmetic, a node that dies is told, and a run spans two nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from millrace import launch, recipe
-from millrace.config import Config
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, WorkerError
 from millrace.launch import StopRequest
 from millrace.pipeline.history import audit
-from millrace.runtime.ray import RayRuntime, bundle_of, node_shares
+from millrace.runtime import ray as ray_runtime
+from millrace.runtime.ray import RayRuntime
 from tests.e2e import runs
-
-
-def config(
-    trainer: tuple[int, int], rollout: tuple[int, int], *, gpus_in_node: int = 0, mode: str = "separate", **other: Any
-) -> Config:
-    """A configuration of nodes x devices on each side."""
-    return Config(
-        trainer={"nnodes": trainer[0], "n_gpus_per_node": trainer[1], "gpus_in_node": gpus_in_node} | other,
-        rollout={"nnodes": rollout[0], "n_gpus_per_node": rollout[1]},
-        async_training={"placement": mode},
-    )
-
-
-def places(c: Config) -> list[list[str]]:
-    """Workers by bundle."""
-    found: list[list[str]] = [[] for _ in node_shares(c)]
-    for role, count in (("trainer", c.trainer_ranks), ("rollout", c.replicas)):
-        for index in range(count):
-            found[bundle_of(c, role, index)].append(f"{role}-{index}")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("c", "shares", "workers"),
-    [
-        (config((1, 1), (1, 1)), [2], [["trainer-0", "rollout-0"]]),
-        (config((1, 1), (1, 1), gpus_in_node=1), [1, 1], [["trainer-0"], ["rollout-0"]]),
-        (config((1, 2), (2, 2), gpus_in_node=4), [4, 2], [["trainer-0", "trainer-1", "rollout-0", "rollout-1"], ["rollout-2", "rollout-3"]]),
-        (config((2, 1), (1, 3), gpus_in_node=4), [4, 1], [["trainer-0", "rollout-0", "rollout-1", "rollout-2"], ["trainer-1"]]),
-        (config((2, 2), (1, 3), gpus_in_node=4), [2, 2, 3], [["trainer-0", "trainer-1"], ["trainer-2", "trainer-3"], ["rollout-0", "rollout-1", "rollout-2"]]),
-        (config((2, 1), (2, 1), gpus_in_node=1, mode="colocated"), [1, 1], [["trainer-0", "rollout-0"], ["trainer-1", "rollout-1"]]),
-    ],
-)  # fmt: skip
-def test_workers_share_nodes_where_both_sides_fit_one_and_have_their_own_elsewhere(
-    c: Config, shares: list[int], workers: list[list[str]]
-) -> None:
-    assert node_shares(c) == shares
-    assert places(c) == workers
-
-
-@pytest.mark.parametrize("trainer", [(1, 1), (1, 4), (2, 2), (3, 1), (1, 8)])
-@pytest.mark.parametrize("rollout", [(1, 1), (2, 4), (1, 3), (4, 1), (1, 8)])
-@pytest.mark.parametrize("gpus_in_node", [0, 8])
-def test_no_bundle_gets_more_workers_than_devices_nor_more_than_a_node_has(
-    trainer: tuple[int, int], rollout: tuple[int, int], gpus_in_node: int
-) -> None:
-    c = config(trainer, rollout, gpus_in_node=gpus_in_node)
-    assert [len(workers) for workers in places(c)] == node_shares(c)
-    assert len(node_shares(c)) == c.derived().nodes_needed and max(node_shares(c)) <= 8
+from tests.runtime.test_placement import config
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a cluster of two nodes with one CPU each, as `ray start` twice would make."""
+def cluster() -> Iterator[Cluster]:
+    """Two nodes as `ray start` twice would make: one CPU each, and 4 and 2 GPUs that only Ray believes in."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    two = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
-    )
-    two.add_node(num_cpus=1, object_store_memory=80 << 20)
+    head = {"num_cpus": 1, "num_gpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20}
+    two = Cluster(initialize_head=True, head_node_args=head)
+    two.add_node(num_cpus=1, num_gpus=2, object_store_memory=80 << 20)
     two.wait_for_nodes()
-    yield two.address
+    yield two
     ray.shutdown()
     two.shutdown()
 
 
-def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(cluster: str, tmp_path: Path) -> None:
-    async def opened(c: Config) -> None:
-        runtime = await RayRuntime.open(c, tmp_path, {"trainer": 1, "rollout": 1})
+@asynccontextmanager
+async def opened(cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any) -> AsyncIterator[RayRuntime]:
+    c = config(*sides, runtime="ray", ray_address=cluster.address, **other)
+    runtime = await RayRuntime.open(c, folder, {"trainer": 1, "rollout": 1})
+    try:
+        yield runtime
+    finally:
         await runtime.close()
 
-    for c, message in [
-        (
-            config((1, 2), (1, 1), gpus_in_node=2, ray_address=cluster),
-            r"trainer 1 x 2 and rollout 1 x 1 devices need 2 nodes with 2, 1 CPUs; the cluster's nodes have 1, 1",
-        ),
-        (
-            config((2, 1), (1, 1), gpus_in_node=1, ray_address=cluster),
-            r"trainer 2 x 1 and rollout 1 x 1 devices need 3 nodes with 1, 1, 1 CPUs; the cluster's nodes have 1, 1",
-        ),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            asyncio.run(opened(c))
+
+def refusal(cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any) -> str:
+    async def attempt() -> None:
+        async with opened(cluster, folder, *sides, **other):
+            pass
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(attempt())
+    return str(caught.value)
+
+
+def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(cluster: Cluster, tmp_path: Path) -> None:
+    said = refusal(cluster, tmp_path, (1, 2), (1, 1), gpus_in_node=2, device="cpu")
+    assert "trainer 1 x 2 and rollout 1 x 1 devices need 2 nodes with 2, 1 CPUs; the cluster's nodes have 1, 1" in said
+    said = refusal(cluster, tmp_path, (1, 4), (1, 4))
+    assert "need 1 node with 8 GPUs (to 2 nodes with 4, 4, where the sides share none); the cluster's nodes have 4, 2" in said
+
+
+def test_devices_that_others_hold_are_waited_for_and_then_told(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runtime, "PLACEMENT_DEADLINE_S", 1.0)
+    ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
+    others = placement_group([{"GPU": 3.0}])
+    assert others.wait(10)
+    said = refusal(cluster, tmp_path, (1, 2), (1, 2))
+    assert "in 1 s the cluster's nodes had no more than 2, 1 free. Fix: end other jobs" in said
+    remove_placement_group(others)
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    said = refusal(cluster, tmp_path / "nowhere" / "logs", (1, 1), (1, 1))
+    assert said.startswith(f"trainer.run_dir = '{tmp_path}/nowhere': the driver's folder is not on ")
+
+
+async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str, tuple[str, str]]:
+    """(node, CUDA_VISIBLE_DEVICES) of every worker, as its process has them."""
+    workers = [(role, k) for role, count in roles.items() for k in range(count)]
+    await asyncio.gather(*(runtime.start(f"{role}-{k}", role, k) for role, k in workers))
+    found: dict[str, tuple[str, str]] = {}
+    for actor in runtime._actors:
+        name, *place = await actor.__ray_call__.remote(
+            lambda host: (
+                type(host._root).__name__, ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+            )
+        )  # fmt: skip
+        role = {"TrainWorker": "trainer", "RolloutWorker": "rollout"}[name]
+        found[f"{role}-{sum(1 for k in found if k.startswith(role))}"] = (place[0], place[1])
+    return found
+
+
+def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(cluster, tmp_path, (1, 2), (1, 2), mode="colocated") as runtime:
+            found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
+            assert found["trainer-0"] == found["rollout-0"] and found["trainer-1"] == found["rollout-1"]
+            assert [gpus for _, gpus in found.values()] == ["0", "1", "0", "1"]
+
+    asyncio.run(main())
+
+
+def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(cluster: Cluster, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(cluster, tmp_path, (1, 2), (2, 2), tp=2) as runtime:
+            found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
+            assert {w: gpus for w, (_, gpus) in found.items()} == {
+                "trainer-0": "0", "trainer-1": "1", "rollout-0": "2,3", "rollout-1": "0,1"
+            }  # fmt: skip
+            assert found["trainer-0"][0] == found["trainer-1"][0] == found["rollout-0"][0] != found["rollout-1"][0]
+
+    asyncio.run(main())
 
 
 def nodes_of_actors() -> dict[str, str]:
@@ -111,12 +128,12 @@ def nodes_of_actors() -> dict[str, str]:
     return {a["Name"].removeprefix(f"millrace-{os.getpid()}-"): a["Address"]["NodeID"] for a in alive}
 
 
-def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: str, tmp_path: Path) -> None:
-    """One device in each node: the two sides do not fit one, and the run spans both."""
+def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    """One CPU in each node: the two sides do not fit one, and the run spans both."""
     placed = [
         "trainer.runtime=ray",
-        f"trainer.ray_address={cluster}",
-        "trainer.gpus_in_node=1",
+        f"trainer.ray_address={cluster.address}",
+        "trainer.device=cpu",
         f"trainer.run_dir={tmp_path / 'run'}",
     ]
     c = recipe.load(runs.RECIPE, [*runs.SMALL, *placed])
@@ -134,3 +151,21 @@ def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: str, tmp_path
     assert (found.admitted, found.trained, found.lost, found.trained_twice) == (64, 64, 0, 0)
     assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
     assert not nodes_of_actors(), "close ends every actor"
+
+
+def test_a_node_that_dies_ends_its_workers_calls_with_their_names(cluster: Cluster, tmp_path: Path) -> None:
+    """The last test: its node does not come back."""
+
+    async def main() -> None:
+        async with opened(cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu") as runtime:
+            sides = ("trainer", "rollout")
+            peers = dict(zip(sides, [await runtime.start(f"{side}-0", side, 0) for side in sides], strict=True))
+            nodes = nodes_of_actors()
+            doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())
+            side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)
+            await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
+            with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is lost"):
+                await asyncio.wait_for(peers[side].call("listen"), 60)
+            await peers[next(other for other in sides if other != side)].call("ping")
+
+    asyncio.run(main())
