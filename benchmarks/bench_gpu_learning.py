@@ -1,22 +1,24 @@
-"""Reward over wall-clock time, synchronous against asynchronous, at equal samples, for a model of 120 M parameters on a reasoning-gym mix.
+"""Reward over wall-clock time, synchronous against asynchronous, at equal samples: 122 M parameters, a reasoning-gym mix.
 
-    python benchmarks/reasoning_mix.py                                          # the problems, on a machine with reasoning-gym
-    python benchmarks/bench_gpu_learning.py --write benchmarks/results/gpu_learning [key=value ...]
+    python benchmarks/reasoning_mix.py                       # the problems, on a machine with reasoning-gym
+    python benchmarks/bench_gpu_learning.py [key=value ...]  # on four GPUs
     python benchmarks/bench_gpu_learning.py --summarise benchmarks/results/gpu_learning.jsonl --plot docs/gpu_learning.svg
 
-Warms one model up with all GPUs (`--model FOLDER` takes one that is there), then trains it by RL: for each seed `colocate_sync`, both
-GPUs of a pair in turns rolling out and training, and `async_partial`, one GPU of a pair for each. Every pair of GPUs has one run at a time.
-Overrides go to all of them. Where the time is short, `--budget-s` starts no run that would not end in it, judging by the
-longest so far, and `--run-timeout-s` kills a run that hangs.
+Warms one model up with all GPUs (`--model FOLDER` takes one that is there), then trains it by RL. Each run has two GPUs: in
+`sync`, mode=colocate_sync, both roll out and both train, in turns; in `async`, mode=async_partial, there is one for each;
+and so in `pipeline`, mode=on_policy_pipeline, which is not among the default modes. Each pair of GPUs has one run at a
+time. Overrides go to everything. Where time is short, `--budget-s` starts no run that would not end in it, judging by the
+longest so far, and `--run-timeout-s` kills one that hangs.
 
-Writes PATH.jsonl, a line for each run as soon as it ends, failed ones with their error: with the training reward of each version, the
-seconds since RL began, and held-out reward before and after. Tables and the plot are made of that file, on any machine.
-The whole of it on a CPU, small, in about ten minutes:
+Writes PATH.jsonl, a line for each run as soon as it ends, failed ones with their error: held-out reward before and after,
+and of each version the seconds since RL began and the training reward. Tables and plot are made of that file, on any
+machine. All of it on two cores, small, in about five minutes:
 
-    python benchmarks/reasoning_mix.py --rows 2000 --held-out 16
-    python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/cpu_learning sft.steps=60 sft.batch_size=64 sft.lr=3e-3 \\
-        model.shape.hidden_size=64 model.shape.num_hidden_layers=2 model.shape.num_attention_heads=2 model.shape.num_key_value_heads=1 \\
-        model.shape.intermediate_size=128 rollout.total_rollout_steps=256 actor.optim.lr=5e-4
+    python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
+    python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning --folder build/small \\
+        data.train_files=[build/small/train.jsonl] data.val_files=[build/small/val.jsonl] sft.steps=80 sft.batch_size=64 \\
+        sft.lr=4e-3 model.shape.hidden_size=64 model.shape.num_hidden_layers=2 model.shape.num_attention_heads=2 \\
+        model.shape.num_key_value_heads=1 model.shape.intermediate_size=192 rollout.total_rollout_steps=512 actor.optim.lr=4e-4
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -41,10 +43,11 @@ from command import ROOT, millrace
 Run = dict[str, Any]
 
 RECIPE = str(ROOT / "recipes" / "gpu_reasoning.yaml")
-MODES = {"sync": "colocate_sync", "async": "async_partial"}
+MODES = {"sync": "colocate_sync", "async": "async_partial", "pipeline": "on_policy_pipeline"}
 ON_CPU = ["trainer.device=cpu", "rollout.engine=torch", "model.dtype=float32"]
 MEASURED = [  # nothing is written in a run but its figures, and no validation interrupts it
     "sft.steps=0",
+    "data.train_max_samples=8192",  # rows are mixed; reading all of them takes each run some seconds more
     "rollout.test_freq=0",
     "trainer.save_freq=0",
     "trainer.save_last=false",
@@ -67,7 +70,7 @@ def warm_up(options: argparse.Namespace) -> Path:
     return Path(result["model"])
 
 
-def environment(gpus: Any) -> dict[str, str]:
+def environment(gpus: Iterable[int]) -> dict[str, str]:
     shown = ",".join(map(str, gpus))
     return {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
 
@@ -84,7 +87,7 @@ def one_run(labels: Run, model: Path, gpus: tuple[int, ...], options: argparse.N
     folder = options.folder / f"{labels['mode']}-{labels['seed']}"
     shutil.rmtree(folder, ignore_errors=True)
     arguments = [f"mode={MODES[labels['mode']]}", f"trainer.seed={labels['seed']}", f"model.path={model}"]
-    arguments += [f"trainer.run_dir={folder}", *MEASURED, *devices_of(labels["mode"], options), *options.overrides, *MEASURED[:1]]
+    arguments += [f"trainer.run_dir={folder}", *devices_of(labels["mode"], options), *options.overrides, *MEASURED]
     start = time.perf_counter()
     try:
         result = millrace("train", RECIPE, *arguments, env=environment(gpus), timeout_s=options.run_timeout_s)
@@ -153,8 +156,8 @@ def measure(options: argparse.Namespace) -> None:
                 file.write(json.dumps(found) + "\n")
         say(f"{time.perf_counter() - begin:.0f} s: { ({k: v for k, v in found.items() if k != 'curve'}) }")
 
-    # Both modes of a seed beside each other: whatever else the host does, it does to both.
-    plan = [{"mode": mode, "seed": seed} for seed in range(options.seeds) for mode in MODES]
+    # The modes of a seed beside each other: whatever else the host does, it does to both.
+    plan = [{"mode": mode, "seed": seed} for seed in range(options.seeds) for mode in options.modes]
     with ThreadPoolExecutor(max(options.gpus // 2, 1)) as pool:
         list(pool.map(run, plan))
 
@@ -166,13 +169,9 @@ def say(text: str) -> None:
 # What was measured ----------------------------------------------------------------------------------------------------
 
 
-def held_out(values: dict[str, float], greedy: bool) -> float:
-    """Mean over tasks."""
-    return statistics.mean(
-        value
-        for name, value in values.items()
-        if name.endswith("/greedy") == greedy and "best@" not in name and "maj@" not in name
-    )
+def held_out(values: dict[str, float], kind: str) -> float:
+    """Mean over tasks of `mean@K` or `greedy`."""
+    return statistics.mean(value for name, value in values.items() if name.rsplit("/", 1)[1].startswith(kind))
 
 
 def smoothed(run: Run) -> Iterator[tuple[float, float]]:
@@ -197,10 +196,10 @@ def tables(runs: list[Run]) -> str:
     rows: dict[str, Any] = {
         "seeds": lambda found: str(len(found)),
         "samples, each with its trajectories": lambda found: str(found[0]["samples"]),
-        "held out, sampled, before": lambda found: spread([held_out(run["val_before"], greedy=False) for run in found]),
-        "held out, sampled, after": lambda found: spread([held_out(run["val"], greedy=False) for run in found]),
-        "held out, greedy, before": lambda found: spread([held_out(run["val_before"], greedy=True) for run in found]),
-        "held out, greedy, after": lambda found: spread([held_out(run["val"], greedy=True) for run in found]),
+        "held out, sampled, before": lambda found: spread([held_out(run["val_before"], "mean@") for run in found]),
+        "held out, sampled, after": lambda found: spread([held_out(run["val"], "mean@") for run in found]),
+        "held out, greedy, before": lambda found: spread([held_out(run["val_before"], "greedy") for run in found]),
+        "held out, greedy, after": lambda found: spread([held_out(run["val"], "greedy") for run in found]),
         "seconds of RL": lambda found: spread([run["rl_seconds"] for run in found], 1),
         f"seconds to a training reward of {level:.2f}": lambda found: spread(
             [next(at for at, reward in smoothed(run) if reward >= level) for run in found], 1
@@ -274,8 +273,9 @@ def summarise(options: argparse.Namespace) -> None:
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
-        f"# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\nThe recipe is "
-        f"recipes/gpu_reasoning.yaml. Runs and curves: {options.summarise.name}; {len(failed)} runs failed. Held-out figures are means over\nthe tasks.\n\n{text}\n"
+        "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
+        f"The recipe is recipes/gpu_reasoning.yaml. Runs and curves: {options.summarise.name}; {len(failed)} runs failed.\n"
+        f"Held-out figures are means over the tasks.\n\n{text}\n"
     )
     if options.plot:
         plot(runs, options.plot)
@@ -285,6 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="key=value, for the warm-up and every run")
     parser.add_argument("--gpus", type=int, default=4, help="an even number: each run takes a pair; 0 is the CPU")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "async"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_learning", help="of the warm-up and the runs")

@@ -3,8 +3,8 @@
     python benchmarks/reasoning_mix.py [--folder build/reasoning] [--rows 8000] [--held-out 96] [--seed 0]
 
 `train.jsonl` and `val.jsonl` have columns prompt, answer and data_source, and no scorer of their own: millrace compares answers
-exactly, which is right for these tasks, each of whose problems has one answer in one form. No problem is in both files, and none is twice
-in one. The same arguments write the same bytes.
+exactly, which is right for these tasks, each of whose problems has one answer in one form. No problem is in both files, and
+none is twice in one. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 from command import ROOT
 
 TASKS: dict[str, dict[str, Any]] = {
-    # Parameters keep prompts under 120 characters, leave thousands of different problems, and the answer within reach of a
-    # model that has read a few hundred thousand of them. What a small model learns first and last: benchmarks/results/gpu_learning.md.
+    # Prompts of at most 120 characters, thousands of different problems, answers within reach of a model that has read a few
+    # hundred thousand of them, and every problem with one answer in one form.
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
-    "decimal_chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "max_decimal_places": 1},
-    "spell_backward": {"min_word_len": 4, "max_word_len": 10},
-    "letter_counting": {"min_words": 1, "max_words": 3},
-    "count_bits": {"min_n": 1, "max_n": 32767},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 7},
+    "letter_counting": {"min_words": 1, "max_words": 2},
+    "count_bits": {"min_n": 1, "max_n": 9999},
     "number_filtering": {
-        "min_numbers": 3,
-        "max_numbers": 4,
+        "min_numbers": 2,
+        "max_numbers": 3,
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
@@ -81,10 +80,8 @@ def main() -> None:
     for name, rows in zip(("train", "val"), mix(options.rows, options.held_out, options.seed), strict=True):
         path = options.folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        longest = max(len(row["prompt"]) for row in rows), max(len(row["answer"]) for row in rows)
-        print(
-            f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(rows)} rows, prompts to {longest[0]}, answers to {longest[1]} characters"
-        )
+        prompt, answer = (max(len(row[column]) for row in rows) for column in ("prompt", "answer"))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(rows)} rows, {prompt} + {answer} characters at most")
         print("   ", dict(Counter(row["data_source"] for row in rows)))
 
 
