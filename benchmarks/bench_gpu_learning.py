@@ -8,7 +8,7 @@ Warms one model up with all GPUs (`--model FOLDER` takes one that is there), the
 `sync`, mode=colocate_sync, both roll out and both train, in turns; in `async`, mode=async_partial, there is one for each;
 and so in `pipeline`, mode=on_policy_pipeline, which is not among the default modes. Each pair of GPUs has one run at a
 time. Overrides go to everything. Where time is short, `--budget-s` starts no run that would not end in it, judging by the
-longest so far, and `--run-timeout-s` kills one that hangs.
+longest of its mode so far, and `--run-timeout-s` kills one that hangs.
 
 Writes PATH.jsonl, a line for each run as soon as it ends, failed ones with their error: held-out reward before and after,
 and of each version the seconds since RL began and the training reward. Tables and plot are made of that file, on any
@@ -58,16 +58,13 @@ SMOOTH = 5
 """Versions whose mean reward counts where a level is asked for."""
 
 
-def warm_up(options: argparse.Namespace) -> Path:
-    """`millrace sft` on all GPUs: the folder of the model that every run starts from."""
+def warm_up(options: argparse.Namespace) -> Run:
+    """`millrace sft` on all GPUs: what it came to, with the folder of the model that every run starts from."""
     folder = options.folder / "sft"
     shutil.rmtree(folder, ignore_errors=True)
     ranks = [f"trainer.n_gpus_per_node={options.gpus}"] if options.gpus else ON_CPU
-    result = millrace(
-        "sft", RECIPE, f"trainer.run_dir={folder}", *ranks, *options.overrides, env=environment(range(options.gpus))
-    )
-    say(f"warm-up: {result['steps']} steps in {result['seconds']:.1f} s, loss {result['loss']:.3f}")
-    return Path(result["model"])
+    arguments = ["mode=colocate_sync", *ranks, f"trainer.run_dir={folder}", *options.overrides]  # no GPU is kept for rollouts
+    return millrace("sft", RECIPE, *arguments, env=environment(range(options.gpus)))
 
 
 def environment(gpus: Iterable[int]) -> dict[str, str]:
@@ -115,8 +112,8 @@ def figures(result: dict[str, Any], rows: list[dict[str, Any]]) -> Run:
         "versions": result["versions"],
         "rl_seconds": round(result["train_seconds"], 2),
         "start_seconds": round(result["timings"]["start"], 2),
-        "val_before": result["val_before"],
-        "val": result["val"],
+        "val_before": kept(result["val_before"]),
+        "val": kept(result["val"]),
         "staleness": mean("staleness/mean"),
         "idle_trainer": mean("trainer/idle_ratio"),
         "idle_rollouter": mean("rollouter/idle_ratio"),
@@ -128,33 +125,48 @@ def figures(result: dict[str, Any], rows: list[dict[str, Any]]) -> Run:
     }
 
 
+def kept(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in values.items() if name.endswith("/greedy") or "/mean@" in name}
+
+
 def measure(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     options.folder.mkdir(parents=True, exist_ok=True)
     output = options.write.with_suffix(".jsonl")
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("")
-    model = options.model.resolve() if options.model else warm_up(options)
+    lock = Lock()
+
+    def write(found: Run) -> None:
+        with lock, output.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        shown = {name: value for name, value in found.items() if name not in ("curve", "val_before", "val", "shares")}
+        if "val" in found:
+            shown |= {name: round(held_out(found[name], "mean@"), 3) for name in ("val_before", "val")}
+        say(f"{time.perf_counter() - begin:.0f} s: {shown}")
+
+    model = options.model
+    if model is None:
+        warm = warm_up(options)
+        model = Path(warm["model"])
+        write({"warm_up": {name: warm[name] for name in ("steps", "seconds", "loss")}})
     pairs: SimpleQueue[tuple[int, ...]] = SimpleQueue()
-    for first in range(0, max(options.gpus - 1, 1), 2):
+    for first in range(0, max(options.gpus, 1), 2):
         pairs.put((first, first + 1) if options.gpus else ())
-    longest, lock = 0.0, Lock()
+    longest = dict.fromkeys(MODES, 0.0)
 
     def run(labels: Run) -> None:
-        nonlocal longest
         gpus = pairs.get()
         try:
             spent = time.perf_counter() - begin
-            if options.budget_s and spent + longest > options.budget_s:
+            if options.budget_s and spent + longest[labels["mode"]] > options.budget_s:
                 say(f"not started, {spent:.0f} s are spent: {labels}")
                 return
-            found = one_run(labels, model, gpus, options)
+            found = one_run(labels, model.resolve(), gpus, options)
         finally:
             pairs.put(gpus)
-        with lock:
-            longest = max(longest, found["seconds_in_all"])
-            with output.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-        say(f"{time.perf_counter() - begin:.0f} s: { ({k: v for k, v in found.items() if k != 'curve'}) }")
+        longest[labels["mode"]] = max(longest[labels["mode"]], found["seconds_in_all"])
+        write(found)
 
     # The modes of a seed beside each other: whatever else the host does, it does to both.
     plan = [{"mode": mode, "seed": seed} for seed in range(options.seeds) for mode in options.modes]
@@ -195,7 +207,7 @@ def tables(runs: list[Run]) -> str:
     level = common_level(runs)
     rows: dict[str, Any] = {
         "seeds": lambda found: str(len(found)),
-        "samples, each with its trajectories": lambda found: str(found[0]["samples"]),
+        "samples trained": lambda found: str(found[0]["samples"]),
         "held out, sampled, before": lambda found: spread([held_out(run["val_before"], "mean@") for run in found]),
         "held out, sampled, after": lambda found: spread([held_out(run["val"], "mean@") for run in found]),
         "held out, greedy, before": lambda found: spread([held_out(run["val_before"], "greedy") for run in found]),
@@ -264,7 +276,9 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def summarise(options: argparse.Namespace) -> None:
-    lines = [json.loads(line) for line in options.summarise.read_text().splitlines()]
+    found = [json.loads(line) for line in options.summarise.read_text().splitlines()]
+    lines = [line for line in found if "mode" in line]
+    warm = "".join(f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. " for line in found if (w := line.get("warm_up")))
     failed, runs = ([run for run in lines if ("error" in run) == wanted] for wanted in (True, False))
     for run in failed:
         say(f"failed: {run['mode']}, seed {run['seed']}: {run['error'][-600:]}")
@@ -275,7 +289,7 @@ def summarise(options: argparse.Namespace) -> None:
     options.summarise.with_suffix(".md").write_text(
         "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
         f"The recipe is recipes/gpu_reasoning.yaml. Runs and curves: {options.summarise.name}; {len(failed)} runs failed.\n"
-        f"Held-out figures are means over the tasks.\n\n{text}\n"
+        f"{warm}Held-out figures are means over the tasks.\n\n{text}\n"
     )
     if options.plot:
         plot(runs, options.plot)
