@@ -89,7 +89,9 @@ def one_run(labels: Run, model: Path, gpus: tuple[int, ...], options: argparse.N
     try:
         result = millrace("train", RECIPE, *arguments, env=environment(gpus), timeout_s=options.run_timeout_s)
     except (SystemExit, subprocess.TimeoutExpired) as error:
-        return labels | {"gpus": gpus, "seconds_in_all": time.perf_counter() - start, "error": str(error)[-3000:]}
+        said = error.stderr or b"" if isinstance(error, subprocess.TimeoutExpired) else b""
+        why = f"{str(error)[-3000:]} {said.decode(errors='replace')[-1000:]}".strip()
+        return labels | {"gpus": gpus, "seconds_in_all": round(time.perf_counter() - start, 1), "error": why}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return labels | {"gpus": gpus, "seconds_in_all": round(time.perf_counter() - start, 1)} | figures(result, rows)
 
