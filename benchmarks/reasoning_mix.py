@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 LONGEST = 120
-"""Characters of a prompt; longer ones are left out."""
+"""Characters of a prompt; longer ones are left out, and those with letters so rare that a tokenizer may not know them."""
 
 
 def problems(name: str, seed: int, count: int) -> Iterator[dict[str, str]]:
@@ -47,7 +47,7 @@ def problems(name: str, seed: int, count: int) -> Iterator[dict[str, str]]:
     seen: set[str] = set()
     for entry in drawn:
         prompt, answer = entry["question"], str(entry["answer"])
-        if prompt not in seen and len(prompt) <= LONGEST:
+        if prompt not in seen and len(prompt) <= LONGEST and prompt.isascii():
             seen.add(prompt)
             yield {"prompt": prompt, "answer": answer, "data_source": name}
             if len(seen) == count:
