@@ -22,10 +22,16 @@ from command import ROOT
 TASKS: dict[str, dict[str, Any]] = {
     # Prompts of at most 120 characters, thousands of different problems, answers within reach of a model that has read a few
     # hundred thousand of them, and every problem with one answer in one form.
-    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 7},
-    "letter_counting": {"min_words": 1, "max_words": 2},
-    "count_bits": {"min_n": 1, "max_n": 9999},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 6},
+    "letter_counting": {"min_words": 3, "max_words": 5},  # of one or two words, four answers in five are 1
+    "simple_equations": {
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_value": 1,
+        "max_value": 9,
+        "operators_weights": [0.5, 0.5, 0.0],
+    },
     "number_filtering": {
         "min_numbers": 2,
         "max_numbers": 3,
@@ -61,6 +67,8 @@ def mix(rows: int, held_out: int, seed: int) -> tuple[list[dict[str, str]], list
     for place, name in enumerate(TASKS):
         # reasoning-gym draws row i from seed + i: tasks, and other seeds of ours, must lie far apart.
         found = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
+        if len(found) <= held_out:
+            raise SystemExit(f"{name} has {len(found)} different problems, and {held_out} are held out: lower --held-out")
         Random(f"{name}|{seed}").shuffle(found)
         val += found[:held_out]
         train += found[held_out:]
