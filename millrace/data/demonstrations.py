@@ -9,6 +9,8 @@ from millrace.data.rows import Problem, problem
 from millrace.data.sources import Rows
 from millrace.data.tasks import corrupt_answer
 
+_TRIES = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -46,5 +48,13 @@ class Demonstrations:
         part, _ = self.rows.locate(at)
         if part.task is not None:
             return part.task.corrupt(rng, shown.text, shown.answer)
-        other = problem(self.rows, rng.randrange(len(self.rows)), prompt_key=self.prompt_key)
-        return corrupt_answer(rng, shown.answer, other.answer)
+        return corrupt_answer(rng, shown.answer, self._other(rng, shown).answer)
+
+    def _other(self, rng: Random, shown: Problem) -> Problem:
+        """Another row, of the same data source where a few draws find one: its answer is wrong here, but of the right form."""
+        for _ in range(_TRIES):
+            at = rng.randrange(len(self.rows))
+            part, place = self.rows.locate(at)
+            if (part.get(place).get("data_source") or part.name) == shown.data_source:
+                break
+        return problem(self.rows, at, prompt_key=self.prompt_key)

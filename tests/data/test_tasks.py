@@ -1,5 +1,6 @@
 """Tasks and demonstrations: pure functions of the seed and the row, disjoint splits, wrong answers that are wrong."""
 
+import json
 from random import Random
 
 from hypothesis import given, settings
@@ -69,3 +70,14 @@ def test_messiness_is_the_share_of_wrong_demonstrations():
         assert drawn[7] == shown[7]
     clean = Demonstrations(load_source("task:sort_digits", seed=0), seed=0, messiness=0.0)
     assert not any(clean[i].messy for i in range(100))
+
+
+def test_a_wrong_answer_from_another_row_is_one_of_the_same_data_source(tmp_path):
+    rows = [{"prompt": f"{name} {i}", "answer": f"{name}{i % 7}", "data_source": name} for name in "abc" for i in range(40)]
+    path = tmp_path / "mix.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = Demonstrations(load_source(str(path), seed=0), seed=0, messiness=1.0)
+    drawn = [shown[i] for i in range(240)]
+    borrowed = [d for d in drawn if d.answer[0] in "abc"]  # the others have two characters swapped
+    assert len(borrowed) > 60
+    assert all(d.answer[0] == d.problem.data_source and d.answer != d.problem.answer for d in borrowed)
