@@ -161,12 +161,13 @@ def bench_sync(
 def bench_train(
     path: Recipe = None,
     overrides: Overrides = None,
+    address: Address = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a document.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Timed optimizer steps.")] = 5,
     json_: Json = False,
 ) -> None:
     """Train engines alone: tokens a second, model FLOPs against the devices' matmuls (MFU), memory."""
-    config = _configure(path, overrides, json_, False, False)
+    config = _configure(path, _on(address, overrides), json_, False, False)
     from millrace.bench.train import bench_train as work
     from millrace.errors import bad_value
 
@@ -192,6 +193,7 @@ def bench_modes(
     address: Address = None,
     modes: Annotated[str, typer.Option(help="Modes, with commas between.")] = "colocate_sync,one_step_off,async_partial",
     splits: Annotated[str, typer.Option(help="Devices that train + devices that roll out, with commas between.")] = "1+1",
+    uniform: Annotated[str, typer.Option(help="Modes that run once more with all responses of the mean length.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")] = 1,
     skip: Annotated[int, typer.Option(min=0, help="First versions of a run that are in no rate.")] = 1,
     folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path("runs/bench-modes"),
@@ -206,7 +208,7 @@ def bench_modes(
     assert path is not None
     if folder.exists():
         raise bad_value("--folder", str(folder), "is there already", "another folder, or delete it")
-    arms = work.arms_of(modes.split(","), splits.split(","))
+    arms = work.arms_of(modes.split(","), splits.split(","), uniform.split(",") if uniform else ())
 
     def run(progress: Progress) -> Coroutine[Any, Any, list[dict[str, Any]]]:
         return work.bench_modes(path, overrides, arms, folder, progress, skip=skip, repeats=repeats)

@@ -29,6 +29,8 @@ class Arm:
     mode: str
     trainers: int
     rollouts: int
+    uniform: bool = False
+    """Whether all responses have the mean of the drawn lengths."""
 
     @property
     def colocated(self) -> bool:
@@ -39,7 +41,8 @@ class Arm:
         return [f"mode={self.mode}", f"trainer.n_gpus_per_node={self.trainers}", f"rollout.n_gpus_per_node={self.rollouts}"]
 
     def __str__(self) -> str:
-        return f"{self.mode} on {self.trainers}" if self.colocated else f"{self.mode} {self.trainers}+{self.rollouts}"
+        name = f"{self.mode} on {self.trainers}" if self.colocated else f"{self.mode} {self.trainers}+{self.rollouts}"
+        return f"{name}, uniform" if self.uniform else name
 
 
 QUIET = [
@@ -53,10 +56,12 @@ QUIET = [
 QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
 
 
-def arms_of(modes: Sequence[str], splits: Sequence[str]) -> list[Arm]:
-    """Every mode on every split: TRAINERS+ROLLOUTS devices, or all of them for colocated ones. Raises ConfigError."""
+def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] = ()) -> list[Arm]:
+    """Every mode on every split: TRAINERS+ROLLOUTS devices, or all of them for colocated ones; those of `uniform` again with equal
+    lengths. Raises ConfigError.
+    """
     arms: list[Arm] = []
-    for mode in modes:
+    for mode in [*modes, *uniform]:
         if mode not in MODES:
             raise bad_value("--modes", mode, "no mode", f"one of {', '.join(MODES)}")
         for split in splits:
@@ -66,7 +71,7 @@ def arms_of(modes: Sequence[str], splits: Sequence[str]) -> list[Arm]:
             t, r = map(int, sides)
             arm = Arm(mode, t + r, t + r) if MODES[mode]["placement"] == "colocated" else Arm(mode, t, r)
             arms += [] if arm in arms else [arm]
-    return arms
+    return [*(a for a in arms if a.mode in modes), *(replace(a, uniform=True) for a in arms if a.mode in uniform)]
 
 
 async def bench_modes(
@@ -86,7 +91,8 @@ async def bench_modes(
             alone = 0.0
             for turn in range(repeats):
                 for arm in group:
-                    own = recipe.load(path, [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"])
+                    said = [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
+                    own = recipe.load(path, [*said, *(_uniform(s, config) if arm.uniform else ())])
                     found = await _run(replace(s, config=own, run=_folder(own, s)), skip)
                     alone = alone or await _alone(s, own)
                     figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
@@ -98,6 +104,15 @@ async def bench_modes(
 
 def _engines(arm: Arm) -> tuple[bool, int, int]:
     return arm.colocated, arm.trainers, arm.rollouts
+
+
+def _uniform(s: Session, config: Config) -> list[str]:
+    """Every response as long as they are on average."""
+    if drawn_lengths(config) is None:
+        raise bad_value("--uniform", "", "the recipe draws no lengths", "rollout.drawn_lengths.enable=true, or leave it out")
+    prompts = sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps)) * config.rollout.n
+    lengths = _lengths(s, config)
+    return ["rollout.drawn_lengths.sigma=0", f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}"]
 
 
 def _folder(config: Config, s: Session) -> RunDir:
@@ -192,7 +207,9 @@ async def _alone(s: Session, config: Config) -> float:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Markdown: medians over repeats, fastest first; ratios against the fastest split of colocate_sync, else the slowest arm."""
+    """Markdown: medians over repeats, fastest first; ratios against the fastest split of colocate_sync on the same lengths, else the
+    slowest arm.
+    """
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for run in figures:
         by_arm.setdefault(run["arm"], []).append(run)
@@ -201,14 +218,18 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
         for arm, runs in by_arm.items()
     }
     rates = {arm: m["samples_per_s"] for arm, m in middle.items()}
-    base = {arm: rate for arm, rate in rates.items() if by_arm[arm][0]["mode"] == "colocate_sync"}
-    baseline = max(base.values()) if base else min(rates.values())
+
+    def baseline(uniform: bool) -> float:
+        alike = {arm: rate for arm, rate in rates.items() if arm.endswith(", uniform") == uniform}
+        base = [rate for arm, rate in alike.items() if by_arm[arm][0]["mode"] == "colocate_sync"]
+        return max(base) if base else min(alike.values())
+
     head = "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s | transfer s | pause s | staleness | MFU in steps | of rollouts alone |"
     rows = [head, "|---" + "|--:" * 11 + "|"]
     for arm in sorted(middle, key=lambda a: -rates[a]):
         m = middle[arm]
         rows.append(
-            f"| {arm} | {m['samples_per_s']:.2f} | {m['samples_per_s'] / baseline:.2f} | {m['trainer_idle']:.0%} | {m['rollouter_idle']:.0%} "
+            f"| {arm} | {m['samples_per_s']:.2f} | {m['samples_per_s'] / baseline(arm.endswith(', uniform')):.2f} | {m['trainer_idle']:.0%} | {m['rollouter_idle']:.0%} "
             f"| {m['version_s']:.2f} | {m['step_s']:.2f} | {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
             f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} |"
         )

@@ -47,6 +47,11 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
         Arm("async_partial", 1, 3),
         Arm("async_partial", 2, 2),
     ]
+    assert arms_of(["async_swap"], ["1+1"], ["async_swap", "colocate_sync"]) == [
+        Arm("async_swap", 1, 1),
+        Arm("async_swap", 1, 1, uniform=True),
+        Arm("colocate_sync", 2, 2, uniform=True),
+    ]
     with pytest.raises(ConfigError, match="--modes = 'fast'"):
         arms_of(["fast"], ["1+1"])
     for wrong in ("2", "0+2", "1+x", "1+1+1"):
@@ -59,18 +64,21 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     workload = ["rollout.max_response_length=32", "rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=6"]
     size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=64"]
     options = ["--modes", "colocate_sync,async_partial", "--repeats", "2", "--folder", str(folder), "--json"]
+    options += ["--uniform", "colocate_sync"]
     done = runs.command("bench", "modes", str(runs.RECIPE), *workload, *size, *options)
     assert done.returncode == 0, done.stderr
     figures = runs.last_json(done.stdout)["runs"]
     arms = [f["arm"] for f in figures]
-    assert arms == ["colocate_sync on 2"] * 2 + ["async_partial 1+1"] * 2
+    assert arms == ["colocate_sync on 2", "colocate_sync on 2, uniform"] * 2 + ["async_partial 1+1"] * 2
+    tokens = [f["trained_tokens_per_s"] / f["samples_per_s"] for f in figures]
+    assert tokens[1] == pytest.approx(tokens[0], rel=0.5), "the same work"
     for f in figures:
         assert f["samples_per_s"] > 0 and 0 < f["mfu_in_steps"] < 1 and f["alone_tokens_per_s"] > 0
         assert f["version_s"] >= f["step_s"] > 0
     assert not list(folder.rglob("manifest.json"))
     assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
     rows = table(figures).splitlines()[2:]
-    assert len(rows) == 2 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
+    assert len(rows) == 3 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "is there already" in again.stderr
 
