@@ -28,9 +28,13 @@ FILLED = 7 / 8
 """Otherwise a bucket takes rows down to this share of its longest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
-    """How T packed tokens make up whole rows of C cells together, or of more cells with padding."""
+    """How T packed tokens make up whole rows of C cells together, or of more cells with padding. Not to be changed.
+
+    Nor frozen: torch.compile would look into a frozen one where a compiled layer merely hands it on, and tie what it compiled to the
+    sizes it found. A checkpointed layer could then be computed again by other code than it was computed by.
+    """
 
     lengths: tuple[int, ...]
     """Cells of each row."""

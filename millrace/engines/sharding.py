@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,12 +52,26 @@ def load(
     return module
 
 
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph for all sizes, which are other ones in each batch, and for every pass.
+
+    FSDP hands a view of its input to a layer, but not where a checkpointed layer is computed again. Compiled code tells the two
+    apart; two graphs might keep different tensors for the backward pass, and then torch refuses the second.
+    """
+    graph = torch.compile(forward, dynamic=True)
+
+    def on_a_view(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return graph(hidden_states.view_as(hidden_states), *args, **kwargs)
+
+    return on_a_view
+
+
 def shard(module: M, config: Config, world_size: int, device: torch.device) -> M:
     """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
     layers = cast(Layered, module).layers()
     if config.model.compile:
         for layer in layers:
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = _compiled(layer.forward)  # type: ignore[method-assign]
     if world_size == 1 and config.model.dtype == "float32":
         # Nothing to shard and nothing to cast: wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
         return module.to(device)

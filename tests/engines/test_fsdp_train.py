@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines import fsdp_train
+from millrace.engines import fsdp_train, logprob
 from millrace.engines.model import load_model, write_shape
 from millrace.engines.optim import lr_at
 from millrace.errors import CheckpointError, ConfigError, MillraceError
@@ -231,6 +231,22 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder):
     assert {p.dtype for p in half.policy.parameters()} == {torch.float32}
     asyncio.run(half.close())
     assert not torch.distributed.is_initialized()
+
+
+def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(folder, monkeypatch):
+    """Two graphs, one for the forward pass and one for what is computed again, might not keep the same tensors."""
+    batches = [TrainBatch(random_samples(seed, [4, 2 + seed, 3]), 0) for seed in range(3)]
+    limit = {"actor": {"ppo_max_token_len_per_gpu": 60}, "rollout": {"max_prompt_length": 8, "max_response_length": 25}}
+    plain = built(folder, model={"dtype": "bfloat16"}, **limit)
+    want = [asyncio.run(plain.step(batch)).metrics["actor/grad_norm"] for batch in batches]
+    asyncio.run(plain.close())
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    model = {"dtype": "bfloat16", "compile": True, "gradient_checkpointing": True, "gradient_checkpointing_share": 0.5}
+    monkeypatch.setattr(logprob, "_compiled", lambda function: function)  # they have sizes of their own
+    engine = built(folder, model=model, **limit)
+    got = [asyncio.run(engine.step(batch)).metrics["actor/grad_norm"] for batch in batches]
+    assert got == pytest.approx(want, rel=0.02)
+    asyncio.run(engine.close())
 
 
 def test_the_learning_rate_follows_its_formula():
