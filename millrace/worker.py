@@ -138,7 +138,7 @@ class RolloutWorker(Worker):
 def _vllm_environment(model_folder: str) -> None:
     """What vLLM reads from the environment, before it is imported. A user's own settings stay."""
     defaults = {
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on CPUs alone

@@ -124,7 +124,7 @@ class Inbox:
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every staged tensor, by name, if `with_bit_sums`."""
+        """`proof.bit_sum` of every staged tensor, by name, if `with_bit_sums`: then live weights are proven by these, not by `prove`."""
         self._with_bit_sums = with_bit_sums
         self._groups = groups
         self._specs = specs
@@ -197,7 +197,7 @@ class Inbox:
             self._sums = told
             for spec, value in zip(self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False):
                 self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
-        if self._rows:
+        if self._rows and not self._with_bit_sums:
             self._sums = torch.stack([checksum(t) for t in self.staged.values()])
         wait_for_device(self._wire)
         self.version = version
