@@ -1,5 +1,6 @@
 # make run     install what a run needs, then train recipes/quickstart.yaml   (SEED=k, ARGS="--json key=value ...")
 # make test    install what tests need, then lint, types and tests, those of vLLM's CPU build in an environment of its own
+# make gpu     install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu   (Python 3.12, Linux x86-64, a driver for CUDA 13)
 PYTHON ?= python3
 SEED ?= 0
 ARGS ?=
@@ -7,9 +8,11 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm/bin
+GPU := .venv-gpu/bin
+GPU_PIP := $(GPU)/python -m pip install -qq --disable-pip-version-check -c constraints-gpu.txt
 VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt
 
-.PHONY: run test test-vllm lint bench-install clean
+.PHONY: run test test-vllm gpu lint bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -21,6 +24,8 @@ test: .venv/.test .venv-vllm/.test lint
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest tests/vllm
+
+gpu: .venv-gpu/.run
 
 lint: .venv/.test
 	$(BIN)/ruff check .
@@ -51,9 +56,16 @@ lint: .venv/.test
 	@$(VLLM_PIP) -e '.[test]'
 	@touch $@
 
+.venv-gpu/.run: pyproject.toml constraints-gpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 12) and f"make gpu: constraints-gpu.txt is for Python 3.12, and $(PYTHON) is {v[0]}.{v[1]}. Fix: make gpu PYTHON=python3.12")'
+	@echo "installing millrace with vLLM and Ray into .venv-gpu (several GB) ..."
+	@test -x $(GPU)/python || $(PYTHON) -m venv .venv-gpu
+	@$(GPU_PIP) -e '.[vllm,ray]'
+	@touch $@
+
 bench-install: .venv/.test
 	@echo "installing what benchmarks compare with ..."
 	@$(PIP) -e '.[bench]'
 
 clean:
-	rm -rf .venv .venv-vllm runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-gpu runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
