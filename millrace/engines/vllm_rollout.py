@@ -351,7 +351,10 @@ def build(config: Config, model_folder: str) -> VllmRolloutEngine:
         "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
         "max_model_len": max_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len),
+        # A seeded request whose prompt is read in pieces kills vLLM on a CPU: it turns the request's generator back, and torch's for CPUs
+        # cannot be.
+        "enable_chunked_prefill": on_gpu,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager or not on_gpu,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,

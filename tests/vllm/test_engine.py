@@ -47,6 +47,7 @@ class Replica:
                 "rollout": {
                     "engine": "vllm",
                     "max_num_seqs": 16,
+                    "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
                     "max_response_length": LENGTH,
                     "engine_kwargs": {"worker_extension_cls": "tests.vllm.faults.FaultyExtension"},
@@ -211,6 +212,20 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
                 assert (said - by_model[1][here]).abs().max() > 0.1
         swapped += len(segments) > 1
     assert swapped >= 8, f"only {swapped} responses were under way at the swap"
+
+
+def test_more_prompts_than_a_step_takes_wait_whole(replica: Replica, runner: asyncio.Runner) -> None:
+    """vLLM would read part of a prompt, and on a CPU that is its end where requests have seeds."""
+    runner.run(replica.publish(25, 1))
+
+    async def main() -> list[tuple[Segment, ...]]:
+        params = [SamplingParams(max_tokens=4, ignore_eos=True, seed=i) for i in range(12)]
+        prompts = [[i, *PROMPT[: 140 + i]] for i in range(12)]  # none is another's prefix, three fill a step
+        calls = (replica.engine.generate(tokens_of(p), s, str(i)) for i, (p, s) in enumerate(zip(prompts, params, strict=True)))
+        return list(await asyncio.gather(*calls))
+
+    for i, segments in enumerate(runner.run(main())):
+        assert gap(replica, 1, [i, *PROMPT[: 140 + i]], segments)[0] < 1e-4
 
 
 def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, runner: asyncio.Runner) -> None:

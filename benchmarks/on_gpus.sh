@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Every figure that needs GPUs, on one machine with four of them, in about twenty minutes; each part has a limit and a log of its own.
+#
+#     benchmarks/on_gpus.sh [OUT] [PART ...]        parts: tests train sync vllm modes learn; all of them if none is named
+#
+# PYTHON names the interpreter (python3). `learn` needs build/reasoning, which benchmarks/reasoning_mix.py writes where reasoning-gym is.
+set -u
+cd "$(dirname "$0")/.."
+OUT=${1:-build/on_gpus}
+[ $# -gt 0 ] && shift
+PARTS=${*:-tests train sync vllm modes learn}
+PYTHON=${PYTHON:-python3}
+MILLRACE="$PYTHON -m millrace.cli"
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+mkdir -p "$OUT"
+failed=0
+
+part() { # NAME LIMIT_S COMMAND...
+    local name=$1 limit=$2 start=$SECONDS code
+    shift 2
+    timeout --signal=INT --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1
+    code=$?
+    echo "== $name: exit code $code after $((SECONDS - start)) s"
+    tail -n 3 "$OUT/$name.log" | cut -c1-600
+    [ $code = 0 ] || failed=1
+}
+
+for one in $PARTS; do
+    case $one in
+    tests) part tests 150 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
+    train)
+        part train-1.5b-1 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml --json
+        part train-1.5b-4 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=4 --json
+        part train-7b-4 120 $MILLRACE bench train recipes/shapes/qwen2_7b.yaml trainer.n_gpus_per_node=4 \
+            actor.ppo_max_token_len_per_gpu=32768 --json
+        ;;
+    sync)
+        part sync-1+1 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true --json
+        part sync-2+2 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true \
+            trainer.n_gpus_per_node=2 rollout.n_gpus_per_node=2 --json
+        part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
+            trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4 --json
+        ;;
+    vllm) part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json" ;;
+    modes)
+        part modes 590 $MILLRACE bench modes recipes/shapes/qwen2_7b.yaml rollout.total_rollout_steps=192 --splits 2+2 --skip 2 \
+            --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy --uniform colocate_sync,async_partial \
+            --folder "$OUT/modes" --json
+        ;;
+    learn)
+        part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
+        ;;
+    *) echo "no part $one"; exit 2 ;;
+    esac
+done
+exit $failed
