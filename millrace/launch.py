@@ -144,8 +144,8 @@ async def warm_up(s: Session) -> float:
     loss, examples = float("nan"), s.problems.examples(0, size)
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
-        await asyncio.sleep(0)  # the batch is on its way; the next one is made meanwhile
-        examples = s.problems.examples((k + 1) * size, size if k + 1 < steps else 0)
+        # The next one is made meanwhile: in a thread, for a batch is not gone before the loop has written all of it.
+        examples = await asyncio.to_thread(s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0)
         loss = (await step).metrics["sft/loss"]
         s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
     return loss

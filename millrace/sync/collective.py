@@ -133,7 +133,8 @@ class Inbox:
         self._plans = [plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))]
         whole = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs] if len(groups) > 1 else []
         self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
-        self._rows = [self._slices(r, whole) for r in range(len(groups))] if whole else []
+        # Made once: this process decodes beside the thread that receives, and whatever Python that does slows both down.
+        self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
         only = zip(self._plans[0], self._buffers[0], strict=False)
         self.staged = (
             dict(zip((s.name for s in specs), whole, strict=True))
@@ -151,10 +152,12 @@ class Inbox:
         ring = [torch.zeros(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
         return [ring[k % _IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
 
-    def _slices(self, rank: int, whole: list[Tensor]) -> dict[str, Tensor]:
-        """Where the rows of sender `rank` belong."""
+    def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each bucket of sender `rank`: where its rows belong, and where they arrive."""
         parts = len(self._groups)
-        return {s.name: tensor[rows_of(s, rank, parts)] for s, tensor in zip(self._specs, whole, strict=True)}
+        at = {s.name: tensor[rows_of(s, rank, parts)] for s, tensor in zip(self._specs, whole, strict=True)}
+        arrive = [bucket.views(buffer) for bucket, buffer in zip(self._plans[rank], self._buffers[rank], strict=True)]
+        return [([at[name] for name in views], list(views.values())) for views in arrive]
 
     @classmethod
     def join(cls, specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0) -> Inbox:
@@ -178,8 +181,7 @@ class Inbox:
             bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
             sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
             if self._rows:
-                views = bucket.views(buffer)
-                torch._foreach_copy_([self._rows[rank][name] for name in views], list(views.values()))
+                torch._foreach_copy_(*self._rows[rank][k])
 
         # As many on their way as there is room for; the sums of one bucket are taken while the next ones arrive.
         for k, rank in self._in_order():
