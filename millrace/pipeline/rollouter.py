@@ -145,8 +145,7 @@ class Rollouter:
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
             yield
             return
-        self.held = True
-        try:
+        async with self._held():
             if schedule.on_sync is OnSync.DRAIN:
                 ledger = self.queue.ledger
                 await self.queue.wait(
@@ -154,18 +153,10 @@ class Rollouter:
                     "running trajectories to finish",
                     lambda: (not self.undrawn and not ledger.count(State.WAITING)) or self.queue.out_of_grace,
                 )
-                if self.undrawn:  # told to stop, and they take too long: after a restart they are drawn again
-                    self._gate.clear()
-                    await self.pool.interrupt()
-            else:
-                self._gate.clear()
-                await self.pool.interrupt()
-                await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
+            if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
+                # Undrawn in drain mode: the run was told to stop, and they take too long. After a restart they are drawn again.
+                await self._interrupt(who)
             yield
-        finally:
-            self.held = False
-            self._gate.set()
-            self.queue.wake()
 
     @asynccontextmanager
     async def parked(self, who: str) -> AsyncIterator[None]:
@@ -177,13 +168,23 @@ class Rollouter:
         if schedule.on_sync is not OnSync.INTERRUPT and not schedule.colocated:
             yield
             return
+        async with self._held():
+            await self._interrupt(who)
+            yield
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Nothing is admitted while the body runs."""
         self.held = True
-        self._gate.clear()
         try:
-            await self.pool.interrupt()
-            await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
             yield
         finally:
             self.held = False
             self._gate.set()
             self.queue.wake()
+
+    async def _interrupt(self, who: str) -> None:
+        """Until nothing is drawn; what asks for tokens waits until `_held` ends."""
+        self._gate.clear()
+        await self.pool.interrupt()
+        await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
