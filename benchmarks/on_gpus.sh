@@ -41,7 +41,12 @@ for one in $PARTS; do
         part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
             trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4 --json
         ;;
-    vllm) part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json" ;;
+    vllm)
+        part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json"
+        # Are greedy responses that were resumed those that were not, with kernels that do not depend on the batch?
+        part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 128 --arm millrace \
+            --repeats 1 --json "$OUT/vllm-invariant.json"
+        ;;
     modes)
         part modes 590 $MILLRACE bench modes recipes/shapes/qwen2_7b.yaml rollout.total_rollout_steps=192 --splits 2+2 --skip 2 \
             --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy --uniform colocate_sync,async_partial \
