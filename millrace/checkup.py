@@ -41,6 +41,7 @@ _OPTIONAL = {
     "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
     "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
     "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
+    "peft": ("0.17", "pip install 'millrace[lora]'", "model.lora_rank"),
     "ray": ("2.50", "pip install 'millrace[ray]'", "trainer.runtime=ray"),
     "vllm": ("0.26", "pip install 'millrace[vllm]'", "rollout.engine=vllm"),
 }

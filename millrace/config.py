@@ -156,7 +156,9 @@ class RolloutConfig(Section):
     """Sampling of validation."""
 
 
-Sources = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+
+Sources = Annotated[tuple[str, ...], OneOrMore]
 """One source, or a list of them."""
 
 
@@ -243,6 +245,18 @@ class ModelConfig(Section):
     """torch.compile each decoder layer for training: some 10 % faster on a GPU, after a minute of compiling."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
+    lora_rank: int = Field(0, ge=0)
+    """Train low-rank adapters of this rank and leave the model's own weights as they are; 0 trains all weights. Needs the extra
+    millrace[lora]."""
+    lora_alpha: float = Field(16.0, gt=0)
+    """What adapters add is scaled by lora_alpha / lora_rank."""
+    target_modules: Annotated[tuple[str, ...], OneOrMore] = ("all-linear",)
+    """Which linear modules of the decoder layers get adapters: all-linear, or ends of their names, such as [q_proj, v_proj]."""
+
+    @property
+    def lora_scale(self) -> float:
+        """Of B @ A, where there are adapters."""
+        return self.lora_alpha / self.lora_rank
 
 
 class SftConfig(Section):

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
         _check_vllm,
         _check_placement,
         _check_model,
+        _check_lora,
         _check_estimator,
         _check_correction,
         _check_trust,
@@ -207,6 +208,17 @@ def _check_model(c: Config) -> None:
             f"must divide model.shape.num_attention_heads = {shape.num_attention_heads}",
             "a divisor of the heads",
         )
+
+
+def _check_lora(c: Config) -> None:
+    names = c.model.target_modules
+    if not names or "all-linear" in names[1:] or (names[0] == "all-linear" and len(names) > 1):
+        rule = "all-linear stands alone: it is every linear module" if names else "adapters without a module train nothing"
+        raise bad_value("model.target_modules", list(names), rule, "model.target_modules=all-linear, or [q_proj,v_proj]")
+    widest = min(c.model.shape.hidden_size, c.model.shape.intermediate_size)
+    if not c.model.path and c.model.lora_rank > widest:
+        rule = f"an adapter of more than min(hidden_size, intermediate_size) = {widest} is larger than what it stands for"
+        raise bad_value("model.lora_rank", c.model.lora_rank, rule, f"model.lora_rank={max(1, widest // 4)}")
 
 
 def _check_estimator(c: Config) -> None:

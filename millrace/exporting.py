@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import CheckpointError, bad_value
 from millrace.pipeline.checkpoint import Checkpoints, verify
+from millrace.problems import weights_folder
 
 
 def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
@@ -34,11 +36,13 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu"})})
 
     async def write() -> int:
-        engine = fsdp_train.build(config, str(checkpoint / "model"), rank=0, world_size=1)
+        # A checkpoint has all weights, but of a policy with adapters not the base.
+        source = weights_folder(config, checkpoint / "model") if config.model.lora_rank else str(checkpoint / "model")
+        engine = fsdp_train.build(config, source, rank=0, world_size=1)
         engine.begin(config.actor.optim, 1)
         await engine.load(str(checkpoint / "engine"))
         await engine.export(str(folder))
-        return sum(p.numel() for p in engine.actor.parameters)
+        return sum(math.prod(shape) for _, shape, *_ in engine.shards())
 
     parameters = asyncio.run(write())
     for file in (checkpoint / "model").iterdir():

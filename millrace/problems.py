@@ -41,6 +41,7 @@ def load(config: Config) -> Sources:
     """Raises ConfigError or DataError before anything heavy is imported."""
     _check_device(config)
     _check_engine(config)
+    _check_lora(config)
     _check_model(config)
     data, seed = config.data, config.trainer.seed
     truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
@@ -114,6 +115,12 @@ def _check_engine(config: Config) -> None:
             "rollout.engine=vllm needs vLLM, which is not installed here. Fix: pip install 'millrace[vllm]' on a machine with GPUs, "
             "its CPU build as docs/vllm.md says, or rollout.engine=torch"
         )
+
+
+def _check_lora(config: Config) -> None:
+    """Raises MissingDependency where train workers on this machine would look for peft in vain."""
+    if config.model.lora_rank and not config.trainer.ray_address and importlib.util.find_spec("peft") is None:
+        raise MissingDependency("model.lora_rank needs peft, which is not installed here. Fix: pip install 'millrace[lora]'.")
 
 
 def _check_model(config: Config) -> None:

@@ -111,7 +111,11 @@ def _check_same_problems(config: Config, checkpoint: Path) -> None:
         "data.train_files": (config.data.train_files, before.data.train_files),
         "data.shuffle": (config.data.shuffle, before.data.shuffle),
         "rollout.n": (config.rollout.n, before.rollout.n),
+        "model.lora_rank": (config.model.lora_rank, before.model.lora_rank),
     }
+    if config.model.lora_rank:
+        pairs["model.lora_alpha"] = (config.model.lora_alpha, before.model.lora_alpha)
+        pairs["model.target_modules"] = (config.model.target_modules, before.model.target_modules)
     for key, (now, then) in pairs.items():
         if now != then:
             raise bad_value(key, now, f"the checkpoint {checkpoint} was made with {then!r}", f"{key}={then}, or a new run")

@@ -61,7 +61,8 @@ def keys_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/algorithms.md", "docs/clusters.md", "docs/metrics.md", "docs/vllm.md", "ARCHITECTURE.md"]
+    "page",
+    ["README.md", "docs/algorithms.md", "docs/clusters.md", "docs/lora.md", "docs/metrics.md", "docs/vllm.md", "ARCHITECTURE.md"],
 )
 def test_every_key_on_a_page_exists(page: str) -> None:
     known = {key for key, _ in recipe.all_keys()} | set(recipe.ALIASES)

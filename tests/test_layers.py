@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"ports", "config", "worker"},
     "problems": {"config", "data", "engines"},
     "run_dir": {"config", "recipe", "pipeline"},
-    "exporting": {"config", "pipeline", "engines"},
+    "exporting": {"config", "pipeline", "engines", "problems"},
     "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
         *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millrace.engines import attention
 from millrace.engines.packing import MicroBatch
-from millrace.engines.policy import PackedPolicy, layers_of
+from millrace.engines.policy import layers_of
 
 
 class PackedCritic(nn.Module):
@@ -41,16 +42,15 @@ class PackedCritic(nn.Module):
         return layers_of(self.body)
 
     @torch.no_grad()
-    def start_from(self, policy: PackedPolicy) -> None:
-        """The policy's weights, and a head of 0. Both are sharded alike."""
-        copy_weights(policy.model.base_model, self.body)
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """The weights of the policy's body, by name, and a head of 0. Both are sharded alike."""
+        copy_weights(weights, self.body)
         for parameter in self.head.parameters():
             parameter.zero_()
 
 
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Weights by name, between modules that are sharded alike."""
-    weights = dict(source.named_parameters())
+def copy_weights(weights: Mapping[str, Tensor], target: nn.Module) -> None:
+    """Weights by name, of a module that is sharded as `target` is."""
     for name, parameter in target.named_parameters():
         parameter.copy_(weights[name])

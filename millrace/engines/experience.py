@@ -18,6 +18,7 @@ from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
 from millrace.algorithms.ragged import sequence_ids, sequence_sums
 from millrace.config import Config
+from millrace.engines.lora import StartPolicy
 from millrace.engines.options import advantage_options, correction_options
 from millrace.engines.packing import Rows, rows_of_samples
 from millrace.engines.trainable import Trainable
@@ -66,7 +67,7 @@ class Models:
 
     policy: Trainable
     critic: Trainable | None
-    reference: Trainable | None
+    reference: Trainable | StartPolicy | None
 
 
 def one_step(config: Config, num_samples: int) -> bool:

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
-from millrace.engines import train_state
+from millrace.engines import lora, train_state
 from millrace.engines.attention import Ints
 from millrace.engines.critic import PackedCritic, copy_weights
 from millrace.engines.device import pick
 from millrace.engines.experience import Experience, Models, make_experience
+from millrace.engines.lora import StartPolicy
 from millrace.engines.meter import Meter
 from millrace.engines.mini_batch import MiniBatch, settle
 from millrace.engines.model import DTYPES
@@ -61,13 +62,21 @@ class FsdpTrainEngine:
         self.actor = trainable("actor", policy)
         self._critic = critic
         self.critic = None if critic is None else trainable("critic", critic)
-        self.reference = None if reference is None else trainable("reference", reference)
+        self.adapted = config.model.lora_rank > 0
+        self.scale = config.model.lora_scale if self.adapted else 0.0
+        self.reference: Trainable | StartPolicy | None = None if reference is None else trainable("reference", reference)
+        if self.adapted and config.needs_reference:
+            self.reference = StartPolicy(self.actor)
         self.config = config
         self.model_folder = model_folder
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        self.base_sum: int | None = None
+        """Of a policy with adapters: a sum over the bits of its base, by which a checkpoint knows it."""
+        if self.adapted:
+            self.base_sum = int(self.actor.reduce(lora.base_sum(policy.model).to(device), dist.ReduceOp.SUM).item())
         self.owns_group = False
         self._seen_version: int | None = None
 
@@ -78,10 +87,12 @@ class FsdpTrainEngine:
         self.actor.begin(optim, horizon)
         self.kl_coef = self.config.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:
-            self._critic.start_from(self.policy)
+            self._critic.start_from(dict(lora.merged_weights(self.policy.model.base_model, self.scale)))
             self.critic.begin(self.config.critic.optim, horizon)
-        if self.reference is not None:
-            copy_weights(self.policy, self.reference.module)
+        if isinstance(self.reference, StartPolicy):
+            self.reference.start()
+        elif self.reference is not None:
+            copy_weights(dict(self.policy.named_parameters()), self.reference.module)
 
     @property
     def steps(self) -> int:
@@ -169,24 +180,30 @@ class FsdpTrainEngine:
         train_state.export(self, folder)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor in the serving dtype), in the model's order, tied ones once, under the model's own names.
+        """(name, whole tensor in the serving dtype), in the model's order, tied ones once, under the model's own names, with what
+        adapters add.
 
         A collective: all ranks iterate to the end. One tensor is whole at a time; where nothing is sharded or cast it is the
         live weight, so copy it before the next step.
         """
         dtype = DTYPES[self.config.model.dtype]
-        for name, parameter in self.policy.model.named_parameters():
-            weight = parameter.detach().to(dtype)  # before it is gathered: half the bytes
+        for name, own in lora.merged_weights(self.policy.model, self.scale):
+            weight = own.to(dtype)  # before it is gathered: half the bytes
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
         """Of every tensor, as `full_weights` orders and names them: name, whole shape, serving dtype, and this rank's rows of the live
-        float32 weight.
+        float32 weight. Where there are adapters, of the frozen base.
         """
-        for name, parameter in self.policy.model.named_parameters():
-            weight = parameter.detach()
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
-            yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], own
+        for name, weight in lora.base_weights(self.policy.model):
+            yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], lora.own_rows(weight)
+
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        """The same of every A [rank, in] and B [out, rank], in float32, named after the weight that they adapt: W.lora_A, W.lora_B.
+        `full_weights` is W + model.lora_scale x B A.
+        """
+        for name, weight in lora.adapters(self.policy.model):
+            yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
 
     async def sleep(self) -> None:
         """On a GPU, with trainer.offload: weights and optimizer state to the host. On a CPU there is nothing to give back."""
@@ -246,7 +263,7 @@ class FsdpTrainEngine:
         if self.device.type == "cpu" or not self.config.trainer.offload:
             return
         for model in (self.actor, self.critic, self.reference):
-            if model is not None:
+            if isinstance(model, Trainable):
                 model.move(device)
         torch.cuda.empty_cache()
 
@@ -254,23 +271,27 @@ class FsdpTrainEngine:
 def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
     """The engine of one rank. With world_size > 1 the default process group exists already and has a CPU backend.
 
-    Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank.
+    Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank. With model.lora_rank they are
+    frozen, and adapters are trained; the critic, if there is one, is trained whole.
     """
     device = pick(config)
     alone = not dist.is_initialized()
 
     share = config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
 
+    adapted = config.model.lora_rank > 0
+
     def policy_of(model: PreTrainedModel) -> PackedPolicy:
-        return PackedPolicy(model, checkpoint_share=share, fused=config.model.compile)
+        return PackedPolicy(lora.inject(model, config) if adapted else model, checkpoint_share=share, fused=config.model.compile)
 
     def frozen(model: PreTrainedModel) -> PackedPolicy:
         return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
 
     where = (model_folder, config, rank, world_size, device)
-    policy = load(policy_of, *where)
+    # A base is drawn on the host, where it is the same with and without a GPU: a checkpoint has the adapters alone.
+    policy = load(policy_of, *where, on_host=adapted)
     critic = load(PackedCritic, *where) if config.needs_critic else None
-    reference = load(frozen, *where) if config.needs_reference else None
+    reference = load(frozen, *where) if config.needs_reference and not adapted else None
     engine = FsdpTrainEngine(
         policy,
         config,

@@ -77,7 +77,8 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, targets, log_norm, entropy, kept = ctx.saved_tensors
         grad_log_prob, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=log_norm.dtype)
+        # As large as the head: not for one that is frozen.
+        grad_weight = torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
         grad_logits = _compiled(_grad_logits) if ctx.fused else _grad_logits
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
@@ -91,8 +92,9 @@ class _LogProbs(torch.autograd.Function):
             )
             grad_z = (grad_z if ctx.temperature == 1 else grad_z.div_(ctx.temperature)).to(hidden.dtype)
             grad_hidden[part] = grad_z @ weight
-            grad_weight += _matmul(grad_z.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += _matmul(grad_z.t(), hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 @functools.cache

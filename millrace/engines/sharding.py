@@ -28,13 +28,23 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def load(
-    make: Callable[[PreTrainedModel], M], folder: str, config: Config, rank: int, world_size: int, device: torch.device
+    make: Callable[[PreTrainedModel], M],
+    folder: str,
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    on_host: bool = False,
 ) -> M:
-    """`make` of the model in `folder`, sharded. Of several ranks the first alone loads weights, or draws them; the others get theirs from it."""
+    """`make` of the model in `folder`, sharded. Of several ranks the first alone loads weights, or draws them; the others get theirs from it.
+
+    `on_host`: it is loaded or drawn, and made, on the CPU.
+    """
 
     def source() -> PreTrainedModel:
-        trust = config.model.trust_remote_code
-        return load_model(folder, seed=config.trainer.seed, dtype="float32", device=device, trust_remote_code=trust)
+        trust, where = config.model.trust_remote_code, "cpu" if on_host else device
+        return load_model(folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust)
 
     if world_size == 1:
         return shard(make(source()), config, world_size, device)

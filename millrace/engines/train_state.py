@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -21,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
+from millrace.engines.lora import StartPolicy
+from millrace.engines.trainable import Trainable
 from millrace.errors import CheckpointError
 
 if TYPE_CHECKING:
     from millrace.engines.fsdp_train import FsdpTrainEngine
-    from millrace.engines.trainable import Trainable
 
 SKIPPED_FILES = ("config.json", "generation_config.json")
 """Files of a model folder that save_pretrained writes itself."""
@@ -35,25 +37,40 @@ SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 
 def save(engine: FsdpTrainEngine, folder: str) -> None:
     """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
-    one; the reference's weights; the KL coefficient; rank 0's random state.
+    one; the reference's weights; the KL coefficient; rank 0's random state. Of a policy with adapters, these alone, and a sum
+    over the base's bits.
     """
     with _one_process_is_meant():
         save_checkpoint(_state(engine), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def load(engine: FsdpTrainEngine, folder: str) -> None:
-    """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state."""
+    """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state.
+
+    Raises CheckpointError for a folder without one, and for adapters that were trained on another base.
+    """
     if not (Path(folder) / ".metadata").is_file():
         raise CheckpointError(f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint")
     state = _state(engine)
     with _one_process_is_meant():
         load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    if engine.base_sum is not None and state["base"].item() != engine.base_sum:
+        raise CheckpointError(
+            f"{folder} has adapters of another base than the weights in {engine.model_folder}. Fix: the model.path, model.dtype "
+            "and trainer.seed of the run that saved it"
+        )
     for model, name in _under_training(engine):
         part = state[name] if name else state
-        set_state_dict(model.module, _optimizer(model), model_state_dict=part["model"], optim_state_dict=part["optimizer"])
+        set_state_dict(
+            model.module,
+            _optimizer(model),
+            model_state_dict=part["model"],
+            optim_state_dict=part["optimizer"],
+            options=StateDictOptions(strict=not engine.adapted),  # the base is not among them
+        )
         model.steps = int(part["steps"].item())
         model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
-    if engine.reference is not None:
+    if isinstance(engine.reference, Trainable):  # kept adapters were loaded in place
         set_model_state_dict(engine.reference.module, state["reference"])
     engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
@@ -76,6 +93,9 @@ def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
     state: dict[str, Any] = {"random": torch.get_rng_state(), "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64)}
     for model, name in _under_training(engine):
         weights, optimizer = get_state_dict(model.module, _with_moments(model))
+        if model is engine.actor and engine.adapted:
+            trained = {name for name, p in model.module.named_parameters() if p.requires_grad}
+            weights = {name: tensor for name, tensor in weights.items() if name in trained}
         part = {
             "model": weights,
             "optimizer": optimizer,
@@ -83,8 +103,12 @@ def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
             "nonfinite_in_a_row": torch.tensor(model.nonfinite_in_a_row),
         }
         state |= {name: part} if name else part
-    if engine.reference is not None:
+    if isinstance(engine.reference, StartPolicy):
+        state["reference"] = engine.reference.kept
+    elif engine.reference is not None:
         state["reference"] = get_model_state_dict(engine.reference.module)
+    if engine.base_sum is not None:
+        state["base"] = torch.tensor(engine.base_sum)
     return state
 
 

@@ -3,7 +3,7 @@
 Each trainer rank has a group of its own with all replicas and sends the rows that it holds: nothing is gathered. Received
 weights are staged beside the live ones while rollouts go on (`transfer`), then copied over them between two tokens
 (`activate`). The sender's checksums travel with the weights; a replica proves them on what it received, and again on its
-live tensors before it serves the version.
+live tensors before it serves the version. Of a policy with low-rank adapters the base goes once, and then adapters alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -21,19 +21,29 @@ from torch import Tensor
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
+from millrace.sync.adapters import AdaptedInbox
 from millrace.sync.buckets import Bucket, Spec, checksum, part_of, plan, rows_of, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
 from millrace.types import PolicyVersion
 
 _PLAN = "millrace/sync/plan"
+_ADAPTERS = "millrace/sync/adapters"
 _IN_FLIGHT = 3  # buckets of one sender
+
+
+Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
+"""Of every tensor, in order: its name, whole shape, dtype on the way, and the rows of this rank, in any dtype."""
 
 
 class WeightSource(Protocol):
     """The train engine as a sender sees it."""
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        """Of every tensor, in model order: its name, whole shape, serving dtype, and the rows of this rank, in any dtype."""
+    def shards(self) -> Shards:
+        """Every tensor that is served, in model order and in the serving dtype; without what adapters add."""
+        ...
+
+    def adapters(self) -> Shards:
+        """Where model.lora_rank is set: W.lora_A [rank, in] and W.lora_B [out, rank] of every adapted tensor W, in float32."""
         ...
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -44,30 +54,47 @@ class WeightSource(Protocol):
 class Sender:
     """One trainer rank's end."""
 
-    def __init__(self, source: WeightSource, group: Any, buckets: list[Bucket], wire: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, group: Any, buckets: list[Bucket], wire: torch.device, adapters: list[Bucket] | None = None
+    ) -> None:
         self._source = source
         self._group = group
         self._wire = wire
         self._buckets = buckets
+        self._adapters = adapters
+        self._base_sent = False
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
         """Meet the replicas."""
-        specs = tell_specs(source, store, rank)
+
+        def planned(specs: list[Spec]) -> list[Bucket]:
+            return plan(part_of(specs, rank, config.trainer_ranks), config.sync.bucket_mb << 20)
+
+        buckets = planned(tell_specs(source.shards(), store, rank))
+        adapters = planned(tell_specs(source.adapters(), store, rank, _ADAPTERS)) if config.model.lora_rank else None
         wire = wire_device(config, next(source.shards())[3].device)
-        buckets = plan(part_of(specs, rank, config.trainer_ranks), config.sync.bucket_mb << 20)
         size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
         group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
-        return cls(source, group, buckets, wire)
+        return cls(source, group, buckets, wire, adapters)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Send this rank's rows of the current weights as `version`."""
-        start = time.perf_counter()
-        shards = self._source.shards()
-        largest = max(b.num_bytes for b in self._buckets)
+        """Send this rank's rows of the current weights as `version`: with adapters, these alone from the second time on."""
+        start, sent = time.perf_counter(), 0
+        if self._adapters is None or not self._base_sent:
+            sent += self._send(self._buckets, self._source.shards)
+            self._base_sent = True
+        if self._adapters is not None:
+            sent += self._send(self._adapters, self._source.adapters)
+        return TransferReport(sent, time.perf_counter() - start)
+
+    def _send(self, buckets: list[Bucket], source: Callable[[], Shards]) -> int:
+        """Returns the bytes of `buckets`."""
+        shards = source()
+        largest = max(b.num_bytes for b in buckets)
         ring = [torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
         sums, under_way = [], deque[Any]()
-        for k, bucket in enumerate(self._buckets):
+        for k, bucket in enumerate(buckets):
             if len(under_way) == _IN_FLIGHT:
                 finish(under_way.popleft())
             # Its last broadcast is done. The next bucket is packed while others are on their way.
@@ -79,9 +106,9 @@ class Sender:
             finish(under_way.popleft())
         broadcast(self._group, torch.cat(sums))
         wait_for_device(self._wire)
-        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
+        return sum(b.num_bytes for b in buckets)
 
-    def _pack(self, bucket: Bucket, buffer: Tensor, shards: Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]) -> None:
+    def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
         """The bucket's tensors, cast to the serving dtype on the way."""
         views, rows = bucket.views(buffer.zero_()), []
         for spec in bucket.specs:
@@ -92,14 +119,17 @@ class Sender:
         torch._foreach_copy_(list(views.values()), rows)
 
     async def link(self) -> TransferReport:
-        """Send as many bytes as a transfer does, and nothing else: no packing, no sums. What the link can carry."""
-        buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in self._buckets]
+        """Send as many bytes as a transfer does (with adapters, not the first), and nothing else: no packing, no sums. What the link
+        can carry.
+        """
+        buckets = self._buckets if self._adapters is None else self._adapters
+        buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
         wait_for_device(self._wire)
         start = time.perf_counter()
         for work in [start_broadcast(self._group, buffer) for buffer in buffers]:
             finish(work)
         wait_for_device(self._wire)
-        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
+        return TransferReport(sum(b.num_bytes for b in buckets), time.perf_counter() - start)
 
     async def transport(self) -> str:
         """The process groups' backend."""
@@ -159,16 +189,6 @@ class Inbox:
         arrive = [bucket.views(buffer) for bucket, buffer in zip(self._plans[rank], self._buffers[rank], strict=True)]
         return [([at[name] for name in views], list(views.values())) for views in arrive]
 
-    @classmethod
-    def join(cls, specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0) -> Inbox:
-        """Meet every trainer rank. Blocks until all devices of the sync are there."""
-        wire = wire_device(config, device)
-        position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
-        size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
-        groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
-        # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
-        return cls(groups, specs, config.sync.bucket_mb << 20, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
-
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
         self.version, self.bit_sums = None, {}
@@ -195,7 +215,7 @@ class Inbox:
             own = torch.cat(found)
             told = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
             broadcast(self._groups[rank], told)
-            self._compare(own[:, :2], told, version, "received", rank)
+            self.compare(own[:, :2], told, version, "received", rank)
             self._sums = told
             for spec, value in zip(self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False):
                 self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
@@ -215,10 +235,15 @@ class Inbox:
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
         """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
-        if self._sums is None:
-            raise SyncError(f"replica {self._replica} has no checksums of version {version}")
         own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
-        self._compare(own.to(self._wire), self._sums, version, "live")
+        self.compare(own.to(self._wire), self.sums, version, "live")
+
+    @property
+    def sums(self) -> Tensor:
+        """int64 [tensors, 2]: `checksum` of every staged tensor, where there are no `bit_sums`."""
+        if self._sums is None:
+            raise SyncError(f"replica {self._replica} has no checksums: nothing was received")
+        return self._sums
 
     def _in_order(self) -> list[tuple[int, int]]:
         """(bucket, sender): senders in turn."""
@@ -229,7 +254,8 @@ class Inbox:
     def _num_bytes(self) -> int:
         return sum(bucket.num_bytes for buckets in self._plans for bucket in buckets)
 
-    def _compare(self, own: Tensor, told: Tensor, version: PolicyVersion, what: str, sender: int | None = None) -> None:
+    def compare(self, own: Tensor, told: Tensor, version: PolicyVersion, what: str, sender: int | None = None) -> None:
+        """Raise SyncError for the first tensor whose sums differ."""
         wrong = (own != told).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             self.version = None
@@ -244,7 +270,7 @@ class Inbox:
 class Receiver:
     """One replica's end, where the engine is in this process."""
 
-    def __init__(self, holder: WeightHolder, inbox: Inbox, replica: int) -> None:
+    def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
         self.inbox = inbox
         self._holder = holder
         self._replica = replica
@@ -255,7 +281,7 @@ class Receiver:
         told = await asyncio.to_thread(told_specs, store)
         _compare_specs(told, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device
-        return cls(holder, await asyncio.to_thread(Inbox.join, told, store, device, replica, config), replica)
+        return cls(holder, await asyncio.to_thread(join_inbox, told, store, device, replica, config), replica)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Receive `version` beside the live weights, in a thread: the engine goes on decoding."""
@@ -280,17 +306,33 @@ class Receiver:
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
 
 
-def tell_specs(source: WeightSource, store: Any, rank: int) -> list[Spec]:
+def join_inbox(
+    specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0
+) -> Inbox | AdaptedInbox:
+    """Meet every trainer rank. Blocks until all devices of the sync are there."""
+    wire = wire_device(config, device)
+    position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
+    size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
+    bucket_bytes = config.sync.bucket_mb << 20
+    # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
+    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
+    if not config.model.lora_rank:
+        return base
+    return AdaptedInbox(base, Inbox(groups, told_specs(store, _ADAPTERS), bucket_bytes, wire, replica), config.model.lora_scale)
+
+
+def tell_specs(shards: Shards, store: Any, rank: int, key: str = _PLAN) -> list[Spec]:
     """The tensors that the trainer sends, in order; rank 0 tells them to the replicas."""
-    specs = [Spec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype, _ in source.shards()]
+    specs = [Spec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype, _ in shards]
     if rank == 0:
-        store.set(_PLAN, msgspec.json.encode(specs))
+        store.set(key, msgspec.json.encode(specs))
     return specs
 
 
-def told_specs(store: Any) -> list[Spec]:
+def told_specs(store: Any, key: str = _PLAN) -> list[Spec]:
     """What rank 0 told. Blocks until it has."""
-    return msgspec.json.decode(store.get(_PLAN), type=list[Spec])
+    return msgspec.json.decode(store.get(key), type=list[Spec])
 
 
 def wire_device(config: Config, device: torch.device) -> torch.device:

@@ -31,7 +31,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.sync import ipc
-from millrace.sync.collective import Inbox, told_specs
+from millrace.sync.adapters import AdaptedInbox
+from millrace.sync.collective import Inbox, join_inbox, told_specs
 from millrace.sync.proof import bit_sums
 
 BACKEND = "millrace"
@@ -60,7 +61,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
-    inbox: Inbox | ipc.IpcInbox
+    inbox: Inbox | AdaptedInbox | ipc.IpcInbox
     live_sums: dict[str, int]
     _copies: list[tuple[Tensor, Tensor]] | None = None
     """Target and source of every copy of a load; None before the first, empty where they do not tell all."""
@@ -75,7 +76,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (told_specs(self._store), self._store, self.device, init_info.replica, config)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self.model.load_weights) if ipc.fits(config, self.device) else Inbox.join(*where, shard)
+            ipc.IpcInbox.join(*where, self.model.load_weights) if ipc.fits(config, self.device) else join_inbox(*where, shard)
         )
 
     def stage(self, version: int, turn: int) -> None:
@@ -113,14 +114,14 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         if self.inbox.version != update_info.version:
             raise SyncError(f"version {update_info.version} is to be made live, but {self.inbox.version} is staged")
         with torch.inference_mode():
-            if isinstance(self.inbox, Inbox):
+            if not isinstance(self.inbox, ipc.IpcInbox):
                 self.load(self.inbox)
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
 
-    def load(self, inbox: Inbox) -> None:
+    def load(self, inbox: Inbox | AdaptedInbox) -> None:
         """Staged weights over the live ones: by the model's own loader the first time, then by the copies that it made. Both sides'
         memory stays where it is, so they are the same each time, and a few kernels do what costs vLLM some hundred Python calls.
         """

@@ -160,12 +160,14 @@ def plain_advantages(samples, norm_by_std):
     return advantages
 
 
-def plain_run(case, folder):
+def plain_run(case, folder, model=None):
     """(weights, per batch: mean PPO loss, mean gradient norm, mean learning rate)."""
-    config, model, actor = config_of(case), model_of(case, folder), config_of(case).actor
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}]
+    groups += [{"params": others, "weight_decay": 0.0}] if others else []
     optimizer = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
     step, results = 0, []
     for batch in batches_of(case):
@@ -184,11 +186,11 @@ def plain_run(case, folder):
                     continue
                 pg_loss, loss = plain_loss(model, mini_batch, advantages, old, config)
                 optimizer.zero_grad()
-                for p in model.parameters():
+                for p in trained:
                     p.grad = torch.zeros_like(p)
                 if isinstance(loss, torch.Tensor):
                     loss.backward()
-                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad).item())
+                norms.append(torch.nn.utils.clip_grad_norm_(trained, OPTIM.clip_grad).item())
                 rates.append(OPTIM.lr if step < 1 else OPTIM.lr * (1 - (step - 1) / (HORIZON - 1)))
                 for group in optimizer.param_groups:
                     group["lr"] = max(rates[-1], 0.0)

@@ -1,0 +1,77 @@
+"""The receiving end of a policy with low-rank adapters: its base comes once, its adapters with every version, and what is staged is
+whole tensors again. So engines, proofs and vLLM's loaders know nothing of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from millrace.errors import SyncError
+from millrace.sync.buckets import checksum
+from millrace.sync.groups import wait_for_device
+from millrace.sync.proof import bit_sums
+from millrace.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from millrace.sync.collective import Inbox
+
+
+class AdaptedInbox:
+    """What one device gets, as an `Inbox` has it. A second copy of every adapted tensor is the price: the base stays."""
+
+    def __init__(self, base: Inbox, adapters: Inbox, scale: float) -> None:
+        """`adapters` gets W.lora_A [rank, in] and W.lora_B [out, rank], float32, of some of the tensors W of `base`, which act as
+        W + scale x B A.
+        """
+        self.version: PolicyVersion | None = None
+        self.bit_sums: dict[str, int] = {}
+        self._base = base
+        self._adapters = adapters
+        self._scale = scale
+        self._asked = False
+        self._adapted = [name.removesuffix(".lora_A") for name in adapters.staged if name.endswith(".lora_A")]
+        self._sums: Tensor | None = None
+        self.staged = base.staged | {name: torch.empty_like(base.staged[name]) for name in self._adapted}
+        """Whole tensors, in the base's order."""
+
+    def receive(self, version: PolicyVersion) -> int:
+        """Stage `version` and prove what came; returns its bytes. Blocks: a thread's work."""
+        self.version, received = None, 0
+        if not self._asked:  # the trainer sends the base once, whether or not it comes through
+            self._asked = True
+            received += self._base.receive(version)
+        received += self._adapters.receive(version)
+        if self._base.version is None:
+            raise SyncError(f"version {version} came as adapters of a base that never arrived whole; it must not be served")
+        for name in self._adapted:
+            base, a, b = self._base.staged[name], self._adapters.staged[f"{name}.lora_A"], self._adapters.staged[f"{name}.lora_B"]
+            self.staged[name].copy_(torch.addmm(base.to(b.dtype), b, a, alpha=self._scale))
+        merged = {name: self.staged[name] for name in self._adapted}
+        if self._base.bit_sums:
+            self.bit_sums = self._base.bit_sums | bit_sums(merged)
+        else:
+            places = {name: i for i, name in enumerate(self.staged)}
+            self._sums = self._base.sums.clone()
+            for name, tensor in merged.items():
+                self._sums[places[name]] = checksum(tensor)
+        wait_for_device(next(iter(merged.values())).device)
+        self.version = version
+        return received
+
+    def link(self) -> int:
+        """The other end of `Sender.link`. What was staged is gone."""
+        self.version = None
+        return self._adapters.link()
+
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
+        if self._sums is None:
+            raise SyncError(f"there are no checksums of version {version}: nothing was received")
+        self.version = None  # until it is proven
+        own = torch.stack([checksum(tensors[name]) for name in self.staged])
+        self._base.compare(own.to(self._sums.device), self._sums, version, "live")
+        self.version = version

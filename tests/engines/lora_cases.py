@@ -1,0 +1,111 @@
+"""What the tests of adapters run at every number of ranks."""
+
+import asyncio
+import os
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+
+from millrace.config import Config
+from millrace.engines import lora
+from millrace.engines.fsdp_train import FsdpTrainEngine, build
+from millrace.engines.model import load_model
+from millrace.engines.policy import PackedPolicy
+from millrace.engines.sharding import shard
+from tests.engines import train_cases
+from tests.engines.train_cases import CPU, HORIZON, OPTIM
+
+RANK, ALPHA = 4, 6.0
+CASES = {name: train_cases.CASES[name] for name in ("many micro-batches", "short last mini-batch, two epochs, own old log-probs")}
+
+
+def config_of(case, **sections):
+    tree = train_cases.config_of(case).model_dump()
+    tree["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA}
+    for section, values in sections.items():
+        tree[section] |= values
+    return Config.model_validate(tree)
+
+
+def loaded(case, folder):
+    return load_model(f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32")
+
+
+def engine_of(case, folder, rank, world_size):
+    """In float64."""
+    config = config_of(case)
+    policy = shard(PackedPolicy(lora.inject(loaded(case, folder), config).double()), config, world_size, CPU)
+    engine = FsdpTrainEngine(policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU)
+    engine.begin(OPTIM, HORIZON)
+    return engine
+
+
+def plain_model(case, folder):
+    """peft's own, in float64: drawn as ours is, from the seed after the model's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config_of(case).trainer.seed + 1)
+        settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(loaded(case, folder), settings).double()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def base_of(engine):
+    return {name: whole(tensor) for name, tensor in lora.base_weights(engine.policy.model)}
+
+
+def adapters_of(engine):
+    return {name: whole(tensor) for name, tensor in lora.adapters(engine.policy.model)}
+
+
+def run_case(case, folder, rank, world_size):
+    engine = engine_of(case, folder, rank, world_size)
+    reports = [asyncio.run(engine.step(batch)) for batch in train_cases.batches_of(case)]
+    rows = {name: (shape, own.clone()) for name, shape, _, own in engine.adapters()}
+    return {
+        "metrics": [r.metrics for r in reports],
+        "base": base_of(engine),
+        "adapters": adapters_of(engine),
+        "rows": rows,
+        "merged": dict(engine.full_weights()),
+    }
+
+
+def run_rank(rank, folder):
+    """Three processes: every case at three ranks, then at two, with a checkpoint and an export."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for world_size in (3, 2):
+        if rank >= world_size:
+            return
+        store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        results = {name: run_case(case, folder, rank, world_size) for name, case in CASES.items()}
+        if world_size == 2:
+            results["extra"] = run_extra(folder, rank)
+        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
+        dist.destroy_process_group()
+
+
+def with_reference(folder, rank, world_size, **sections):
+    """As a user builds it, with the KL to the reference and a critic, in float32."""
+    config = config_of({}, **({"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}} | sections))
+    engine = build(config, f"{folder}/tied", rank=rank, world_size=world_size)
+    engine.begin(OPTIM, HORIZON)
+    return engine
+
+
+def run_extra(folder, rank):
+    """What rank 0 loaded alone, a batch, a checkpoint and an export, one batch beyond the checkpoint."""
+    engine = with_reference(folder, rank, 2)
+    start = {"base": base_of(engine), "adapters": adapters_of(engine)}
+    batches = train_cases.batches_of({})
+    asyncio.run(engine.step(batches[0]))
+    asyncio.run(engine.save(f"{folder}/checkpoint"))
+    asyncio.run(engine.export(f"{folder}/export"))
+    exported, adapters = dict(engine.full_weights()), adapters_of(engine)
+    last = asyncio.run(engine.step(batches[1])).metrics
+    return {"start": start, "exported": exported, "adapters": adapters, "last": last, "weights": dict(engine.full_weights())}

@@ -1,0 +1,72 @@
+"""vLLM serves a policy with adapters: they alone are sent, and its workers stage whole weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.config import Config
+from millrace.types import SamplingParams, tokens_of
+from tests.vllm.test_engine import PROMPT, Replica, gap
+
+pytestmark = pytest.mark.timeout(300)
+
+RANK = 4
+
+
+class Adapted(Replica):
+    """Its trainer has one base, and other adapters under each seed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        tree = self.config.model_dump(mode="json")
+        tree["model"] |= {"lora_rank": RANK, "lora_alpha": 8.0}
+        self.config = Config.model_validate(tree)
+        self.base = {name: p.detach().clone() for name, p in self.models[1].named_parameters()}
+        self.low_rank = {seed: self.draw(seed) for seed in self.models}
+        for seed, model in self.models.items():
+            for name, p in model.named_parameters():
+                ends = [self.low_rank[seed].get(f"{name}.lora_{which}") for which in "BA"]
+                added = 2.0 * ends[0] @ ends[1] if ends[0] is not None and ends[1] is not None else 0.0
+                p.data = self.base[name] + added
+
+    def draw(self, seed: int) -> dict[str, torch.Tensor]:
+        noise, tensors = torch.Generator().manual_seed(seed), {}
+        for name, tensor in self.base.items():
+            if name.endswith("proj.weight"):
+                tensors[f"{name}.lora_A"] = torch.randn(RANK, tensor.shape[1], generator=noise) / 8
+                tensors[f"{name}.lora_B"] = torch.randn(tensor.shape[0], RANK, generator=noise) / 8
+        return tensors
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.base.items())
+
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        seed = next(seed for seed, model in self.models.items() if model is self.current)
+        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.low_rank[seed].items())
+
+
+def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    async def main() -> None:
+        replica = Adapted(tmp_path)
+        await replica.start()
+        try:
+            for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
+                await replica.publish(version, seed)
+                params = SamplingParams(30, ignore_eos=True, seed=version)
+                segments = await replica.engine.generate(tokens_of(PROMPT), params, f"r{version}")
+                assert max(gap(replica, seed, PROMPT, segments)) < 1e-4
+                other = seed % 3 + 1
+                assert max(gap(replica, other, PROMPT, segments)) > 0.1
+        finally:
+            await replica.engine.close()
+
+    asyncio.run(main())
