@@ -319,4 +319,15 @@ def _shown(value: Any) -> str:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not read all else as it wrote it."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what begins like a number: recipes are read by rules that know more numbers than PyYAML's own, such as 0E0."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if text[:1] in "+-.0123456789" else None)
+
+
+_Dumper.add_representer(str, _text)

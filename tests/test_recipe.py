@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millrace import recipe
@@ -210,6 +210,8 @@ settings = st.fixed_dictionaries(
 
 
 @given(settings)
+@example({"trainer.run_dir": "0E0"})
+@example({"trainer.run_dir": "+1_0e5", "data.train_files": [".5e1", "", "-", "1:30.5"]})
 def test_a_dumped_configuration_makes_the_same_run(tmp_path_factory, chosen):
     layer: dict = {}
     for key, value in chosen.items():
