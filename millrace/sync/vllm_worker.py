@@ -6,8 +6,10 @@ the worker decodes; only `update_weights`, a copy on the device, needs the engin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import os
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
@@ -37,6 +40,7 @@ from millrace.sync.proof import bit_sums
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
+_WATCH_S = 1.0
 
 
 @dataclass
@@ -197,9 +201,21 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _die_with_parent() -> None:
-    """An engine whose host is killed would hold its memory for ever."""
+    """An engine whose host is gone would hold its memory for ever. With several workers vLLM's core is between the two, and knows
+    nothing of this module: a worker ends it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        threading.Thread(target=_end_orphan, args=(psutil.Process(os.getppid()),), name="orphan", daemon=True).start()
+
+
+def _end_orphan(parent: psutil.Process) -> None:
+    """Kill `parent` when its own parent is no more."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+        host = parent.ppid()
+        while parent.ppid() == host:
+            time.sleep(_WATCH_S)
+        parent.kill()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

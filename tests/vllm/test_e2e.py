@@ -6,12 +6,14 @@ import asyncio
 import statistics
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millrace.config import MODES
 from millrace.pipeline.history import audit
 from tests.e2e import runs
 from tests.e2e.test_modes import check_rows
+from tests.vllm.processes import engine_cores
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,7 +28,7 @@ VLLM = [
 
 
 def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
-    async def main() -> None:
+    async def main() -> list[psutil.Process]:
         async with runs.session(tmp_path, *VLLM) as s:
             for mode in MODES:
                 folder = tmp_path / mode
@@ -44,5 +46,10 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
             gaps = [row["actor/log_prob_gap_same_version"] for row in rows if "actor/log_prob_gap_same_version" in row]
             assert gaps and max(gaps) < 1e-4
             assert all(row["sync/pause_s"] <= row["timing_s/sync_activate"] for row in rows)
+            (core,) = engine_cores()
+            # Its host is not asked to end but ended: what is under it is on its own.
+            psutil.Process(core.ppid()).kill()
+            return [core, *core.children(recursive=True)]
 
-    asyncio.run(main())
+    _, left = psutil.wait_procs(asyncio.run(main()), timeout=30)
+    assert not left, "vLLM outlived its host"

@@ -12,14 +12,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e import runs
+from tests.vllm.processes import engine_cores
 from tests.vllm.test_e2e import VLLM
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def engine_cores() -> list[psutil.Process]:
-    """vLLM's processes under this one: of the cluster, whose nodes are its children."""
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Engine")]
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
