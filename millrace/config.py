@@ -242,7 +242,7 @@ class ModelConfig(Section):
     gradient_checkpointing_share: float = Field(1.0, gt=0, le=1)
     """Share of the decoder layers that do so; the others keep theirs. The less, the faster, as far as memory goes."""
     compile: bool = False
-    """torch.compile each decoder layer for training: some 10 % faster on a GPU, after a minute of compiling."""
+    """torch.compile each decoder layer, and the log-probs' passes over the vocabulary, for training. The first step waits for it."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     lora_rank: int = Field(0, ge=0)

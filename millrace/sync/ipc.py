@@ -127,8 +127,12 @@ class IpcInbox:
     ) -> IpcInbox:
         """Map the slots of the trainer rank on this GPU. `load` puts tensors into the live model."""
         name = _name(device)
+        try:
+            handles = pickle.loads(store.get(f"{_HANDLES}/{name}"))
+        except RuntimeError as error:  # the store's time is up
+            raise SyncError(f"replica {replica}: no trainer rank came to its GPU {name}: {error}") from error
         slots = []
-        for rebuild, arguments in pickle.loads(store.get(f"{_HANDLES}/{name}")):
+        for rebuild, arguments in handles:
             here = list(arguments)
             here[_DEVICE] = device.index
             slots.append(rebuild(*here))
