@@ -5,19 +5,18 @@ whole tensors again. So engines, proofs and vLLM's loaders know nothing of adapt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from millrace.config import Config
 from millrace.errors import SyncError
-from millrace.sync.buckets import checksum
-from millrace.sync.groups import wait_for_device
+from millrace.sync.buckets import Spec, checksum
+from millrace.sync.groups import make_group, wait_for_device
+from millrace.sync.inbox import ADAPTERS, Inbox, told_specs, wire_device
 from millrace.sync.proof import bit_sums
 from millrace.types import PolicyVersion
-
-if TYPE_CHECKING:
-    from millrace.sync.collective import Inbox
 
 
 class AdaptedInbox:
@@ -75,3 +74,19 @@ class AdaptedInbox:
         own = torch.stack([checksum(tensors[name]) for name in self.staged])
         self._base.compare(own.to(self._sums.device), self._sums, version, "live")
         self.version = version
+
+
+def join_inbox(
+    specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0
+) -> Inbox | AdaptedInbox:
+    """Meet every trainer rank. Blocks until all devices of the sync are there."""
+    wire = wire_device(config, device)
+    position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
+    size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
+    bucket_bytes = config.sync.bucket_mb << 20
+    # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
+    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
+    if not config.model.lora_rank:
+        return base
+    return AdaptedInbox(base, Inbox(groups, told_specs(store, ADAPTERS), bucket_bytes, wire, replica), config.model.lora_scale)

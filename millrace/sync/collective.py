@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -21,15 +21,11 @@ from torch import Tensor
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
-from millrace.sync.adapters import AdaptedInbox
-from millrace.sync.buckets import Bucket, Spec, checksum, part_of, plan, rows_of, specs_of
+from millrace.sync.adapters import AdaptedInbox, join_inbox
+from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
+from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, told_specs, wire_device
 from millrace.types import PolicyVersion
-
-_PLAN = "millrace/sync/plan"
-_ADAPTERS = "millrace/sync/adapters"
-_IN_FLIGHT = 3  # buckets of one sender
-
 
 Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
 """Of every tensor, in order: its name, whole shape, dtype on the way, and the rows of this rank, in any dtype."""
@@ -72,7 +68,7 @@ class Sender:
             return plan(part_of(specs, rank, config.trainer_ranks), config.sync.bucket_mb << 20)
 
         buckets = planned(tell_specs(source.shards(), store, rank))
-        adapters = planned(tell_specs(source.adapters(), store, rank, _ADAPTERS)) if config.model.lora_rank else None
+        adapters = planned(tell_specs(source.adapters(), store, rank, ADAPTERS)) if config.model.lora_rank else None
         wire = wire_device(config, next(source.shards())[3].device)
         size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
         group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
@@ -92,13 +88,13 @@ class Sender:
         """Returns the bytes of `buckets`."""
         shards = source()
         largest = max(b.num_bytes for b in buckets)
-        ring = [torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
+        ring = [torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(IN_FLIGHT)]
         sums, under_way = [], deque[Any]()
         for k, bucket in enumerate(buckets):
-            if len(under_way) == _IN_FLIGHT:
+            if len(under_way) == IN_FLIGHT:
                 finish(under_way.popleft())
             # Its last broadcast is done. The next bucket is packed while others are on their way.
-            buffer = ring[k % _IN_FLIGHT][: bucket.num_bytes]
+            buffer = ring[k % IN_FLIGHT][: bucket.num_bytes]
             self._pack(bucket, buffer, shards)
             sums.append(bucket.sums(buffer))
             under_way.append(start_broadcast(self._group, buffer))
@@ -134,137 +130,6 @@ class Sender:
     async def transport(self) -> str:
         """The process groups' backend."""
         return "nccl" if self._wire.type == "cuda" else "gloo"
-
-
-class Inbox:
-    """What one receiving device gets: every sender's rows, staged beside the live weights, proven by the senders' checksums.
-
-    A replica has one; a replica on several devices has one on each.
-    """
-
-    def __init__(
-        self,
-        groups: list[Any],
-        specs: list[Spec],
-        bucket_bytes: int,
-        wire: torch.device,
-        replica: int,
-        *,
-        with_bit_sums: bool = False,
-    ) -> None:
-        self.version: PolicyVersion | None = None
-        self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every staged tensor, by name, if `with_bit_sums`: then live weights are proven by these, not by `prove`."""
-        self._with_bit_sums = with_bit_sums
-        self._groups = groups
-        self._specs = specs
-        self._wire = wire
-        self._replica = replica
-        self._plans = [plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))]
-        whole = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs] if len(groups) > 1 else []
-        self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
-        # Made once: this process decodes beside the thread that receives, and whatever Python that does slows both down.
-        self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
-        only = zip(self._plans[0], self._buffers[0], strict=False)
-        self.staged = (
-            dict(zip((s.name for s in specs), whole, strict=True))
-            if whole
-            else {name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()}
-        )
-        """Whole tensors: what `swap` reads."""
-        self._sums: Tensor | None = None
-
-    def _landing(self, buckets: list[Bucket], *, alone: bool) -> list[Tensor]:
-        """Where a sender's buckets arrive: to stay, if they are whole tensors; else in turn, until their rows are where they belong."""
-        if alone:
-            return [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
-        largest = max(b.num_bytes for b in buckets)
-        ring = [torch.zeros(largest, dtype=torch.uint8, device=self._wire) for _ in range(_IN_FLIGHT)]
-        return [ring[k % _IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
-
-    def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each bucket of sender `rank`: where its rows belong, and where they arrive."""
-        parts = len(self._groups)
-        at = {s.name: tensor[rows_of(s, rank, parts)] for s, tensor in zip(self._specs, whole, strict=True)}
-        arrive = [bucket.views(buffer) for bucket, buffer in zip(self._plans[rank], self._buffers[rank], strict=True)]
-        return [([at[name] for name in views], list(views.values())) for views in arrive]
-
-    def receive(self, version: PolicyVersion) -> int:
-        """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
-        self.version, self.bit_sums = None, {}
-        sums: list[list[Tensor]] = [[] for _ in self._groups]
-        flying: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
-
-        def land(rank: int) -> None:
-            k, work = flying[rank].popleft()
-            finish(work)
-            bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
-            sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
-            if self._rows:
-                torch._foreach_copy_(*self._rows[rank][k])
-
-        # As many on their way as there is room for; the sums of one bucket are taken while the next ones arrive.
-        for k, rank in self._in_order():
-            if self._rows and len(flying[rank]) == _IN_FLIGHT:
-                land(rank)
-            flying[rank].append((k, start_broadcast(self._groups[rank], self._buffers[rank][k])))
-        for rank in list(flying):
-            while flying[rank]:
-                land(rank)
-        for rank, found in enumerate(sums):
-            own = torch.cat(found)
-            told = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
-            broadcast(self._groups[rank], told)
-            self.compare(own[:, :2], told, version, "received", rank)
-            self._sums = told
-            for spec, value in zip(self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False):
-                self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
-        if self._rows and not self._with_bit_sums:
-            self._sums = torch.stack([checksum(t) for t in self.staged.values()])
-        wait_for_device(self._wire)
-        self.version = version
-        return self._num_bytes
-
-    def link(self) -> int:
-        """The other end of `Sender.link`. What was staged is gone."""
-        self.version = None
-        for work in [start_broadcast(self._groups[rank], self._buffers[rank][k]) for k, rank in self._in_order()]:
-            finish(work)
-        wait_for_device(self._wire)
-        return self._num_bytes
-
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
-        own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
-        self.compare(own.to(self._wire), self.sums, version, "live")
-
-    @property
-    def sums(self) -> Tensor:
-        """int64 [tensors, 2]: `checksum` of every staged tensor, where there are no `bit_sums`."""
-        if self._sums is None:
-            raise SyncError(f"replica {self._replica} has no checksums: nothing was received")
-        return self._sums
-
-    def _in_order(self) -> list[tuple[int, int]]:
-        """(bucket, sender): senders in turn."""
-        longest = max(len(buckets) for buckets in self._plans)
-        return [(k, r) for k in range(longest) for r, buckets in enumerate(self._plans) if k < len(buckets)]
-
-    @property
-    def _num_bytes(self) -> int:
-        return sum(bucket.num_bytes for buckets in self._plans for bucket in buckets)
-
-    def compare(self, own: Tensor, told: Tensor, version: PolicyVersion, what: str, sender: int | None = None) -> None:
-        """Raise SyncError for the first tensor whose sums differ."""
-        wrong = (own != told).any(dim=1).nonzero().flatten().tolist()
-        if wrong:
-            self.version = None
-            more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-            whose = f" (rows of trainer rank {sender})" if sender is not None and len(self._groups) > 1 else ""
-            raise SyncError(
-                f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {self._specs[wrong[0]].name}"
-                f"{more} differ in checksum{whose}; it must not serve them"
-            )
 
 
 class Receiver:
@@ -306,38 +171,12 @@ class Receiver:
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
 
 
-def join_inbox(
-    specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0
-) -> Inbox | AdaptedInbox:
-    """Meet every trainer rank. Blocks until all devices of the sync are there."""
-    wire = wire_device(config, device)
-    position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
-    size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
-    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
-    bucket_bytes = config.sync.bucket_mb << 20
-    # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
-    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
-    if not config.model.lora_rank:
-        return base
-    return AdaptedInbox(base, Inbox(groups, told_specs(store, _ADAPTERS), bucket_bytes, wire, replica), config.model.lora_scale)
-
-
-def tell_specs(shards: Shards, store: Any, rank: int, key: str = _PLAN) -> list[Spec]:
+def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[Spec]:
     """The tensors that the trainer sends, in order; rank 0 tells them to the replicas."""
     specs = [Spec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype, _ in shards]
     if rank == 0:
         store.set(key, msgspec.json.encode(specs))
     return specs
-
-
-def told_specs(store: Any, key: str = _PLAN) -> list[Spec]:
-    """What rank 0 told. Blocks until it has."""
-    return msgspec.json.decode(store.get(key), type=list[Spec])
-
-
-def wire_device(config: Config, device: torch.device) -> torch.device:
-    """Where buckets travel: NCCL refuses two ranks on one GPU, so colocated sides meet in host memory."""
-    return torch.device("cpu") if config.schedule.colocated else device
 
 
 def _compare_specs(told: list[Spec], own: list[Spec], replica: int) -> None:

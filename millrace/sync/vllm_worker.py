@@ -34,8 +34,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.sync import ipc
-from millrace.sync.adapters import AdaptedInbox
-from millrace.sync.collective import Inbox, join_inbox, told_specs
+from millrace.sync.adapters import AdaptedInbox, join_inbox
+from millrace.sync.inbox import Inbox, told_specs
 from millrace.sync.proof import bit_sums
 
 BACKEND = "millrace"

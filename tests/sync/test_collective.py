@@ -17,7 +17,7 @@ from torch import Tensor
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
-from millrace.sync import collective
+from millrace.sync import collective, inbox
 from millrace.sync.buckets import ALIGN, specs_of
 from millrace.sync.collective import Receiver, Sender
 
@@ -280,7 +280,7 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
 ) -> None:
     store = dist.HashStore()
-    store.set(collective._PLAN, msgspec.json.encode(specs_of(model(0))))  # the rest of Sender.join waits for the replicas
+    store.set(inbox.PLAN, msgspec.json.encode(specs_of(model(0))))  # the rest of Sender.join waits for the replicas
     with pytest.raises(SyncError, match=message):
         asyncio.run(Receiver.join(Holder(change(model(0))), store, 0, Config(sync={"timeout_s": 5})))
 
