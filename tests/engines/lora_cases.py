@@ -1,10 +1,8 @@
 """What the tests of adapters run at every number of ranks."""
 
 import asyncio
-import os
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from millrace.config import Config
@@ -72,22 +70,6 @@ def run_case(case, folder, rank, world_size):
         "rows": rows,
         "merged": dict(engine.full_weights()),
     }
-
-
-def run_rank(rank, folder):
-    """Three processes: every case at three ranks, then at two, with a checkpoint and an export."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for world_size in (3, 2):
-        if rank >= world_size:
-            return
-        store = dist.FileStore(f"{folder}/store{world_size}", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results = {name: run_case(case, folder, rank, world_size) for name, case in CASES.items()}
-        if world_size == 2:
-            results["extra"] = run_extra(folder, rank)
-        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
-        dist.destroy_process_group()
 
 
 def with_reference(folder, rank, world_size, **sections):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.engines import fsdp_train, logprob
@@ -31,12 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """Results of rank 0 by number of ranks. One spawn of three processes for all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(train_cases.run_rank, args=(folder,), nprocs=3)
-    return {n: [torch.load(f"{folder}/results-{n}-{rank}.pt", weights_only=False) for rank in range(n)] for n in (2, 3)}
+    return train_cases.on_ranks(folder, train_cases.CASES, train_cases.run_case, train_cases.run_extra)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from millrace.config import OptimConfig
@@ -32,12 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """Results by number of ranks, then by rank. One spawn of three processes for all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(lora_cases.run_rank, args=(folder,), nprocs=3)
-    return {n: [torch.load(f"{folder}/results-{n}-{rank}.pt", weights_only=False) for rank in range(n)] for n in (2, 3)}
+    return train_cases.on_ranks(folder, lora_cases.CASES, lora_cases.run_case, lora_cases.run_extra)
 
 
 def close(got, want, rtol=1e-6, atol=1e-8):

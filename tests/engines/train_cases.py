@@ -7,8 +7,10 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
@@ -219,8 +221,17 @@ def demonstrations(n=24):
     return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
 
 
-def run_rank(rank, folder):
-    """Three processes: every case at three ranks, then at two, with a checkpoint and an export. Results go to `folder`."""
+def on_ranks(folder, cases, run_case, run_extra):
+    """Results of every case by number of ranks, then by rank, with those of `run_extra` at two. One spawn of three processes for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        mp.spawn(run_rank, args=(folder, cases, run_case, run_extra), nprocs=3)
+    return {n: [torch.load(f"{folder}/results-{n}-{rank}.pt", weights_only=False) for rank in range(n)] for n in (2, 3)}
+
+
+def run_rank(rank, folder, cases, run_case, run_extra):
+    """One of three processes: every case at three ranks, then at two. Results go to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for world_size in (3, 2):
@@ -228,7 +239,7 @@ def run_rank(rank, folder):
             return
         store = dist.FileStore(f"{folder}/store{world_size}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results = {name: run_case(case, folder, rank, world_size) for name, case in CASES.items()}
+        results = {name: run_case(case, folder, rank, world_size) for name, case in cases.items()}
         if world_size == 2:
             results["extra"] = run_extra(folder, rank)
         torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
