@@ -46,7 +46,9 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
             gaps = [row["actor/log_prob_gap_same_version"] for row in rows if "actor/log_prob_gap_same_version" in row]
             assert gaps and max(gaps) < 1e-4
             assert all(row["sync/pause_s"] <= row["timing_s/sync_activate"] for row in rows)
-            (core,) = engine_cores()
+            cores = engine_cores()
+            assert len(cores) == 1, cores
+            (core,) = cores
             # Its host is not asked to end but ended: what is under it is on its own.
             psutil.Process(core.ppid()).kill()
             return [core, *core.children(recursive=True)]
