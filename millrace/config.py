@@ -466,6 +466,9 @@ class AsyncConfig(Section):
     """What happens to running trajectories at a sync: drain, interrupt or swap."""
     placement: Placement = Placement.SEPARATE
     """Whether both sides have devices of their own (separate) or take turns on the same ones (colocated)."""
+    overlap_sync: bool = False
+    """Go on training while a version is on its way to the rollouts: each trainer rank keeps a copy of its share of the weights until they
+    are sent. Needs devices of the trainer's own and a staleness_threshold over 0. Versions that are checkpointed are awaited."""
     lookahead: int = Field(0, ge=0)
     """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission; 0 is one window
     where there is staleness, and 1 elsewhere and in deterministic runs."""
@@ -559,6 +562,7 @@ class Config(Section):
             staleness_threshold=a.staleness_threshold,
             on_sync=a.on_sync,
             placement=a.placement,
+            overlap_sync=a.overlap_sync,
         )
         free = a.staleness_threshold > 0 and not self.trainer.deterministic
         return replace(strict, lookahead=a.lookahead or (strict.window if free else 1))

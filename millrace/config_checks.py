@@ -183,6 +183,15 @@ def _check_placement(c: Config) -> None:
             f"{t.n_gpus_per_node} and rollout.nnodes x n_gpus_per_node = {r.nnodes} x {r.n_gpus_per_node}",
             f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
         )
+    if c.async_training.overlap_sync and (
+        c.async_training.placement is Placement.COLOCATED or not c.async_training.staleness_threshold
+    ):
+        raise bad_value(
+            "async_training.overlap_sync",
+            True,
+            "the trainer goes on with other samples, on other devices, while a version is on its way to the rollouts",
+            "async_training.placement=separate and async_training.staleness_threshold=0.5, say",
+        )
 
 
 def _check_model(c: Config) -> None:

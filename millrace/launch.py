@@ -233,7 +233,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     rows, done = read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1)
     s.checkpoints.supersede(ledger.version)
-    history = History(s.run.path, ledger.snapshot())
+    history = History(s.run.path, ledger.totals())
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -272,7 +272,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 await record.validate_now(ledger.version)
             else:
                 record.abandon_validation()
-        history.end(ledger.snapshot(), complete)
+        history.end(ledger.totals(), complete)
     finally:
         for sink in sinks:
             sink.close()

@@ -29,7 +29,7 @@ class TrainBatch:
 
     samples: tuple[Sample, ...]
     version: PolicyVersion
-    """The policy version that is live while this batch is trained."""
+    """The policy version that the weights were when their current window began: the live one, or one on its way to the rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,12 @@ class TrainEngine(Protocol):
 class WeightSync(Protocol):
     """Carries weights from the train engine to every replica. Built with both."""
 
+    async def snapshot(self, version: PolicyVersion) -> None:
+        """Keep the current weights as `version`, which `transfer` then brings: the train engine may step on meanwhile."""
+        ...
+
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Bring the current weights to every replica, beside the live ones, proven by a checksum. Rollouts go on.
+        """Bring the current weights, or those that were kept, to every replica, beside the live ones, proven by a checksum. Rollouts go on.
 
         Raises SyncError, with replica and tensor, if what arrived is not what was sent.
         """

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
 
-WAITS = ("wait_samples", "wait_rollouts", "wait_validation")
+WAITS = ("wait_samples", "wait_rollouts", "wait_validation", "wait_publish")
 """Parts of the trainer's time in which its devices have nothing to do."""
 
 
@@ -111,13 +111,13 @@ class VersionMetrics:
         return row
 
     def _staleness(self) -> dict[str, float]:
-        """Age = version live at training - oldest version in the trajectory; span = newest - oldest version in it."""
+        """Age = version that is trained - oldest version in the trajectory; span = newest - oldest version in it."""
         aged = [(t, version, min(t.versions, default=version)) for s, version in self._samples for t in s.trajectories]
         ages = [version - oldest for _, version, oldest in aged]
         spans = [_span(t) for t, _, _ in aged]
         partial = sum(span > 0 for span in spans)
         row = {
-            # Samples, and trajectories, that hold a token older than the version live at training.
+            # Samples, and trajectories, that hold a token older than the version that is trained.
             "fully_async/count/stale_samples_processed": float(sum(s.oldest_version < v for s, v in self._samples)),
             "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
             # Trajectories drawn by more than one version: their number, share, and the widest span of versions.

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.errors import CheckpointError
-from millrace.schedule.ledger import LedgerSnapshot
+from millrace.schedule.ledger import Totals
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,22 +48,21 @@ class Audit(msgspec.Struct, frozen=True):
 class History:
     """Appends to a run's history."""
 
-    def __init__(self, run_dir: Path, snapshot: LedgerSnapshot) -> None:
+    def __init__(self, run_dir: Path, totals: Totals) -> None:
         self._path = run_dir / "history.jsonl"
         mend(run_dir)
         lines = read(run_dir)
         self.attempt = max((line.attempt for line in lines), default=0) + 1
-        self._append("start", snapshot, [])
+        self._append("start", totals, [])
 
-    def version(self, snapshot: LedgerSnapshot, trained: list[int]) -> None:
-        self._append("version", snapshot, trained)
+    def version(self, totals: Totals, trained: list[int]) -> None:
+        self._append("version", totals, trained)
 
-    def end(self, snapshot: LedgerSnapshot, complete: bool) -> None:
-        self._append("end", snapshot, [], complete)
+    def end(self, totals: Totals, complete: bool) -> None:
+        self._append("end", totals, [], complete)
 
-    def _append(self, event: str, cut: LedgerSnapshot, trained: list[int], complete: bool = False) -> None:
-        held = [i for i, _ in cut.held]
-        line = Line(event, self.attempt, cut.version, cut.admitted, cut.dropped, held, trained, complete, cut.retired)
+    def _append(self, event: str, now: Totals, trained: list[int], complete: bool = False) -> None:
+        line = Line(event, self.attempt, now.version, now.admitted, now.dropped, now.held, trained, complete, now.retired)
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()

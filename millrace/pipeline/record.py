@@ -12,7 +12,7 @@ from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import History
 from millrace.pipeline.validation import Result, Validator
 from millrace.ports import StepReport, TrainEngine
-from millrace.schedule.ledger import LedgerSnapshot
+from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
 
 
@@ -48,8 +48,8 @@ class RunRecord:
         self._validation: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
 
-    def published(self, version: PolicyVersion, trained: list[int], snapshot: LedgerSnapshot) -> None:
-        self._history.version(snapshot, trained)
+    def published(self, trained: list[int], totals: Totals) -> None:
+        self._history.version(totals, trained)
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
         scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]

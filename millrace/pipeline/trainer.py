@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 from millrace.observe.metrics import VersionMetrics
@@ -19,15 +20,15 @@ from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, TransferReport, WeightSync
-from millrace.schedule.ledger import LedgerSnapshot
+from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
 
 
 class Observer(Protocol):
     """Everything that follows from a version and is none of the loop's business: rows, history, checkpoints, validation."""
 
-    def published(self, version: PolicyVersion, trained: list[int], snapshot: LedgerSnapshot) -> None:
-        """`version` is live and retired `trained`. Called with nothing TAKEN or TRAINED; must be durable on return."""
+    def published(self, trained: list[int], totals: Totals) -> None:
+        """A version is live and retired `trained`. Must be durable on return."""
         ...
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
@@ -47,6 +48,12 @@ class Observer(Protocol):
     def validate(self, version: PolicyVersion) -> None:
         """Start a validation on the live weights, if one is due."""
         ...
+
+
+MakeRow = Callable[..., dict[str, float]]
+"""VersionMetrics.row, lacking the sync's figures."""
+Parts = Callable[[str], AbstractContextManager[None]]
+"""Stopwatch.part, or what leaves the time to whoever has it."""
 
 
 class Trainer:
@@ -70,6 +77,9 @@ class Trainer:
         self._metrics = VersionMetrics()
         self._stats = RolloutStats()
         self._waited_s = 0.0
+        self._tasks = asyncio.TaskGroup()
+        self._arriving: asyncio.Task[None] | None = None
+        """Of a version that is on its way while the next steps are trained."""
 
     async def begin(self) -> None:
         """Bring the start weights to every replica: first load from the trainer, not from disk. Colocated devices are its own until then."""
@@ -88,13 +98,15 @@ class Trainer:
         ledger = self.queue.ledger
         self._stats = await self.rollouter.pool.stats()  # a validation of the start weights is none of the first version's
         self.watch.flush()
-        while not ledger.done():
-            await self._wait_for_samples(lambda: self.queue.stopping)
-            if self.queue.stopping:
-                return
-            async with self._turn():
-                await self._window()
-            self.observer.validate(ledger.version)
+        async with self._tasks:
+            while not ledger.done():
+                await self._wait_for_samples(lambda: self.queue.stopping)
+                if self.queue.stopping:
+                    return
+                async with self._turn():
+                    await self._window()
+                if not self._arriving:
+                    self.observer.validate(ledger.version)
 
     async def stop(self) -> None:
         """Save the state of a run that is done or was told to stop: nothing is TAKEN or TRAINED."""
@@ -124,65 +136,89 @@ class Trainer:
             if not ledger.takeable():
                 break  # told to stop, and the rest of the window takes too long: sync what there is
             samples = queue.do(ledger.take)
-            self._metrics.waited(self._waited_s, samples, ledger.version)
+            self._metrics.waited(self._waited_s, samples, ledger.trainer_version)
             self._waited_s = 0.0
             with self.watch.part("step"):
-                report = await self.engine.step(TrainBatch(tuple(samples), ledger.version))
+                report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
             queue.do(ledger.trained)
-            self._metrics.stepped(samples, ledger.version, report)
+            self._metrics.stepped(samples, ledger.trainer_version, report)
             self.observer.stepped(samples, report)
         await self._publish()
 
     async def _publish(self) -> None:
-        """Make the next version live, flush its row, and cut a checkpoint if one is due.
+        """Make the next version live, now or, with overlap_sync, while the next steps are trained; its row; a checkpoint if one is due.
 
         The row comes first: a run that goes on from the checkpoint has it. So the seconds that a checkpoint and the change
-        of hands after it take are the next version's.
+        of hands after it take are the next version's. A version that is checkpointed, or the last, is awaited: its weights
+        must not step on.
         """
         ledger = self.queue.ledger
-        version = ledger.version + 1
-        if ledger.schedule.colocated:
-            with self.watch.part("switch"):
-                await self.rollouter.pool.wake_weights()
-        with self.watch.part("sync_transfer"):
-            transfer = await self.sync.transfer(version)
-        async with self._hold(not ledger.schedule.colocated):
-            with self.watch.part("sync_activate"):
-                pause_s = await self.sync.activate(version)
-            trained = self.queue.do(ledger.published)
-            # The cut: nothing is TAKEN or TRAINED, and the weights are this version's until the next step.
-            snapshot = ledger.snapshot()
-            self.observer.published(version, trained, snapshot)
-        await self._flush_row(version, transfer, pause_s)
-        if self.observer.checkpoint_due(version):
+        await self._arrived()
+        version = self.queue.do(ledger.seal)
+        due = self.observer.checkpoint_due(version)
+        if ledger.schedule.overlap_sync and ledger.remaining() != 0 and not due and not self.queue.stopping:
+            with self.watch.part("sync_snapshot"):
+                await self.sync.snapshot(version)
+            self._arriving = self._tasks.create_task(self._bring_beside(version, await self._close()), name=f"version-{version}")
+            return
+        transfer, pause_s, snapshot = await self._bring(version, self.watch.part, cut=due)
+        row = await self._close()
+        self._write_row(version, row(transfer=transfer, pause_s=pause_s))
+        if snapshot is not None:
             with self.watch.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot)
 
-    async def _flush_row(self, version: PolicyVersion, transfer: TransferReport, pause_s: float) -> None:
-        """Figures of the version's own steps, and no others."""
+    async def _bring_beside(self, version: PolicyVersion, row: MakeRow) -> None:
+        """The trainer's time is that of its next steps: none of it is for this."""
+        transfer, pause_s, _ = await self._bring(version, lambda name: nullcontext(), cut=False)
+        self._write_row(version, row(transfer=transfer, pause_s=pause_s))
+        self.observer.validate(version)
+
+    async def _arrived(self) -> None:
+        """Until no version is on its way. A failure is the task group's."""
+        with self.watch.part("wait_publish"):
+            if self._arriving is not None:
+                await asyncio.wait([self._arriving])
+                self._arriving = None
+
+    async def _bring(
+        self, version: PolicyVersion, part: Parts, *, cut: bool
+    ) -> tuple[TransferReport, float, LedgerSnapshot | None]:
+        """Make the sealed version live. Returns the transfer, the seconds of pause, and the ledger's cut if it is asked for."""
         ledger = self.queue.ledger
-        stats = await self.rollouter.pool.stats()
-        metrics, self._metrics = self._metrics, VersionMetrics()
-        row = metrics.row(
-            timing=self.watch.flush(),
-            before=self._stats,
-            after=stats,
-            usable_slots=ledger.schedule.capacity * self.rollouter.roller.num_responses,
-            transfer=transfer,
-            pause_s=pause_s,
-        )
-        self._stats = stats
+        if ledger.schedule.colocated:
+            with part("switch"):
+                await self.rollouter.pool.wake_weights()
+        with part("sync_transfer"):
+            transfer = await self.sync.transfer(version)
+        async with self._hold(part, "sync", needed=not ledger.schedule.colocated):
+            with part("sync_activate"):
+                pause_s = await self.sync.activate(version)
+            trained = self.queue.do(ledger.published)
+            # The cut: the trainer holds no sample, and the weights are this version's until the next step.
+            snapshot = ledger.snapshot() if cut else None
+            self.observer.published(trained, ledger.totals())
+        return transfer, pause_s, snapshot
+
+    async def _close(self) -> MakeRow:
+        """End the figures of the steps since the last version. What it returns makes their row, once the sync has its own."""
+        after, before = await self.rollouter.pool.stats(), self._stats
+        metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after
+        usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
+        return partial(metrics.row, timing=self.watch.flush(), before=before, after=after, usable_slots=usable_slots)
+
+    def _write_row(self, version: PolicyVersion, row: dict[str, float]) -> None:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _hold(self, needed: bool) -> AsyncIterator[None]:
+    async def _hold(self, part: Parts, who: str, *, needed: bool = True) -> AsyncIterator[None]:
         """Rollouts held still while the body runs, if needed. A validation on the live weights ends first."""
         async with AsyncExitStack() as stack:
             if needed:
-                with self.watch.part("wait_validation"):
+                with part("wait_validation"):
                     await self.observer.validated()
-                with self.watch.part("wait_rollouts"):
-                    await stack.enter_async_context(self.rollouter.held_still("trainer"))
+                with part("wait_rollouts"):
+                    await stack.enter_async_context(self.rollouter.held_still(who))
             yield
 
     @asynccontextmanager
@@ -191,7 +227,7 @@ class Trainer:
         if not self.queue.ledger.schedule.colocated:
             yield
             return
-        async with self._hold(True):
+        async with self._hold(self.watch.part, "trainer"):
             with self.watch.part("switch"):
                 await self.rollouter.pool.sleep(False)
                 await self.engine.wake()

@@ -103,8 +103,18 @@ class RemoteWeightSync:
     def __init__(self, trainers: Sequence[Peer], replicas: Sequence[Peer]) -> None:
         self._trainers = trainers
         self._replicas = replicas
+        self._sending: PolicyVersion | None = None
+
+    async def snapshot(self, version: PolicyVersion) -> None:
+        """The trainer's ranks begin to send at once."""
+        await all_of(self._trainers, "sender.snapshot", (version,))
+        self._sending = version
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
+        if self._sending == version:
+            # What has arrived, and is proven, was sent. The senders themselves are busy with their next step.
+            received = await all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
+            return TransferReport(received[0].bytes, max(r.seconds for r in received))
         sent, received = await asyncio.gather(
             all_of(self._trainers, "sender.transfer", (version,), TransferReport),
             all_of(self._replicas, "receiver.transfer", (version,), TransferReport),

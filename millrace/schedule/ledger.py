@@ -1,10 +1,11 @@
 """The life of every sample, as a pure state machine: no await, no clock, no logging, no torch.
 
-    WAITING -> RUNNING -> READY -> TAKEN -> TRAINED -> retired
-        \\________\\_________\\____________________ -> dropped(reason)
+    WAITING -> RUNNING -> READY -> TAKEN -> TRAINED -> SEALED -> retired
+        \\________\\_________\\______________________________ -> dropped(reason)
 
 A sample holds one slot from `admit` until it is retired or dropped, and a TRAINED one keeps its slot until the weights
-that it helped make are live. Slots are bounded by `Schedule.capacity`; that one rule bounds staleness (`lag_bound`).
+that it helped make are live. Slots are bounded by `Schedule.capacity`; that one rule bounds staleness (`lag_bound`), also
+where the next window is trained while a SEALED one is on its way.
 
 Everything that changes the state of a sample lives in this file. An illegal move raises LedgerError, naming the state
 found and the state expected. `admitted == held + retired + dropped` after every move.
@@ -30,7 +31,12 @@ class State(StrEnum):
     TAKEN = "taken"
     """In the hands of the train engine."""
     TRAINED = "trained"
-    """Part of the weights that the next sync makes live."""
+    """Part of the weights that the next sync brings."""
+    SEALED = "sealed"
+    """Part of the weights that are on their way to the rollouts."""
+
+
+_WITH_TRAINER = (State.TAKEN, State.TRAINED, State.SEALED)
 
 
 @dataclass(slots=True)
@@ -48,8 +54,20 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """How many and who, at any moment: what the history keeps."""
+
+    version: PolicyVersion
+    admitted: int
+    retired: int
+    dropped: dict[str, int]
+    held: list[int]
+    """Sample ids."""
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
-    """The ledger at a cut, as plain data: nothing is TAKEN or TRAINED, and RUNNING became WAITING."""
+    """The ledger at a cut, as plain data: nothing is TAKEN, TRAINED or SEALED, and RUNNING became WAITING."""
 
     version: PolicyVersion
     local_steps: int
@@ -110,7 +128,7 @@ class Ledger:
     def drop(self, sample_id: int, reason: str) -> None:
         """Free the slot at once and count the reason."""
         held = self._entry(sample_id)
-        if held.state in (State.TAKEN, State.TRAINED):
+        if held.state in _WITH_TRAINER:
             raise LedgerError(f"sample {sample_id} is {held.state}, expected waiting, running or ready to drop it")
         del self._held[sample_id]
         self._counts[held.state] -= 1
@@ -120,8 +138,7 @@ class Ledger:
 
     def remaining(self) -> int | None:
         """Samples that are still to be taken in this run; None if it has no end."""
-        in_step = self._counts[State.TAKEN] + self._counts[State.TRAINED]
-        return None if self.limit is None else self.limit - self.retired - in_step
+        return None if self.limit is None else self.limit - self.retired - self.count(*_WITH_TRAINER)
 
     def takeable(self) -> list[int]:
         """The samples of the next local step, in order, or [] if it cannot start yet."""
@@ -133,7 +150,7 @@ class Ledger:
             needed = self.schedule.window if remaining is None else min(self.schedule.window, remaining)
         if self._counts[State.READY] < needed or not needed:
             return []
-        pending = [(i, h.state is State.READY) for i, h in self._held.items() if h.state not in (State.TAKEN, State.TRAINED)]
+        pending = [(i, h.state is State.READY) for i, h in self._held.items() if h.state not in _WITH_TRAINER]
         return choose(pending, needed, self.schedule.lookahead)[:step]
 
     def take(self) -> list[Sample]:
@@ -160,21 +177,34 @@ class Ledger:
 
     def done(self) -> bool:
         """Whether every sample of the run is trained and its weights are live."""
-        return self.remaining() == 0 and not self._counts[State.TAKEN] and not self._counts[State.TRAINED]
+        return self.remaining() == 0 and not self.count(*_WITH_TRAINER)
 
     # -- sync
 
-    def published(self) -> list[int]:
-        """The next version is live: free the slots that made it. Returns the retired sample ids.
+    @property
+    def trainer_version(self) -> PolicyVersion:
+        """The version that the train engine's current window began with: the live one, or one that is on its way."""
+        return self.version + bool(self._counts[State.SEALED])
 
-        Legal before the window is full (a run that is told to stop cuts it short), never with something TAKEN.
+    def seal(self) -> PolicyVersion:
+        """What is TRAINED makes the next version, and nothing that is trained from now on. Returns the version.
+
+        Legal before the window is full (a run that is told to stop cuts it short), never with something TAKEN or SEALED.
         """
-        if self._counts[State.TAKEN] or not self._counts[State.TRAINED]:
-            raise LedgerError(f"published, expected something trained and nothing taken: {self.describe()}")
-        sample_ids = self.ids(State.TRAINED)
+        if self.count(State.TAKEN, State.SEALED) or not self._counts[State.TRAINED]:
+            raise LedgerError(f"seal, expected something trained and nothing taken or sealed: {self.describe()}")
+        for sample_id in self.ids(State.TRAINED):
+            self._move(sample_id, State.TRAINED, State.SEALED)
+        return self.version + 1
+
+    def published(self) -> list[int]:
+        """The sealed version is live: free the slots that made it. Returns the retired sample ids."""
+        sample_ids = self.ids(State.SEALED)
+        if not sample_ids:
+            raise LedgerError(f"published, expected something sealed: {self.describe()}")
         for sample_id in sample_ids:
             del self._held[sample_id]
-        self._counts[State.TRAINED] = 0
+        self._counts[State.SEALED] = 0
         self.retired += len(sample_ids)
         self.version += 1
         return sample_ids
@@ -190,6 +220,9 @@ class Ledger:
     @property
     def held(self) -> int:
         return len(self._held)
+
+    def totals(self) -> Totals:
+        return Totals(self.version, self.admitted, self.retired, dict(self.dropped), list(self._held))
 
     def describe(self) -> str:
         """One line on who holds what, for errors and watchdogs."""
@@ -212,7 +245,7 @@ class Ledger:
 
     def snapshot(self) -> LedgerSnapshot:
         """Plain data at a cut. Shares the frozen samples, copies the rest."""
-        if self.count(State.TAKEN, State.TRAINED):
+        if self.count(*_WITH_TRAINER):
             raise LedgerError(f"snapshot in the middle of a window: {self.describe()}")
         held = [
             (i, Held(h.prompt, h.version, State.WAITING if h.state is State.RUNNING else h.state, h.progress, h.sample))

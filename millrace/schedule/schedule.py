@@ -40,6 +40,8 @@ class Schedule:
     """Samples that may be under way beyond one window, as a share of the window."""
     on_sync: OnSync = OnSync.DRAIN
     placement: Placement = Placement.SEPARATE
+    overlap_sync: bool = False
+    """Whether the trainer goes on while a version is on its way to the rollouts."""
     lookahead: int = 1
     """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission."""
 
@@ -49,6 +51,8 @@ class Schedule:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.staleness_threshold >= 0 or math.isinf(self.staleness_threshold):
             raise ValueError(f"staleness_threshold must be a finite number of at least 0, got {self.staleness_threshold}")
+        if self.overlap_sync and (self.colocated or not self.staleness_threshold):
+            raise ValueError("overlap_sync needs devices of the trainer's own and a staleness_threshold over 0")
 
     @property
     def step_size(self) -> int:
@@ -71,7 +75,8 @@ class Schedule:
         """Largest possible (version at training) - (version at admission).
 
         At most capacity - 1 older samples and lookahead - 1 younger ones are trained before a given sample, and the
-        version moves once for each window.
+        version moves once for each window. With overlap_sync too: versions are those of the trainer's weights, and the
+        window that is on its way is among the older samples.
         """
         return (self.capacity + self.lookahead - 2) // self.window
 

@@ -250,6 +250,9 @@ class SimWeightSync:
         self._cost = cost
         self._replicas = replicas
 
+    async def snapshot(self, version: PolicyVersion) -> None:
+        return None
+
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         await asyncio.sleep(self._cost.transfer_s)
         return TransferReport(0, self._cost.transfer_s)

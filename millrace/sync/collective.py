@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -59,6 +59,7 @@ class Sender:
         self._buckets = buckets
         self._adapters = adapters
         self._base_sent = False
+        self._sending: asyncio.Future[None] | None = None
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
@@ -76,26 +77,53 @@ class Sender:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send this rank's rows of the current weights as `version`: with adapters, these alone from the second time on."""
+        await self._last_sent()
         start, sent = time.perf_counter(), 0
-        if self._adapters is None or not self._base_sent:
-            sent += self._send(self._buckets, self._source.shards)
-            self._base_sent = True
-        if self._adapters is not None:
-            sent += self._send(self._adapters, self._source.adapters)
+        for buckets, shards in self._due():
+            largest = max(b.num_bytes for b in buckets)
+            sent += self._send(buckets, self._packed(buckets, shards, self._buffers([largest] * IN_FLIGHT)))
         return TransferReport(sent, time.perf_counter() - start)
 
-    def _send(self, buckets: list[Bucket], source: Callable[[], Shards]) -> int:
-        """Returns the bytes of `buckets`."""
-        shards = source()
-        largest = max(b.num_bytes for b in buckets)
-        ring = [torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(IN_FLIGHT)]
-        sums, under_way = [], deque[Any]()
+    async def snapshot(self, version: PolicyVersion) -> None:
+        """Keep this rank's rows of the current weights as `version`, in the serving dtype, and begin to send them in a thread: the engine
+        may step on. Takes the place of `transfer`. A failure is raised by the next call; replicas miss what did not come.
+        """
+        await self._last_sent()
+        kept = [
+            (buckets, list(self._packed(buckets, shards, self._buffers([b.num_bytes for b in buckets]))))
+            for buckets, shards in self._due()
+        ]
+        packed = torch.cuda.current_stream(self._wire).record_event() if self._wire.type == "cuda" else None
+        self._sending = asyncio.ensure_future(asyncio.to_thread(self._send_kept, kept, packed))
+
+    async def _last_sent(self) -> None:
+        if self._sending is not None:
+            await self._sending
+            self._sending = None
+
+    def _due(self) -> list[tuple[list[Bucket], Shards]]:
+        """What the next version takes."""
+        due = [(self._buckets, self._source.shards())] if self._adapters is None or not self._base_sent else []
+        self._base_sent = True
+        return due + ([(self._adapters, self._source.adapters())] if self._adapters is not None else [])
+
+    def _buffers(self, sizes: list[int]) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=self._wire) for size in sizes]
+
+    def _packed(self, buckets: list[Bucket], shards: Shards, buffers: list[Tensor]) -> Iterator[Tensor]:
+        """Each bucket, in the buffers in turn."""
         for k, bucket in enumerate(buckets):
+            buffer = buffers[k % len(buffers)][: bucket.num_bytes]
+            self._pack(bucket, buffer, shards)
+            yield buffer
+
+    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> int:
+        """Returns the bytes of `buckets`. The next one is packed while those before it are on their way, when its buffer has been sent."""
+        sums, under_way = [], deque[Any]()
+        for bucket in buckets:
             if len(under_way) == IN_FLIGHT:
                 finish(under_way.popleft())
-            # Its last broadcast is done. The next bucket is packed while others are on their way.
-            buffer = ring[k % IN_FLIGHT][: bucket.num_bytes]
-            self._pack(bucket, buffer, shards)
+            buffer = next(packed)
             sums.append(bucket.sums(buffer))
             under_way.append(start_broadcast(self._group, buffer))
         while under_way:
@@ -103,6 +131,14 @@ class Sender:
         broadcast(self._group, torch.cat(sums))
         wait_for_device(self._wire)
         return sum(b.num_bytes for b in buckets)
+
+    def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]], packed: torch.cuda.Event | None) -> None:
+        """In a thread. On a GPU on a stream of its own: the engine's holds its next step."""
+        with torch.cuda.stream(torch.cuda.Stream(self._wire) if packed else None):
+            if packed:
+                packed.wait()
+            for buckets, buffers in kept:
+                self._send(buckets, iter(buffers))
 
     def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
         """The bucket's tensors, cast to the serving dtype on the way."""

@@ -13,6 +13,7 @@ from millrace.pipeline.history import audit
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 
+OVERLAP = "async_training.overlap_sync=true"
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -20,9 +21,13 @@ pytestmark = pytest.mark.timeout(240)
 def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> None:
     async def main() -> None:
         async with runs.session(tmp_path, f"trainer.runtime={runtime}") as s:
-            for mode in MODES:
-                folder = tmp_path / mode
-                outcome = await runs.run(s, folder, f"mode={mode}")
+            for mode, *more in [
+                *((mode,) for mode in MODES),
+                *((mode, OVERLAP) for mode in ("async_staleness", "async_partial")),
+            ]:
+                folder = tmp_path / "-".join([mode, *more])
+                outcome = await runs.run(s, folder, f"mode={mode}", *more)
+                assert all(("timing_s/sync_snapshot" in row) == bool(more) for row in runs.rows(folder)[:-1]), mode
                 assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
                 found = audit(folder)
                 assert (found.admitted, found.trained, found.lost, found.trained_twice, found.held) == (64, 64, 0, 0, 0), mode

@@ -18,15 +18,19 @@ from millrace.ports import StepReport
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
-from millrace.schedule.ledger import Ledger, LedgerSnapshot
+from millrace.schedule.ledger import Ledger, LedgerSnapshot, State, Totals
 from millrace.schedule.schedule import OnSync, Placement, Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
 
+RUNS = (*MODES, *(f"{mode}+overlap" for mode in ("one_step_off", "async_staleness", "async_partial", "async_swap")))
+"""Every mode, and those that can with overlap_sync."""
+
 
 def schedule_of(mode: str, *, mini: int = 4, trigger: int = 2, staleness: float = 0.5, lookahead: int = 1) -> Schedule:
+    mode, _, overlap = mode.partition("+")
     fixed = MODES[mode]
     if mode in ("on_policy_pipeline", "one_step_off"):
         trigger = 1
@@ -36,6 +40,7 @@ def schedule_of(mode: str, *, mini: int = 4, trigger: int = 2, staleness: float 
         staleness_threshold=fixed.get("staleness_threshold", staleness),
         on_sync=OnSync(fixed["on_sync"]),
         placement=Placement(fixed["placement"]),
+        overlap_sync=bool(overlap),
         lookahead=lookahead,
     )
 
@@ -52,16 +57,19 @@ class LongTail:
 class Record:
     """What a run did: an Observer that keeps it."""
 
+    ledger: Ledger
     rows: list[dict[str, float]] = field(default_factory=list)
     retired: list[int] = field(default_factory=list)
     cuts: list[LedgerSnapshot] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     saved: LedgerSnapshot | None = None
+    retired_before: int = 0
 
-    def published(self, version: int, trained: list[int], snapshot: LedgerSnapshot) -> None:
-        assert snapshot.version == version
+    def published(self, trained: list[int], totals: Totals) -> None:
+        assert totals.retired == len(self.retired) + len(trained) + self.retired_before
         self.retired += trained
-        self.cuts.append(snapshot)
+        if not self.ledger.count(State.TAKEN, State.TRAINED):
+            self.cuts.append(self.ledger.snapshot())
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None: ...
 
@@ -103,7 +111,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     queue = SampleQueue(ledger, deadline_s=1e8)
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
-    engine, record = SimTrainEngine(cost), Record()
+    engine, record = SimTrainEngine(cost), Record(ledger, retired_before=ledger.retired)
     params = SamplingParams(max_tokens=1000)
     reward = SimReward(cost, chance) if chance else SimReward(cost)
     roller = SampleRoller(

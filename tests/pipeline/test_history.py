@@ -9,8 +9,7 @@ import pytest
 
 from millrace.errors import CheckpointError
 from millrace.pipeline.history import History, Line, audit, read
-from millrace.schedule.ledger import Held, LedgerSnapshot
-from millrace.types import Prompt, tokens_of
+from millrace.schedule.ledger import Totals
 
 
 def write(run_dir: Path, *lines: Line) -> Path:
@@ -115,17 +114,16 @@ def test_a_torn_last_line_never_happened_and_reading_leaves_the_file_alone(tmp_p
     assert path.read_bytes() == torn, "an audit while the run writes must not cut its line off"
 
 
-def snapshot(number: int, admitted: int, held: list[int]) -> LedgerSnapshot:
-    prompt = Prompt(0, tokens_of([1]), "", "d")
-    return LedgerSnapshot(number, number, admitted, admitted - len(held), {}, [(i, Held(prompt, 0)) for i in held])
+def totals(number: int, admitted: int, held: list[int]) -> Totals:
+    return Totals(number, admitted, admitted - len(held), {}, held)
 
 
 def test_an_attempt_after_a_torn_line_writes_lines_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path, start(), version(1, 4, [0, 1], [2, 3]))
     path.write_bytes(path.read_bytes() + b'{"event":"vers')
-    history = History(tmp_path, snapshot(1, 4, [2, 3]))
-    history.version(snapshot(2, 4, []), [2, 3])
-    history.end(snapshot(2, 4, []), complete=True)
+    history = History(tmp_path, totals(1, 4, [2, 3]))
+    history.version(totals(2, 4, []), [2, 3])
+    history.end(totals(2, 4, []), complete=True)
     assert [(line.event, line.attempt, line.version) for line in read(tmp_path)] == [
         ("start", 1, 0), ("version", 1, 1), ("start", 2, 1), ("version", 2, 2), ("end", 2, 2),
     ]  # fmt: skip
@@ -134,9 +132,9 @@ def test_an_attempt_after_a_torn_line_writes_lines_of_its_own(tmp_path: Path) ->
 
 
 def test_a_line_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
-    history = History(tmp_path, snapshot(0, 0, []))
+    history = History(tmp_path, totals(0, 0, []))
     assert [line.event for line in read(tmp_path)] == ["start"]
-    history.version(snapshot(1, 2, [1]), [0])
+    history.version(totals(1, 2, [1]), [0])
     assert read(tmp_path)[-1].trained == [0] and read(tmp_path)[-1].held == [1]
 
 

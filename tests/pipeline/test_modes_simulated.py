@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.config import MODES
 from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
-from tests.pipeline.simulated import Outcome, schedule_of, simulate
+from tests.pipeline.simulated import RUNS, Outcome, schedule_of, simulate
 
 COST = CostModel(reward_s=0.3)
 
@@ -16,7 +15,7 @@ def lags(outcome: Outcome) -> list[int]:
     return [version - sample.admitted_version for version, sample in outcome.trained]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_every_sample_is_trained_exactly_once_within_the_lag_bound(mode: str) -> None:
     schedule = schedule_of(mode)
     outcome = simulate(schedule, 40, cost=COST)
@@ -26,13 +25,13 @@ def test_every_sample_is_trained_exactly_once_within_the_lag_bound(mode: str) ->
     assert outcome.ledger.done() and outcome.ledger.version == schedule.versions(40)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_a_run_that_does_not_divide_trains_every_sample(mode: str) -> None:
     outcome = simulate(schedule_of(mode), 37, cost=COST)
     assert sorted(s.prompt.index for _, s in outcome.trained) == list(range(37))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
     schedule = schedule_of(mode)
     outcome = simulate(schedule, 64, cost=COST)
@@ -47,7 +46,7 @@ def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
 def test_lengths_do_not_depend_on_the_mode() -> None:
     """Nothing is truncated: every mode draws the same trajectories, whatever interrupts them."""
     drawn = {}
-    for mode in MODES:
+    for mode in RUNS:
         outcome = simulate(schedule_of(mode), 40, cost=COST)
         drawn[mode] = {s.prompt.index: [t.num_tokens for t in s.trajectories] for _, s in outcome.trained}
     assert all(lengths == drawn["colocate_sync"] for lengths in drawn.values())
@@ -65,19 +64,50 @@ def test_one_step_off_trains_batch_k_on_version_k_minus_2() -> None:
         assert {v for s in samples for t in s.trajectories for v in t.versions} == {max(0, k - 2)}
 
 
+@pytest.mark.parametrize(
+    "mode, saved", [("one_step_off", 0.5), ("async_staleness", 0.8), ("async_partial", 0.8), ("async_swap", 0.8)]
+)
+def test_with_overlap_the_trainer_waits_for_no_transfer(mode: str, saved: float) -> None:
+    """Slow links: most of the transfers' seconds are saved where enough is under way, and half where it is one window."""
+    cost = CostModel(transfer_s=2.0, train_token_s=0.002)
+    apart, beside = (simulate(schedule_of(m, staleness=2.0), 80, cost=cost) for m in (mode, f"{mode}+overlap"))
+    assert sum(row.get("timing_s/sync_transfer", 0.0) for row in beside.record.rows) == pytest.approx(2.0), (
+        "of the last version alone"
+    )
+    assert sum(row["sync/transfer_s"] for row in beside.record.rows) == pytest.approx(2.0 * len(beside.record.rows))
+    assert beside.seconds < apart.seconds - saved * 2.0 * (len(apart.record.rows) - 1)
+    assert [row["version"] for row in beside.record.rows] == [row["version"] for row in apart.record.rows]
+
+
+def test_what_is_trained_while_a_version_is_on_its_way_is_of_that_version() -> None:
+    """The trainer's weights are that version's: ages are counted from there, not from what rollouts serve."""
+    outcome = simulate(schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0), 64, cost=CostModel(transfer_s=5.0))
+    assert [version for version, _ in outcome.engine.trained] == list(range(16))
+    assert max(lags(outcome)) == schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0).lag_bound
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "one_step_off+overlap", "async_staleness+overlap"])
+def test_where_rollouts_are_awaited_and_order_is_strict_no_speed_decides_what_is_trained(mode: str) -> None:
+    """What deterministic runs rely on."""
+    costs = [COST, CostModel(transfer_s=7.0), CostModel(train_token_s=0.01), CostModel(token_s=0.2, pause_s=3.0)]
+    runs = [simulate(schedule_of(mode, staleness=1.7), 60, cost=cost).trained for cost in costs]
+    seen = [[(version, s.prompt.index, [t.versions for t in s.trajectories]) for version, s in run] for run in runs]
+    assert all(one == seen[0] for one in seen)
+
+
 def test_async_staleness_awaits_running_trajectories_and_truncates_none() -> None:
     outcome = simulate(schedule_of("async_staleness"), 40, cost=COST)
     stops = {str(t.stop) for _, s in outcome.trained for t in s.trajectories}
     assert stops == {"eos"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_strict_order_trains_in_order_of_admission(mode: str) -> None:
     outcome = simulate(schedule_of(mode), 40, cost=COST)
     assert [s.prompt.index for _, s in outcome.trained] == list(range(40))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
     outcome = simulate(schedule_of(mode), 40, cost=COST)
     parts = sum(v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/"))
@@ -88,7 +118,7 @@ def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
         assert 0 <= row["trainer/idle_ratio"] <= 1 and 0 <= row["rollouter/idle_ratio"] <= 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 @pytest.mark.parametrize("stop_at", [0.5, 4.9, 9.7])
 def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at: float) -> None:
     schedule = schedule_of(mode)
@@ -100,7 +130,7 @@ def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at
     assert sorted(ids) == list(range(40)) and second.ledger.done()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_any_cut_can_be_resumed(mode: str) -> None:
     schedule = schedule_of(mode, staleness=1.3)
     whole = simulate(schedule, 48, cost=COST, replicas=2)
@@ -122,7 +152,7 @@ def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
         assert after.segments[: len(before.segments)] == before.segments
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RUNS)
 def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) -> None:
     """In every mode the same greedy responses; where running ones are awaited, each of one version."""
     schedule = schedule_of(mode)

@@ -16,7 +16,7 @@ from millrace.pipeline.history import History, read
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.validation import Result
 from millrace.ports import StepReport
-from millrace.schedule.ledger import Held, LedgerSnapshot
+from millrace.schedule.ledger import Held, LedgerSnapshot, Totals
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 
 PROMPT = Prompt(0, tokens_of([1]), "", "d")
@@ -81,7 +81,7 @@ def bench(tmp_path: Path, tasks: asyncio.TaskGroup, *, save_freq: int = 0, test_
     saves, validator, rows, view = Saves(), SlowValidator(stuck=stuck), Rows(), View()
     fakes: dict[str, Any] = {"checkpoints": saves, "engine": None, "validator": validator, "sinks": [rows]}
     record = RunRecord(
-        history=History(tmp_path, snapshot(0)),
+        history=History(tmp_path, Totals(0, 0, 0, {}, [])),
         progress=Progress(view, "t", "t"),
         save_freq=save_freq,
         test_freq=test_freq,
@@ -151,7 +151,7 @@ def test_a_version_is_in_the_history_when_published_returns(tmp_path: Path) -> N
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
-            b.record.published(1, [4, 2], snapshot(1, held=2))
+            b.record.published([4, 2], Totals(1, 2, 0, {}, [0, 1]))
             last = read(tmp_path)[-1]
             assert (last.event, last.version, last.trained, last.held) == ("version", 1, [4, 2], [0, 1])
 

@@ -58,7 +58,12 @@ class Run:
 
 async def train(mode: str, samples: int, reward: Reward, max_error_share: float = 1.0) -> Run:
     ledger = Ledger(schedule_of(mode), samples)
-    queue, rollout, engine, record = SampleQueue(ledger, deadline_s=1e5), SimRolloutEngine(COST), SimTrainEngine(COST), Record()
+    queue, rollout, engine, record = (
+        SampleQueue(ledger, deadline_s=1e5),
+        SimRolloutEngine(COST),
+        SimTrainEngine(COST),
+        Record(ledger),
+    )
     roller = SampleRoller(lambda prompt: SingleTurn(), reward, lambda tokens: "", SamplingParams(max_tokens=1000), N, seed=0)
     rollouter = Rollouter(queue, LongTail(), RolloutPool([rollout]), roller, max_error_share=max_error_share)
     trainer = Trainer(

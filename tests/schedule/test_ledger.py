@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,29 +17,40 @@ from millrace.types import Prompt, Sample, tokens_of
 
 PROMPT = Prompt(0, tokens_of([1]), "1", "test")
 
+
+def schedule_of(**numbers: Any) -> Schedule:
+    """Overlap where it is allowed."""
+    numbers["overlap_sync"] &= numbers["placement"] is Placement.SEPARATE and numbers["staleness_threshold"] > 0
+    return Schedule(**numbers)
+
+
 schedules = st.builds(
-    Schedule,
+    schedule_of,
     ppo_mini_batch_size=st.integers(1, 5),
     require_batches=st.integers(1, 3),
     trigger_parameter_sync_step=st.integers(1, 4),
     staleness_threshold=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 3.7]),
     placement=st.sampled_from(Placement),
     lookahead=st.integers(1, 12),
+    overlap_sync=st.booleans(),
 )
 
 
 def moves(ledger: Ledger) -> list[str]:
-    if ledger.sync_due():
+    sealed = ledger.count(State.SEALED)
+    if sealed and (ledger.sync_due() or not ledger.schedule.overlap_sync):
         return ["publish"]
-    found = ["admit"] * ledger.can_admit() + ["start"] * bool(ledger.ids(State.WAITING))
+    if ledger.sync_due():
+        return ["seal"]
+    found = ["publish"] * bool(sealed) + ["admit"] * ledger.can_admit() + ["start"] * bool(ledger.ids(State.WAITING))
     if ledger.ids(State.RUNNING):
         found += ["finish", "finish", "finish", "drop"]
     return found + ["train"] * bool(ledger.takeable())
 
 
 def lag(ledger: Ledger, sample_id: int) -> int:
-    """Versions between the sample's admission and now."""
-    return ledger.version - ledger._held[sample_id].version
+    """Versions between the sample's admission and the weights that are trained now."""
+    return ledger.trainer_version - ledger._held[sample_id].version
 
 
 def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
@@ -53,6 +65,8 @@ def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
         ledger.finish(i, Sample(PROMPT, ()))
     elif move == "drop":
         ledger.drop(rng.choice(ledger.ids(State.RUNNING)), rng.choice(["a", "b"]))
+    elif move == "seal":
+        ledger.seal()
     elif move == "publish":
         ledger.published()
     else:
@@ -75,7 +89,7 @@ def test_any_walk_of_legal_moves_keeps_every_promise(schedule: Schedule, limit: 
         worst, trained = max([worst, *lags]), trained + len(lags)
         ledger.check()
         assert ledger.held <= schedule.capacity
-        if not ledger.count(State.TAKEN, State.TRAINED) and rng.random() < 0.1:
+        if not ledger.count(State.TAKEN, State.TRAINED, State.SEALED) and rng.random() < 0.1:
             snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
             ledger = Ledger.restore(schedule, snapshot, limit)
             ledger.check()
@@ -98,14 +112,19 @@ def test_the_lag_bound_is_met_by_an_adversary(schedule: Schedule, seed: int) -> 
     ledger, worst = Ledger(schedule), 0
     rng = random.Random(seed)
     for _ in range(400):
-        if ledger.sync_due():
+        sealed = ledger.count(State.SEALED)
+        if sealed and (ledger.sync_due() or not schedule.overlap_sync or rng.random() < 0.2):
             ledger.published()
+        elif ledger.sync_due():
+            ledger.seal()
         elif ledger.takeable():
             worst = max([worst, *(lag(ledger, i) for i in ledger.takeable())])
             ledger.take()
             ledger.trained()
         elif ledger.can_admit():
             ledger.start(ledger.admit(PROMPT))
+        elif not ledger.ids(State.RUNNING):
+            ledger.published()
         else:
             running = ledger.ids(State.RUNNING)
             ledger.finish(running[-1] if rng.random() < 0.9 else running[0], Sample(PROMPT, ()))
@@ -121,7 +140,9 @@ def test_illegal_moves_name_the_state_found_and_the_state_expected() -> None:
         ledger.admit(PROMPT)
     with pytest.raises(LedgerError, match="nothing is taken"):
         ledger.trained()
-    with pytest.raises(LedgerError, match="expected something trained"):
+    with pytest.raises(LedgerError, match="expected something trained and nothing taken or sealed"):
+        ledger.seal()
+    with pytest.raises(LedgerError, match="expected something sealed"):
         ledger.published()
     ledger.start(i)
     ledger.finish(i, Sample(PROMPT, ()))

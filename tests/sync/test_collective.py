@@ -163,6 +163,28 @@ def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> N
     asyncio.run(main())
 
 
+def test_weights_that_were_kept_arrive_though_the_trainer_has_stepped_on() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            for version in (0, 1, 2, 3):
+                at_the_cut = model(50 + version)
+                for source in f.sources:
+                    source.tensors = {name: tensor.clone() for name, tensor in at_the_cut.items()}
+                if version == 2:  # one that is awaited, between those that are not
+                    await f.transfer(version)
+                else:
+                    for sender in f.senders:
+                        await sender.snapshot(version)
+                    for tensor in (t for source in f.sources for t in source.tensors.values()):
+                        tensor.add_(1)
+                    await asyncio.gather(*(r.transfer(version) for r in f.receivers))
+                    await asyncio.gather(*(s._last_sent() for s in f.senders))
+                await f.activate(version)
+                assert all(equal(h.live, at_the_cut) and h.version == version for h in f.holders)
+
+    asyncio.run(main())
+
+
 def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer() -> None:
     """A replica that waited 0.2 s for its turn, and stood still for none of it, does not report it as a pause."""
 

@@ -50,8 +50,15 @@ class Sync:
     def __init__(self, sender: Sender, receivers: Sequence[Receiver]) -> None:
         self.sender = sender
         self.receivers = receivers
+        self.sent = -1
+
+    async def snapshot(self, version: int) -> None:
+        await self.sender.snapshot(version)
+        self.sent = version
 
     async def transfer(self, version: int) -> TransferReport:
+        if version == self.sent:
+            return (await asyncio.gather(*(r.transfer(version) for r in self.receivers)))[0]
         sending = asyncio.to_thread(asyncio.run, self.sender.transfer(version))  # type: ignore[arg-type]
         reports = await asyncio.gather(sending, *(r.transfer(version) for r in self.receivers))
         return reports[0]  # type: ignore[return-value]
@@ -106,7 +113,7 @@ async def train(
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=30)
     roller = SampleRoller(lambda p: SingleTurn(), Reward(), lambda tokens: " " * sum(tokens), SamplingParams(8), 2, seed=0)
-    rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record()
+    rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record(ledger)
     sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]
     trainer = Trainer(queue, rollouter, engine, sync, record, Stopwatch(asyncio.get_running_loop().time))
     await trainer.begin()
@@ -133,9 +140,12 @@ def leaf(error: BaseException) -> BaseException:
     return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("on_sync", ["drain", "interrupt", "swap"])
-def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_sync: str) -> None:
-    record, replicas = asyncio.run(train(model, config(on_sync=on_sync, staleness_threshold=0.5), TorchRolloutEngine))
+def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_sync: str, overlap: bool) -> None:
+    schedule = {"on_sync": on_sync, "staleness_threshold": 1.0, "overlap_sync": overlap}
+    record, replicas = asyncio.run(train(model, config(**schedule), TorchRolloutEngine))
+    assert all(("timing_s/sync_snapshot" in row) == overlap for row in record.rows[:-1])
     assert [r.version for r in replicas] == [6, 6] and len(record.rows) == 6
 
 
