@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that needs GPUs, on one machine with four of them, in about twenty minutes; each part has a limit and a log of its own.
+# Every figure that needs GPUs, on one machine with two, four or eight of them; each part has a limit and a log of its own.
 #
 #     benchmarks/on_gpus.sh [OUT] [PART ...]        parts: tests train sync vllm modes learn; all of them if none is named
 #
@@ -10,7 +10,9 @@ OUT=${1:-build/on_gpus}
 [ $# -gt 0 ] && shift
 PARTS=${*:-tests train sync vllm modes learn}
 PYTHON=${PYTHON:-python3}
-MILLRACE="$PYTHON -m millrace.cli"
+MILLRACE="$PYTHON -m millrace"
+GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
+HALF=$((GPUS / 2))
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 failed=0
@@ -30,16 +32,17 @@ for one in $PARTS; do
     tests) part tests 150 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
     train)
         part train-1.5b-1 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml --json
-        part train-1.5b-4 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=4 --json
-        part train-7b-4 120 $MILLRACE bench train recipes/shapes/qwen2_7b.yaml trainer.n_gpus_per_node=4 \
-            actor.ppo_max_token_len_per_gpu=32768 --json
+        part train-1.5b-all 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS --json
+        # On two GPUs the states of 7B leave room for fewer tokens, and for none that are kept.
+        if [ $GPUS -gt 2 ]; then size="actor.ppo_max_token_len_per_gpu=32768"; else size="model.gradient_checkpointing_share=1.0"; fi
+        part train-7b-all 120 $MILLRACE bench train recipes/shapes/qwen2_7b.yaml trainer.n_gpus_per_node=$GPUS $size --json
         ;;
     sync)
-        part sync-1+1 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true --json
-        part sync-2+2 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true \
-            trainer.n_gpus_per_node=2 rollout.n_gpus_per_node=2 --json
-        part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
-            trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4 --json
+        part sync-1+1 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true rollout.gpu_memory_utilization=0.6 --json
+        [ $GPUS -gt 2 ] && part sync-halves 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true \
+            trainer.n_gpus_per_node=$HALF rollout.n_gpus_per_node=$HALF --json
+        [ $GPUS -gt 2 ] && part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
+            trainer.n_gpus_per_node=$GPUS rollout.n_gpus_per_node=$GPUS --json
         ;;
     vllm)
         part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json"
@@ -48,12 +51,18 @@ for one in $PARTS; do
             --repeats 1 --json "$OUT/vllm-invariant.json"
         ;;
     modes)
-        part modes 590 $MILLRACE bench modes recipes/shapes/qwen2_7b.yaml rollout.total_rollout_steps=192 --splits 2+2 --skip 2 \
-            --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy --uniform colocate_sync,async_partial \
-            --folder "$OUT/modes" --json
+        case $GPUS in
+        2) shape=1.5b splits=1+1 ;;
+        4) shape=7b splits=2+2,3+1 ;;
+        *) shape=7b splits=4+4,5+3 ;;
+        esac
+        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml rollout.total_rollout_steps=192 --splits $splits --skip 2 --json"
+        part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
+            --uniform colocate_sync,async_partial --folder "$OUT/modes"
+        part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
         ;;
     learn)
-        part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
+        part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus $GPUS --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
         ;;
     *) echo "no part $one"; exit 2 ;;
     esac

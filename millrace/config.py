@@ -650,12 +650,13 @@ def nodes_needed(config: Config) -> int:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "colocate_sync": {"placement": "colocated", "staleness_threshold": 0.0, "on_sync": "drain"},
+    "colocate_sync": {"placement": "colocated", "staleness_threshold": 0.0, "on_sync": "drain", "overlap_sync": False},
     "on_policy_pipeline": {
         "placement": "separate",
         "trigger_parameter_sync_step": 1,
         "staleness_threshold": 0.0,
         "on_sync": "drain",
+        "overlap_sync": False,
     },
     "one_step_off": {
         "placement": "separate",
@@ -664,10 +665,10 @@ MODES: dict[str, dict[str, Any]] = {
         "on_sync": "drain",
         "lookahead": 1,
     },
-    "stream_off_policy": {"placement": "separate", "staleness_threshold": 0.0, "on_sync": "drain"},
+    "stream_off_policy": {"placement": "separate", "staleness_threshold": 0.0, "on_sync": "drain", "overlap_sync": False},
     "async_staleness": {"placement": "separate", "on_sync": "drain"},
     "async_partial": {"placement": "separate", "on_sync": "interrupt"},
     "async_swap": {"placement": "separate", "on_sync": "swap"},
-    "colocate_partial": {"placement": "colocated", "on_sync": "interrupt"},
+    "colocate_partial": {"placement": "colocated", "on_sync": "interrupt", "overlap_sync": False},
 }
 """What each mode fixes; recipe.py fills in the rest (a trigger over 1 for stream_off_policy, a staleness over 0 for async)."""

@@ -1,0 +1,5 @@
+"""python -m millrace: the command of that name."""
+
+from millrace.cli import main
+
+main()
