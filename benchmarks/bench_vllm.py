@@ -110,10 +110,10 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             figures = {"load": load, "bytes": transfer.bytes, "transfer_s": transfer.seconds, "pause_s": pause}
             found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
 
-        async def ask_all(version_of: str = "", **changes: Any) -> list[Any]:
+        async def ask_all(turn: int = 0, **changes: Any) -> list[Any]:
             calls = (
-                engines.pool.generate(tokens_of(p), params(options, i, **changes), f"{version_of}{i}")
-                for i, p in enumerate(asked)
+                engines.pool.generate(tokens_of(p), params(options, i, **changes), f"{turn}/{i}")
+                for i, p in enumerate(prompts(options, turn))
             )
             return list(await asyncio.gather(*calls))
 

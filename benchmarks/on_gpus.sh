@@ -53,13 +53,15 @@ for one in $PARTS; do
     modes)
         case $GPUS in
         2) shape=1.5b splits=1+1 ;;
-        4) shape=7b splits=2+2,3+1 ;;
-        *) shape=7b splits=4+4,5+3 ;;
+        4) shape=7b splits=2+2 ;;
+        *) shape=7b splits=$HALF+$HALF,$((HALF + 1))+$((HALF - 1)) ;;
         esac
         compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml rollout.total_rollout_steps=192 --splits $splits --skip 2 --json"
         part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
+        # One engine has to do what two did: with more slots.
+        [ $GPUS = 4 ] && part modes-3+1 300 $compare --modes async_partial --splits 3+1 rollout.max_num_seqs=320 --folder "$OUT/modes-3-1"
         ;;
     learn)
         part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus $GPUS --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
