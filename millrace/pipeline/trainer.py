@@ -146,7 +146,7 @@ class Trainer:
         await self._publish()
 
     async def _publish(self) -> None:
-        """Make the next version live, now or, with overlap_sync, while the next steps are trained; its row; a checkpoint if one is due.
+        """Make the next version live, now or, with overlap_sync, while the next steps are trained. Its row, and a checkpoint if one is due.
 
         The row comes first: a run that goes on from the checkpoint has it. So the seconds that a checkpoint and the change
         of hands after it take are the next version's. A version that is checkpointed, or the last, is awaited: its weights
@@ -176,10 +176,10 @@ class Trainer:
 
     async def _arrived(self) -> None:
         """Until no version is on its way. A failure is the task group's."""
-        with self.watch.part("wait_publish"):
-            if self._arriving is not None:
+        if self._arriving is not None:
+            with self.watch.part("wait_publish"):
                 await asyncio.wait([self._arriving])
-                self._arriving = None
+            self._arriving = None
 
     async def _bring(
         self, version: PolicyVersion, part: Parts, *, cut: bool
