@@ -83,7 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2)}
+LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2), "2 x 1": (2, 1)}
 """Ranks, and how many share a copy of the model; 0 is all."""
 
 

@@ -149,6 +149,11 @@ def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(fold
             assert torch.equal(rank["extra"]["rows"][name], weight[rows_of(spec, k % 2, 2)])
 
 
+def test_copies_exchange_gradients_once_for_a_mini_batch(ranks):
+    for rank in ranks["2 x 2"]:
+        assert rank["extra"]["exchanged"] == {True: 3, False: 3}  # two layers and the rest
+
+
 def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folder, ranks):
     extra, want = ranks["2 x 2"][0]["extra"], ranks["2"][0]["extra"]
     for rank in ranks["2 x 2"]:

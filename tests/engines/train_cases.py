@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.engines.fsdp_train import FsdpTrainEngine, build
+from millrace.engines.meter import Meter
 from millrace.engines.model import load_model, write_shape
+from millrace.engines.packing import rows_of_examples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.sharding import mesh_of, shard
 from millrace.ports import TrainBatch
@@ -284,7 +286,28 @@ def run_copies(folder, rank):
     rows = {name: own.clone() for name, _, _, own in engine.shards()}
     last = asyncio.run(engine.step(batches_of(case)[0])).metrics
     asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
-    return {"rows": rows, "last": last, "weights": dict(engine.full_weights()), "loaded": run_loaded(folder, rank, "2 x 2")}
+    exchanged = {keeps: exchanges(engine, keeps) for keeps in (True, False)}
+    weights, loaded = dict(engine.full_weights()), run_loaded(folder, rank, "2 x 2")
+    return {"rows": rows, "last": last, "weights": weights, "exchanged": exchanged, "loaded": loaded}
+
+
+def exchanges(engine, keeps_whole_gradients):
+    """How often a mini-batch of several micro-batches has gradients exchanged between copies."""
+    engine.actor.keeps_whole_gradients, engine.actor.limit = keeps_whole_gradients, 12
+    honest, calls = dist.all_reduce, []
+
+    def counted(tensor, op=dist.ReduceOp.SUM, group=None, **options):
+        calls.append(group)
+        return honest(tensor, op, group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        rows = rows_of_examples(demonstrations())
+        members = np.arange(len(rows.starts))
+        assert len(list(engine.actor.micro_batches(rows, members))) > 1
+        meter = Meter(("loss",))
+        engine.actor.accumulate(rows, members, 1.0, lambda out, micro: (out[0].sum(), out[0].sum().detach().reshape(1)), meter)
+    return len(calls)
 
 
 def run_loaded(folder, rank, layout):
