@@ -37,6 +37,9 @@ class TrainerConfig(Section):
     """Nodes of the training side."""
     n_gpus_per_node: int = Field(1, ge=1)
     """Devices (GPUs; processes on a CPU) of the training side on each of its nodes: the ranks of the train engine."""
+    fsdp_size: int = Field(0, ge=0)
+    """Ranks that share one copy of the model, its gradients and its moments, each holding a part; 0 is all ranks. Fewer make several
+    copies, each on consecutive ranks (HSDP): between copies gradients alone are exchanged, once for each mini-batch."""
     gpus_in_node: int = Field(0, ge=0)
     """Devices that one node has. Where both sides' devices fit one node, they share nodes; elsewhere each side has its own.
     0 means 8, but a Ray cluster is asked: sides share as many nodes as its nodes' sizes allow."""
@@ -583,6 +586,11 @@ class Config(Section):
     @property
     def trainer_ranks(self) -> int:
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def shard_size(self) -> int:
+        """Trainer ranks that share one copy of the model; those of the first copy send weights."""
+        return self.trainer.fsdp_size or self.trainer_ranks
 
     @property
     def rollout_devices(self) -> int:

@@ -156,6 +156,13 @@ def _check_placement(c: Config) -> None:
     if t.ray_address and t.runtime != "ray":
         rule = "the local runtime joins no cluster"
         raise bad_value("trainer.ray_address", t.ray_address, rule, "trainer.runtime=ray, or trainer.ray_address=''")
+    if c.trainer_ranks % c.shard_size:
+        raise bad_value(
+            "trainer.fsdp_size",
+            t.fsdp_size,
+            f"each copy of the model takes as many ranks, and trainer.nnodes x n_gpus_per_node = {c.trainer_ranks} are not a multiple",
+            f"a divisor of {c.trainer_ranks}, or trainer.fsdp_size=0 for one copy",
+        )
     limit = t.gpus_in_node
     for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
         if limit and value > limit:

@@ -29,6 +29,7 @@ ALIASES = {
     "data.max_prompt_length": "rollout.max_prompt_length",
     "data.max_response_length": "rollout.max_response_length",
     "custom_reward_function.path": "reward.function",
+    "actor.fsdp_config.fsdp_size": "trainer.fsdp_size",
     "trainer.default_local_dir": "trainer.run_dir",
     "trainer.resume_mode": "trainer.resume",
     "algorithm.rollout_correction.bypass_mode": "async_training.use_rollout_log_probs",
@@ -201,6 +202,8 @@ def _expand(tree: Tree) -> Tree:
         path = ALIASES.get(path, path)
         if path == "trainer.resume" and value == "disable":
             value = "never"
+        if path == "trainer.fsdp_size" and value == -1:
+            value = 0
         nested: Any = value
         for part in reversed(path.split(".")):
             nested = {part: nested}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from millrace.engines.fsdp_train import FsdpTrainEngine
     from millrace.engines.torch_rollout import TorchRolloutEngine
     from millrace.engines.vllm_rollout import VllmRolloutEngine
-    from millrace.sync.collective import Receiver, Sender
+    from millrace.sync.collective import Receiver, Sender, Silent
     from millrace.sync.ipc import IpcSender
     from millrace.sync.vllm_receiver import VllmReceiver
 
@@ -52,7 +52,7 @@ class TrainWorker(Worker):
 
     config: Config
     engine: FsdpTrainEngine
-    sender: Sender | IpcSender
+    sender: Sender | Silent | IpcSender
 
     async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
@@ -80,11 +80,12 @@ class TrainWorker(Worker):
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every replica."""
         from millrace.sync import ipc
-        from millrace.sync.collective import Sender
+        from millrace.sync.collective import join_sender
 
         resolved = Config.model_validate(config)
-        kind = ipc.IpcSender if ipc.fits(resolved, self.engine.device) else Sender
-        self.sender = await kind.join(self.engine, self._meet(address), rank, resolved)
+        where = (self.engine, self._meet(address), rank, resolved)
+        by_ipc = ipc.fits(resolved, self.engine.device)
+        self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
     async def matmul_rate(self) -> float:
         """Multiplications and additions a second of this rank's device, in the dtype that it trains in."""
@@ -122,7 +123,7 @@ class RolloutWorker(Worker):
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
-        """Join the weight sync's process group, together with every trainer rank."""
+        """Join the weight sync's process group, together with every trainer rank that sends."""
         resolved = Config.model_validate(config)
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver

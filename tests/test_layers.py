@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkup": set(),
     "testing": {"ports"},
     "cli": {"recipe", "config", "launch", "summary", "bench", "observe", "pipeline", "problems", "exporting", "checkup"},
+    "__main__": {"cli"},
 }
 
 

@@ -150,13 +150,17 @@ def test_the_prefix_of_verl_is_stripped(write, key):
 
 @pytest.mark.parametrize(("theirs", "ours"), recipe.ALIASES.items())
 def test_aliases(write, theirs, ours):
-    numbers = {"length": "64", "len": "3", "penalty_factor": "0.5", "enable": "false", "bypass_mode": "false"}
+    numbers = {"length": "64", "len": "3", "penalty_factor": "0.5", "enable": "false", "bypass_mode": "false", "size": "1"}
     value = next((v for end, v in numbers.items() if theirs.endswith(end)), "x.py:f")
     assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(write("name: r"), [f"{ours}={value}"])
 
 
 def test_verls_resume_mode(write):
     assert recipe.load(write("name: r"), ["trainer.resume_mode=disable"]).trainer.resume == "never"
+
+
+def test_verls_fsdp_size(write):
+    assert recipe.load(write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]).trainer.fsdp_size == 0
 
 
 @pytest.mark.parametrize(

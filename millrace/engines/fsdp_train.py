@@ -30,7 +30,7 @@ from millrace.engines.model import DTYPES
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
-from millrace.engines.sharding import load
+from millrace.engines.sharding import load, mesh_of
 from millrace.engines.trainable import Outputs, Trainable
 from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
 from millrace.ports import StepReport, TrainBatch
@@ -76,7 +76,7 @@ class FsdpTrainEngine:
         self.base_sum: int | None = None
         """Of a policy with adapters: a sum over the bits of its base, by which a checkpoint knows it."""
         if self.adapted:
-            self.base_sum = int(self.actor.reduce(lora.base_sum(policy.model).to(device), dist.ReduceOp.SUM).item())
+            self.base_sum = lora.base_sum(policy.model)
         self.owns_group = False
         self._seen_version: int | None = None
 
@@ -287,7 +287,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     def frozen(model: PreTrainedModel) -> PackedPolicy:
         return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
 
-    where = (model_folder, config, rank, world_size, device)
+    where = (model_folder, config, rank, mesh_of(config, world_size, device), device)
     # A base is drawn on the host, where it is the same with and without a GPU: a checkpoint has the adapters alone.
     policy = load(policy_of, *where, on_host=adapted)
     critic = load(PackedCritic, *where) if config.needs_critic else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 
 from millrace.config import Config
@@ -110,12 +110,16 @@ def own_rows(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def base_sum(model: nn.Module) -> Tensor:
-    """int64 [1] on the weights' device: a sum over the bits of this rank's rows of the base. Summed over ranks, modulo 2^64, it is the
-    same for any number of them.
-    """
-    sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for _, w in base_weights(model)]
-    return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum().reshape(1)
+def base_sum(model: nn.Module) -> int:
+    """A sum over the bits of the base, modulo 2^64: the same for any number of ranks, and of copies of the model. A collective."""
+    weights = [weight for _, weight in base_weights(model)]
+    sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
+    own, first = (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum(), weights[0]
+    if not isinstance(first, DTensor):
+        return int(own.item())
+    # What is sharded is added up; copies are not.
+    placements = [Partial() if p.is_shard() else p for p in first.placements]
+    return int(DTensor.from_local(own, first.device_mesh, placements).full_tensor().item())
 
 
 class StartPolicy:

@@ -1,4 +1,4 @@
-"""Modules over ranks: FSDP2, and weights that rank 0 loads and every rank gets its share of."""
+"""Modules over ranks: FSDP2, hybrid where there are several copies of the model, and weights that rank 0 loads and every rank gets its share of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -32,12 +32,12 @@ def load(
     folder: str,
     config: Config,
     rank: int,
-    world_size: int,
+    mesh: DeviceMesh | None,
     device: torch.device,
     *,
     on_host: bool = False,
 ) -> M:
-    """`make` of the model in `folder`, sharded. Of several ranks the first alone loads weights, or draws them; the others get theirs from it.
+    """`make` of the model in `folder`, sharded over `mesh`. Of several ranks the first alone loads weights, or draws them; the others get theirs from it.
 
     `on_host`: it is loaded or drawn, and made, on the CPU.
     """
@@ -46,10 +46,10 @@ def load(
         trust, where = config.model.trust_remote_code, "cpu" if on_host else device
         return load_model(folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust)
 
-    if world_size == 1:
-        return shard(make(source()), config, world_size, device)
+    if mesh is None or mesh.size() == 1:
+        return shard(make(source()), config, mesh, device)
     full = make(source()) if rank == 0 else None
-    module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, world_size, device)
+    module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, mesh, device)
     module.to_empty(device=device)
     # What no state dict holds: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
@@ -76,19 +76,32 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return on_a_view
 
 
-def shard(module: M, config: Config, world_size: int, device: torch.device) -> M:
+def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh | None:
+    """Ranks as FSDP2 is to see them: [ranks], or [copies of the model, ranks of each], where consecutive ranks share a copy. None
+    where there is nothing to shard and nothing to cast.
+
+    All models of an engine share one mesh: every further one would have process groups of its own.
+    """
+    if world_size == 1 and config.model.dtype == "float32":
+        # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
+        return None
+    if not dist.is_initialized():
+        # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+    size = config.trainer.fsdp_size or world_size
+    if size == world_size:
+        return init_device_mesh(device.type, (world_size,))
+    return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.device) -> M:
     """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
     layers = cast(Layered, module).layers()
     if config.model.compile:
         for layer in layers:
             layer.forward = _compiled(layer.forward)  # type: ignore[method-assign]
-    if world_size == 1 and config.model.dtype == "float32":
-        # Nothing to shard and nothing to cast: wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
+    if mesh is None:
         return module.to(device)
-    if not dist.is_initialized():
-        # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (world_size,))
     bf16 = config.model.dtype == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
     for layer in layers:

@@ -69,6 +69,7 @@ class Trainable:
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
+                self.module.set_requires_all_reduce(last)  # among copies of the model, if there are any: once is enough
             outputs: Outputs = self.module(micro, temperature)
             loss, sums = loss_of(outputs, micro)
             # FSDP averages gradients over ranks, and the shares of the loss are to be added.

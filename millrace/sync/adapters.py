@@ -79,11 +79,11 @@ class AdaptedInbox:
 def join_inbox(
     specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0
 ) -> Inbox | AdaptedInbox:
-    """Meet every trainer rank. Blocks until all devices of the sync are there."""
+    """Meet every trainer rank that sends. Blocks until all devices of the sync are there."""
     wire = wire_device(config, device)
     position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
     size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
-    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.trainer_ranks)]
+    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.shard_size)]
     bucket_bytes = config.sync.bucket_mb << 20
     # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
     base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm")

@@ -1,9 +1,10 @@
 """Weights from the train engine's ranks to every replica, over persistent process groups (gloo on CPUs, NCCL on GPUs).
 
-Each trainer rank has a group of its own with all replicas and sends the rows that it holds: nothing is gathered. Received
-weights are staged beside the live ones while rollouts go on (`transfer`), then copied over them between two tokens
-(`activate`). The sender's checksums travel with the weights; a replica proves them on what it received, and again on its
-live tensors before it serves the version. Of a policy with low-rank adapters the base goes once, and then adapters alone.
+Each trainer rank of the first copy of the model has a group of its own with all replicas and sends the rows that it holds:
+nothing is gathered, and other copies send nothing. Received weights are staged beside the live ones while rollouts go on
+(`transfer`), then copied over them between two tokens (`activate`). The sender's checksums travel with the weights; a
+replica proves them on what it received, and again on its live tensors before it serves the version. Of a policy with
+low-rank adapters the base goes once, and then adapters alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class WeightSource(Protocol):
 
 
 class Sender:
-    """One trainer rank's end."""
+    """One trainer rank's end, of those that hold the first copy of the model."""
 
     def __init__(
         self, source: WeightSource, group: Any, buckets: list[Bucket], wire: torch.device, adapters: list[Bucket] | None = None
@@ -66,7 +67,7 @@ class Sender:
         """Meet the replicas."""
 
         def planned(specs: list[Spec]) -> list[Bucket]:
-            return plan(part_of(specs, rank, config.trainer_ranks), config.sync.bucket_mb << 20)
+            return plan(part_of(specs, rank, config.shard_size), config.sync.bucket_mb << 20)
 
         buckets = planned(tell_specs(source.shards(), store, rank))
         adapters = planned(tell_specs(source.adapters(), store, rank, ADAPTERS)) if config.model.lora_rank else None
@@ -168,6 +169,30 @@ class Sender:
         return "nccl" if self._wire.type == "cuda" else "gloo"
 
 
+class Silent:
+    """A trainer rank's end, of those that hold a further copy: it answers as a Sender does, which has the same rows and sends them."""
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """No bytes in no time."""
+        return TransferReport(0, 0.0)
+
+    async def snapshot(self, version: PolicyVersion) -> None:
+        """Nothing is kept."""
+
+    async def link(self) -> TransferReport:
+        """The same."""
+        return TransferReport(0, 0.0)
+
+    async def transport(self) -> str:
+        """By which nothing is sent."""
+        return "none"
+
+
+async def join_sender(source: WeightSource, store: Any, rank: int, config: Config) -> Sender | Silent:
+    """The end of trainer rank `rank`. One that sends meets the replicas."""
+    return await Sender.join(source, store, rank, config) if rank < config.shard_size else Silent()
+
+
 class Receiver:
     """One replica's end, where the engine is in this process."""
 
@@ -178,7 +203,7 @@ class Receiver:
 
     @classmethod
     async def join(cls, holder: WeightHolder, store: Any, replica: int, config: Config) -> Receiver:
-        """Meet every trainer rank. Raises SyncError, with the first tensor that differs, if the models differ."""
+        """Meet every trainer rank that sends. Raises SyncError, with the first tensor that differs, if the models differ."""
         told = await asyncio.to_thread(told_specs, store)
         _compare_specs(told, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device

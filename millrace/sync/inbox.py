@@ -1,4 +1,4 @@
-"""Where a version arrives on a receiving device, over one process group for each trainer rank."""
+"""Where a version arrives on a receiving device, over one process group for each trainer rank that sends."""
 
 from __future__ import annotations
 

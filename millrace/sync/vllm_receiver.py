@@ -54,7 +54,7 @@ class VllmReceiver:
     async def join(
         cls, engine: VllmHolder, store: Any, address: tuple[str, int], replica: int, tree: dict[str, Any], config: Config
     ) -> VllmReceiver:
-        """Meet every trainer rank, from each of vLLM's workers."""
+        """Meet every trainer rank that sends, from each of vLLM's workers."""
         host, port = address
         await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
         return cls(engine, store, replica, config)

@@ -17,7 +17,7 @@ from millrace.engines.meter import Meter
 from millrace.engines.optim import gradients_of
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
-from millrace.engines.sharding import shard
+from millrace.engines.sharding import mesh_of, shard
 from tests.engines import train_cases
 from tests.engines.train_cases import CPU, OPTIM
 from tests.engines.train_samples import random_samples
@@ -83,10 +83,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(case: dict[str, Any]) -> Config:
+LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2), "2 x 1": (2, 1)}
+"""Ranks, and how many share a copy of the model; 0 is all."""
+
+
+def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> Config:
     actor = {"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 7} | case.get("actor", {})
     return Config(
-        trainer={"device": "cpu"},
+        trainer={"device": "cpu", "n_gpus_per_node": world_size, "fsdp_size": fsdp_size},
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
         actor=actor,
         algorithm=case.get("algorithm", {}),
@@ -94,22 +98,23 @@ def config_of(case: dict[str, Any]) -> Config:
     )
 
 
-def engine_of(folder: str, rank: int, world_size: int) -> FsdpTrainEngine:
+def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> FsdpTrainEngine:
     """With a reference and a critic that have something to say."""
-    config = config_of({})
+    config = config_of({}, world_size, fsdp_size)
+    mesh = mesh_of(config, world_size, CPU)
 
     def model() -> PackedPolicy:
         return PackedPolicy(train_cases.model_of({}, folder))
 
     engine = FsdpTrainEngine(
-        shard(model(), config, world_size, CPU),
+        shard(model(), config, mesh, CPU),
         config,
         model_folder=folder,
         rank=rank,
         world_size=world_size,
         device=CPU,
-        critic=shard(PackedCritic(model().model), config, world_size, CPU),
-        reference=shard(model().requires_grad_(False), config, world_size, CPU),
+        critic=shard(PackedCritic(model().model), config, mesh, CPU),
+        reference=shard(model().requires_grad_(False), config, mesh, CPU),
     )
     engine.begin(OPTIM, 10)
     with torch.no_grad():
@@ -145,16 +150,20 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Four processes: every case at four ranks, then at two. Rank 0's results go to `folder`."""
+    """Four processes: every case in every layout. Rank 0's results go to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for world_size in (4, 2):
+    for layout, (world_size, fsdp_size) in LAYOUTS.items():
         if rank >= world_size:
-            return
-        store = dist.FileStore(f"{folder}/invariance{world_size}", world_size)
+            continue
+        store = dist.FileStore(f"{folder}/invariance {layout}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        engine = engine_of(folder, rank, world_size)
-        results = {name: run_case(engine, case, CUTS[i % 2]) for i, (name, case) in enumerate(CASES.items())}
+        engine = engine_of(folder, rank, world_size, fsdp_size)
+        results = {}
+        for i, (name, case) in enumerate(CASES.items()):
+            # As of a small model, whose whole gradients stay until the last micro-batch, and of a large one.
+            engine.actor.keeps_whole_gradients = engine.critic.keeps_whole_gradients = i % 4 < 2
+            results[name] = run_case(engine, case, CUTS[i % 2])
         if not rank:
-            torch.save(results, f"{folder}/invariance{world_size}.pt")
+            torch.save(results, f"{folder}/invariance {layout}.pt")
         dist.destroy_process_group()

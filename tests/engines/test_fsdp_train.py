@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from millrace.engines.model import load_model, write_shape
 from millrace.engines.optim import lr_at
 from millrace.errors import CheckpointError, ConfigError, MillraceError
 from millrace.ports import TrainBatch
+from millrace.sync.buckets import Spec, rows_of
 from millrace.testing import TrainCase, check_train_engine
 from tests.engines import train_cases
-from tests.engines.train_cases import CASES, HORIZON
+from tests.engines.train_cases import CASES, HORIZON, LAYOUTS
 from tests.engines.train_samples import VOCAB, random_samples
 
 
@@ -30,7 +32,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return train_cases.on_ranks(folder, train_cases.CASES, train_cases.run_case, train_cases.run_extra)
+    return train_cases.on_ranks(
+        folder, train_cases.CASES, train_cases.run_case, {"2": train_cases.run_extra, "2 x 2": train_cases.run_copies}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +47,9 @@ def close(got, want, rtol=1e-6, atol=1e-8):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(name, world_size, folder, ranks, plain):
-    got = train_cases.run_case(CASES[name], folder, 0, 1) if world_size == 1 else ranks[world_size][0][name]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(name, layout, folder, ranks, plain):
+    got = train_cases.run_case(CASES[name], folder, 0) if layout == "1" else ranks[layout][0][name]
     weights, results = plain[name]
     for metrics, (loss, norm, lr) in zip(got["metrics"], results, strict=True):
         assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-6, abs=1e-8)
@@ -57,12 +61,12 @@ def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(name, world_siz
         close(got["weights"][key], weight, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_reports_the_same(world_size, ranks, folder):
+@pytest.mark.parametrize("layout", ["2", "3", "2 x 2"])
+def test_every_rank_reports_the_same(layout, ranks, folder):
     for name in CASES:
-        for rank in ranks[world_size][1:]:
-            assert rank[name]["metrics"] == ranks[world_size][0][name]["metrics"]
-            assert rank[name]["log_probs"] == ranks[world_size][0][name]["log_probs"]
+        for rank in ranks[layout][1:]:
+            assert rank[name]["metrics"] == ranks[layout][0][name]["metrics"]
+            assert rank[name]["log_probs"] == ranks[layout][0][name]["log_probs"]
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks):
@@ -73,9 +77,9 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks
         for sample in train_cases.batches_of(case)[0].samples:
             for trajectory in sample.trajectories:
                 want.append([float(row[0]) for row in train_cases.plain_log_probs(model, sample, trajectory, 0.8)])
-    engine = train_cases.engine_of(case, folder, 0, 1)
+    engine = train_cases.engine_of(case, folder, 0)
     alone = asyncio.run(engine.log_probs(train_cases.batches_of(case)[0].samples))
-    for got in (alone, ranks[2][0]["many micro-batches"]["log_probs"], ranks[3][2]["many micro-batches"]["log_probs"]):
+    for got in (alone, ranks["2"][0]["many micro-batches"]["log_probs"], ranks["3"][2]["many micro-batches"]["log_probs"]):
         assert [len(row) for row in got] == [len(row) for row in want]
         for a, b in zip(got, want, strict=True):
             assert a == pytest.approx(b, rel=1e-6, abs=1e-6)
@@ -84,7 +88,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks
 def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
     case = CASES["one micro-batch"]
     batch = TrainBatch(train_cases.batches_of(case)[0].samples[:4], 0)
-    engine = train_cases.engine_of(case, folder, 0, 1)
+    engine = train_cases.engine_of(case, folder, 0)
     current = np.concatenate(asyncio.run(engine.log_probs(batch.samples)))
     rollout = np.concatenate([s.log_probs for x in batch.samples for t in x.trajectories for s in t.segments if s.log_probs])
     report = asyncio.run(engine.step(batch))
@@ -102,9 +106,11 @@ def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
     assert metrics["train/zero_advantage_share"] == pytest.approx(np.mean(equal))
 
 
-def test_weights_that_the_first_rank_loads_are_those_of_all(folder, ranks):
+@pytest.mark.parametrize("layout", ["2", "2 x 2"])
+def test_weights_that_the_first_rank_loads_are_those_of_all(layout, folder, ranks):
     model = load_model(f"{folder}/tied", seed=0, dtype="float32")
-    for rank in ranks[2]:
+    alone = train_cases.run_loaded(folder, 0, "1")["metrics"]
+    for rank in ranks[layout]:
         loaded = rank["extra"]["loaded"]
         for name, parameter in model.named_parameters():
             close(loaded["weights"][name], parameter.detach(), rtol=0, atol=0)
@@ -112,15 +118,17 @@ def test_weights_that_the_first_rank_loads_are_those_of_all(folder, ranks):
             assert len(buffers) == len(dict(model.named_buffers())) > 0
             for name, buffer in model.named_buffers():
                 close(next(b for n, b in buffers.items() if n.endswith(name.removeprefix("model."))), buffer, rtol=0, atol=0)
-        assert loaded["metrics"] == ranks[2][0]["extra"]["loaded"]["metrics"]
+        assert loaded["metrics"] == ranks[layout][0]["extra"]["loaded"]["metrics"]
         assert 0 < loaded["metrics"]["actor/kl_loss"] < 0.01  # the reference is the start weights: one step apart
         assert np.isfinite(loaded["metrics"]["critic/vf_loss"])
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
+            assert loaded["metrics"][key] == pytest.approx(alone[key], rel=1e-4), key
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder, ranks):
-    extra = ranks[2][0]["extra"]
+    extra = ranks["2"][0]["extra"]
     case = CASES["one micro-batch"]
-    engine = train_cases.engine_of(case, folder, 0, 1)
+    engine = train_cases.engine_of(case, folder, 0)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     assert engine.steps == 4  # two supervised, one batch of two mini-batches, one of them skipped
     for name, weight in engine.full_weights():
@@ -132,8 +140,40 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder, ranks):
         close(weight, extra["weights"][name], rtol=1e-5, atol=1e-6)
 
 
+def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(folder, ranks):
+    engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
+    asyncio.run(engine.load(f"{folder}/checkpoint"))
+    for name, whole, _, weight in engine.shards():
+        spec = Spec(name, whole, "float32")
+        for k, rank in enumerate(ranks["2 x 2"]):
+            assert torch.equal(rank["extra"]["rows"][name], weight[rows_of(spec, k % 2, 2)])
+
+
+def test_copies_exchange_gradients_once_for_a_mini_batch(ranks):
+    for rank in ranks["2 x 2"]:
+        assert rank["extra"]["exchanged"] == {True: 3, False: 3}  # two layers and the rest
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folder, ranks):
+    extra, want = ranks["2 x 2"][0]["extra"], ranks["2"][0]["extra"]
+    for rank in ranks["2 x 2"]:
+        assert rank["extra"]["last"] == extra["last"]
+        assert all(torch.equal(rank["extra"]["weights"][name], weight) for name, weight in extra["weights"].items())
+    assert extra["last"]["actor/grad_norm"] == pytest.approx(want["last"]["actor/grad_norm"], rel=1e-6)
+    for name, weight in want["weights"].items():
+        close(extra["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
+    asyncio.run(engine.load(f"{folder}/checkpoint of copies"))
+    for name, weight in engine.full_weights():
+        close(weight, extra["weights"][name], rtol=0, atol=0)
+    written = [
+        sum(f.stat().st_size for f in Path(folder, name).glob("*.distcp")) for name in ("checkpoint", "checkpoint of copies")
+    ]
+    assert written[1] < 1.2 * written[0], "one copy is written"
+
+
 def test_an_export_of_two_ranks_loads_in_transformers_with_the_same_logits(folder, ranks):
-    extra = ranks[2][0]["extra"]
+    extra = ranks["2"][0]["extra"]
     assert os.path.exists(f"{folder}/export/model.safetensors")
     model = train_cases.model_of({}, folder).float()
     model.load_state_dict(extra["exported"], strict=False)
@@ -143,8 +183,8 @@ def test_an_export_of_two_ranks_loads_in_transformers_with_the_same_logits(folde
 
 
 def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on_all(folder, ranks):
-    engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0, 1)
-    for two in ranks[2][0]["extra"]["sft"]:
+    engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
+    for two in ranks["2"][0]["extra"]["sft"]:
         one = asyncio.run(engine.sft_step(train_cases.demonstrations(5))).metrics
         assert one == pytest.approx(two, rel=1e-6)
     batch = train_cases.with_bad_log_prob(train_cases.batches_of(CASES["one micro-batch"])[0])
@@ -153,7 +193,7 @@ def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on
     assert report.totals["actor/nonfinite_steps"] == 1.0
     bad = report.metrics
     assert all(np.isfinite(value) for value in bad.values())
-    assert bad == pytest.approx(ranks[2][0]["extra"]["bad"], rel=1e-5, abs=1e-8)
+    assert bad == pytest.approx(ranks["2"][0]["extra"]["bad"], rel=1e-5, abs=1e-8)
     assert any(not torch.equal(weight, before[name]) for name, weight in engine.full_weights())  # the other mini-batch
 
 

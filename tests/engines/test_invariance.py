@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.engines import invariance_cases, train_cases
-from tests.engines.invariance_cases import CASES, CUTS
+from tests.engines.invariance_cases import CASES, CUTS, LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ def alone(folder: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: str) -> dict[int, dict[str, Any]]:
+def ranks(folder: str) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
         mp.spawn(invariance_cases.run_rank, args=(folder,), nprocs=4)
-    return {n: torch.load(f"{folder}/invariance{n}.pt", weights_only=False) for n in (2, 4)}
+    return {layout: torch.load(f"{folder}/invariance {layout}.pt", weights_only=False) for layout in LAYOUTS}
 
 
 def same(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -54,12 +54,12 @@ def test_micro_batches_of_any_size_make_the_same_loss_and_gradient(name: str, al
         same(alone[cut][name], whole)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_ranks_makes_the_same_loss_and_gradient(
-    name: str, world_size: int, alone: dict[int, dict[str, Any]], ranks: dict[int, dict[str, Any]]
+    name: str, layout: str, alone: dict[int, dict[str, Any]], ranks: dict[str, dict[str, Any]]
 ) -> None:
-    same(ranks[world_size][name], alone[max(CUTS)][name])
+    same(ranks[layout][name], alone[max(CUTS)][name])
 
 
 def test_the_cases_differ_and_reject_something(alone: dict[int, dict[str, Any]]) -> None:

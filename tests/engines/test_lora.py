@@ -17,7 +17,7 @@ from millrace.errors import CheckpointError, ConfigError, MissingDependency
 from millrace.ports import TrainBatch
 from tests.engines import lora_cases, train_cases
 from tests.engines.lora_cases import ALPHA, CASES, RANK
-from tests.engines.train_cases import HORIZON, OPTIM
+from tests.engines.train_cases import HORIZON, LAYOUTS, OPTIM
 from tests.engines.train_samples import random_samples
 
 
@@ -31,7 +31,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return train_cases.on_ranks(folder, lora_cases.CASES, lora_cases.run_case, lora_cases.run_extra)
+    return train_cases.on_ranks(
+        folder, lora_cases.CASES, lora_cases.run_case, {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies}
+    )
 
 
 def close(got, want, rtol=1e-6, atol=1e-8):
@@ -39,10 +41,10 @@ def close(got, want, rtol=1e-6, atol=1e-8):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(name, world_size, folder, ranks):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(name, layout, folder, ranks):
     case = CASES[name]
-    got = lora_cases.run_case(case, folder, 0, 1) if world_size == 1 else ranks[world_size][0][name]
+    got = lora_cases.run_case(case, folder, 0) if layout == "1" else ranks[layout][0][name]
     model = lora_cases.plain_model(case, folder)
     _, results = train_cases.plain_run(case, folder, model)
     for metrics, (loss, norm, lr) in zip(got["metrics"], results, strict=True):
@@ -63,15 +65,18 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(name, w
     assert list(got["base"]) == list(start)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_holds_its_rows_of_the_same_adapters(world_size, ranks):
+@pytest.mark.parametrize("layout", ["2", "3", "2 x 2"])
+def test_every_rank_holds_its_rows_of_the_same_adapters(layout, ranks):
+    world_size, size = LAYOUTS[layout]
     for name in CASES:
-        for rank in ranks[world_size][1:]:
-            assert rank[name]["metrics"] == ranks[world_size][0][name]["metrics"]
-        for key, tensor in ranks[world_size][0][name]["adapters"].items():
-            rows = [rank[name]["rows"][key] for rank in ranks[world_size]]
+        for rank in ranks[layout][1:]:
+            assert rank[name]["metrics"] == ranks[layout][0][name]["metrics"]
+        for key, tensor in ranks[layout][0][name]["adapters"].items():
+            rows = [rank[name]["rows"][key] for rank in ranks[layout]]
             assert {shape for shape, _ in rows} == {tuple(tensor.shape)}
-            assert torch.equal(torch.cat([own for _, own in rows]), tensor)
+            each = size or world_size
+            for first in range(0, world_size, each):
+                assert torch.equal(torch.cat([own for _, own in rows[first : first + each]]), tensor)
 
 
 def merged_by_hand(base, adapters):
@@ -82,8 +87,8 @@ def merged_by_hand(base, adapters):
 
 
 def test_whole_weights_are_the_base_and_what_adapters_add(ranks):
-    for world_size in (2, 3):
-        for rank in ranks[world_size]:
+    for layout in ranks.values():
+        for rank in layout:
             for name in CASES:
                 found = rank[name]
                 for key, tensor in merged_by_hand(found["base"], found["adapters"]).items():
@@ -92,8 +97,8 @@ def test_whole_weights_are_the_base_and_what_adapters_add(ranks):
 
 def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(folder, ranks):
     model = load_model(f"{folder}/tied", seed=0, dtype="float32")
-    alone = lora_cases.with_reference(folder, 0, 1)
-    for rank in ranks[2]:
+    alone = lora_cases.with_reference(folder)
+    for rank in ranks["2"]:
         start = rank["extra"]["start"]
         for name, parameter in model.named_parameters():
             assert torch.equal(start["base"][name], parameter)
@@ -102,15 +107,15 @@ def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(folder, ran
             assert bool(tensor.any()) == name.endswith("lora_A")
     for (name, whole), (own, parameter) in zip(alone.full_weights(), model.named_parameters(), strict=True):
         assert name == own and torch.equal(whole, parameter)
-    other = lora_cases.with_reference(folder, 0, 1, trainer={"seed": 1})
+    other = lora_cases.with_reference(folder, trainer={"seed": 1})
     assert not torch.equal(*(next(e.adapters())[3] for e in (alone, other)))
 
 
 def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(folder, ranks):
-    extra = ranks[2][0]["extra"]
+    extra = ranks["2"][0]["extra"]
     described = (Path(folder) / "checkpoint" / ".metadata").read_bytes()
     assert b"lora_A" in described and b"base_layer" not in described
-    engine = lora_cases.with_reference(folder, 0, 1)
+    engine = lora_cases.with_reference(folder)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     for name, weight in engine.full_weights():
         close(weight, extra["exported"][name])
@@ -121,19 +126,34 @@ def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(folder, ran
         close(weight, extra["weights"][name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folder, ranks):
+    want = ranks["2"][0]["extra"]
+    engine = lora_cases.with_reference(folder)
+    asyncio.run(engine.load(f"{folder}/checkpoint of copies"))
+    for rank in ranks["2 x 2"]:
+        extra = rank["extra"]
+        assert extra["base"] == engine.base_sum != 0, "copies of the base count once"
+        for key in ("actor/grad_norm", "actor/kl_loss", "critic/grad_norm", "critic/vf_loss"):
+            assert extra["last"][key] == pytest.approx(want["last"][key], rel=1e-4), key
+        for name, weight in want["weights"].items():
+            close(extra["weights"][name], weight, rtol=1e-4, atol=1e-6)
+        for name, tensor in lora_cases.adapters_of(engine).items():
+            assert torch.equal(tensor, extra["adapters"][name])
+
+
 def test_adapters_of_another_base_are_refused(folder, ranks):
-    engine = lora_cases.with_reference(folder, 0, 1, trainer={"seed": 1})
+    engine = lora_cases.with_reference(folder, trainer={"seed": 1})
     with pytest.raises(CheckpointError, match=r"adapters of another base than the weights in .*tied\. Fix: the model\.path"):
         asyncio.run(engine.load(f"{folder}/checkpoint"))
 
 
 def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(folder, ranks):
-    extra = ranks[2][0]["extra"]
+    extra = ranks["2"][0]["extra"]
     exported = load_file(f"{folder}/export/model.safetensors")
     for name, weight in merged_by_hand(extra["start"]["base"], extra["adapters"]).items():
         close(exported[name], weight, rtol=1e-6, atol=1e-7)
     assert any(not torch.equal(exported[name], weight) for name, weight in extra["start"]["base"].items())
-    engine = lora_cases.with_reference(folder, 0, 1)
+    engine = lora_cases.with_reference(folder)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     with torch.no_grad():
         engine.policy.model.set_attn_implementation("sdpa")
@@ -146,7 +166,7 @@ def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(fo
 
 def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
     """Not the base: supervised steps come before RL."""
-    engine = lora_cases.with_reference(folder, 0, 1)
+    engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
     engine.begin(OptimConfig(lr=1e-2), HORIZON)
@@ -177,7 +197,7 @@ def without_adapters(engine):
 
 
 def test_the_critic_starts_from_the_adapted_policy(folder):
-    engine = lora_cases.with_reference(folder, 0, 1)
+    engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
     engine.begin(OPTIM, HORIZON)
@@ -188,10 +208,10 @@ def test_the_critic_starts_from_the_adapted_policy(folder):
 
 def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder):
     batch = TrainBatch(random_samples(0, [4, 4]), 0)
-    plain = asyncio.run(lora_cases.with_reference(folder, 0, 1).step(batch)).metrics
-    checkpointed = lora_cases.with_reference(folder, 0, 1, model={"lora_rank": RANK, "gradient_checkpointing": True})
+    plain = asyncio.run(lora_cases.with_reference(folder).step(batch)).metrics
+    checkpointed = lora_cases.with_reference(folder, model={"lora_rank": RANK, "gradient_checkpointing": True})
     assert asyncio.run(checkpointed.step(batch)).metrics == pytest.approx(plain, rel=1e-5)
-    half = lora_cases.with_reference(folder, 0, 1, model={"lora_rank": RANK, "dtype": "bfloat16"})
+    half = lora_cases.with_reference(folder, model={"lora_rank": RANK, "dtype": "bfloat16"})
     kinds = {p.requires_grad: p.dtype for p in half.policy.parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.1)
@@ -201,7 +221,7 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder):
 
 
 def test_modules_that_are_named_alone_get_adapters(folder):
-    engine = lora_cases.with_reference(folder, 0, 1, model={"lora_rank": 2, "target_modules": ["q_proj", "mlp.up_proj"]})
+    engine = lora_cases.with_reference(folder, model={"lora_rank": 2, "target_modules": ["q_proj", "mlp.up_proj"]})
     adapted = {name.split("layers.")[1].removesuffix(".weight.lora_A") for name, *_ in engine.adapters() if name.endswith("A")}
     assert adapted == {f"{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.up_proj")}
 
@@ -209,7 +229,7 @@ def test_modules_that_are_named_alone_get_adapters(folder):
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "proj", "qkv"])
 def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_there_are(folder, name):
     with pytest.raises(ConfigError, match=rf"'{name}'; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
-        lora_cases.with_reference(folder, 0, 1, model={"lora_rank": 2, "target_modules": ["q_proj", name]})
+        lora_cases.with_reference(folder, model={"lora_rank": 2, "target_modules": ["q_proj", name]})
 
 
 def test_a_missing_peft_is_said_with_the_command_that_installs_it(folder, monkeypatch):

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.engines.fsdp_train import FsdpTrainEngine, build
+from millrace.engines.meter import Meter
 from millrace.engines.model import load_model, write_shape
+from millrace.engines.packing import rows_of_examples
 from millrace.engines.policy import PackedPolicy
-from millrace.engines.sharding import shard
+from millrace.engines.sharding import mesh_of, shard
 from millrace.ports import TrainBatch
 from millrace.types import Author, Segment, Trajectory, floats_of, tokens_of
 from tests.engines.train_samples import VOCAB, random_samples
@@ -64,10 +66,14 @@ def write_models(folder):
         write_shape(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
 
 
-def config_of(case):
+LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
+"""Ranks, and how many share a copy of the model; 0 is all."""
+
+
+def config_of(case, layout="1"):
     actor = {k: v for k, v in case.items() if k in type(Config().actor).model_fields}
     return Config(
-        trainer={"device": "cpu"},
+        trainer={"device": "cpu", "n_gpus_per_node": LAYOUTS[layout][0], "fsdp_size": LAYOUTS[layout][1]},
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
         actor={"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 4, "optim": OPTIM.model_dump()} | actor,
         algorithm={"norm_adv_by_std_in_grpo": case.get("norm_by_std", True)},
@@ -80,9 +86,9 @@ def model_of(case, folder):
     return load_model(f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32").double()
 
 
-def engine_of(case, folder, rank, world_size):
-    config = config_of(case)
-    policy = shard(PackedPolicy(model_of(case, folder)), config, world_size, CPU)
+def engine_of(case, folder, rank, layout="1"):
+    config, world_size = config_of(case, layout), LAYOUTS[layout][0]
+    policy = shard(PackedPolicy(model_of(case, folder)), config, mesh_of(config, world_size, CPU), CPU)
     engine = FsdpTrainEngine(policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU)
     engine.begin(OPTIM, HORIZON)
     return engine
@@ -93,9 +99,9 @@ def batches_of(case):
     return [TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i) for i in range(ROUNDS)]
 
 
-def run_case(case, folder, rank, world_size):
+def run_case(case, folder, rank, layout="1"):
     """Weights and metrics after each batch, and log-probs before the first: by the engine."""
-    engine = engine_of(case, folder, rank, world_size)
+    engine = engine_of(case, folder, rank, layout)
     batches = batches_of(case)
     log_probs = asyncio.run(engine.log_probs(batches[0].samples))
     reports = [asyncio.run(engine.step(batch)) for batch in batches]
@@ -221,35 +227,39 @@ def demonstrations(n=24):
     return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
 
 
-def on_ranks(folder, cases, run_case, run_extra):
-    """Results of every case by number of ranks, then by rank, with those of `run_extra` at two. One spawn of three processes for all."""
+def on_ranks(folder, cases, run_case, extras):
+    """Results of every case by layout, then by rank, with that of the layout's function in `extras`. One spawn of four processes for all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(run_rank, args=(folder, cases, run_case, run_extra), nprocs=3)
-    return {n: [torch.load(f"{folder}/results-{n}-{rank}.pt", weights_only=False) for rank in range(n)] for n in (2, 3)}
+        mp.spawn(run_rank, args=(folder, cases, run_case, extras), nprocs=4)
+    return {
+        layout: [torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+        for layout, (ranks, _) in LAYOUTS.items()
+        if ranks > 1
+    }
 
 
-def run_rank(rank, folder, cases, run_case, run_extra):
-    """One of three processes: every case at three ranks, then at two. Results go to `folder`."""
+def run_rank(rank, folder, cases, run_case, extras):
+    """One of four processes: every case in every layout of several ranks, the smallest first. Results go to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for world_size in (3, 2):
-        if rank >= world_size:
-            return
-        store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+    for layout, (world_size, _) in LAYOUTS.items():
+        if world_size == 1 or rank >= world_size:
+            continue
+        store = dist.FileStore(f"{folder}/store {layout}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results = {name: run_case(case, folder, rank, world_size) for name, case in cases.items()}
-        if world_size == 2:
-            results["extra"] = run_extra(folder, rank)
-        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
+        results = {name: run_case(case, folder, rank, layout) for name, case in cases.items()}
+        if layout in extras:
+            results["extra"] = extras[layout](folder, rank)
+        torch.save(results, f"{folder}/results-{layout}-{rank}.pt")
         dist.destroy_process_group()
 
 
 def run_extra(folder, rank):
     """Supervised steps, a skipped step, a checkpoint, an export, one step beyond the checkpoint."""
     case = CASES["one micro-batch"]
-    engine = engine_of(case, folder, rank, 2)
+    engine = engine_of(case, folder, rank, "2")
     sft = [asyncio.run(engine.sft_step(demonstrations(5))).metrics for _ in range(2)]
     batch = batches_of(case)[0]
     bad = asyncio.run(engine.step(with_bad_log_prob(batch))).metrics
@@ -257,14 +267,58 @@ def run_extra(folder, rank):
     asyncio.run(engine.export(f"{folder}/export"))
     exported = dict(engine.full_weights())
     last = asyncio.run(engine.step(batch)).metrics
-    tree = config_of(case).model_dump()
+    weights = dict(engine.full_weights())
+    return {
+        "sft": sft,
+        "bad": bad,
+        "exported": exported,
+        "last": last,
+        "weights": weights,
+        "loaded": run_loaded(folder, rank, "2"),
+    }
+
+
+def run_copies(folder, rank):
+    """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
+    case = CASES["one micro-batch"]
+    engine = engine_of(case, folder, rank, "2 x 2")
+    asyncio.run(engine.load(f"{folder}/checkpoint"))
+    rows = {name: own.clone() for name, _, _, own in engine.shards()}
+    last = asyncio.run(engine.step(batches_of(case)[0])).metrics
+    asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
+    exchanged = {keeps: exchanges(engine, keeps) for keeps in (True, False)}
+    weights, loaded = dict(engine.full_weights()), run_loaded(folder, rank, "2 x 2")
+    return {"rows": rows, "last": last, "weights": weights, "exchanged": exchanged, "loaded": loaded}
+
+
+def exchanges(engine, keeps_whole_gradients):
+    """How often a mini-batch of several micro-batches has gradients exchanged between copies."""
+    engine.actor.keeps_whole_gradients, engine.actor.limit = keeps_whole_gradients, 12
+    honest, calls = dist.all_reduce, []
+
+    def counted(tensor, op=dist.ReduceOp.SUM, group=None, **options):
+        calls.append(group)
+        return honest(tensor, op, group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        rows = rows_of_examples(demonstrations())
+        members = np.arange(len(rows.starts))
+        assert len(list(engine.actor.micro_batches(rows, members))) > 1
+        meter = Meter(("loss",))
+        engine.actor.accumulate(rows, members, 1.0, lambda out, micro: (out[0].sum(), out[0].sum().detach().reshape(1)), meter)
+    return len(calls)
+
+
+def run_loaded(folder, rank, layout):
+    """An engine as a user builds it, in float32: what its ranks have of what the first one loads, and a batch."""
+    tree = config_of({}, layout).model_dump()
     tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
-    built = build(Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=2)
+    built = build(Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0])
     buffers = [dict(m.named_buffers()) for m in (built.actor.module, built.critic.module, built.reference.module)]
     loaded = {"weights": dict(built.full_weights()), "buffers": buffers}
     built.begin(OPTIM, HORIZON)
-    loaded["metrics"] = asyncio.run(built.step(batch)).metrics
-    return {"sft": sft, "bad": bad, "exported": exported, "last": last, "weights": dict(engine.full_weights()), "loaded": loaded}
+    return loaded | {"metrics": asyncio.run(built.step(batches_of({})[0])).metrics}
 
 
 def logits_of(folder, tokens):

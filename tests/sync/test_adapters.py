@@ -22,7 +22,7 @@ from millrace.ports import TrainBatch
 from millrace.sync import collective
 from millrace.sync.adapters import AdaptedInbox
 from millrace.sync.buckets import ALIGN
-from millrace.sync.collective import Receiver, Sender, Shards
+from millrace.sync.collective import Receiver, Sender, Shards, join_sender
 from millrace.sync.proof import bit_sums
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
 from tests.engines.train_samples import random_samples
@@ -74,22 +74,23 @@ def size(tensors: dict[str, Tensor]) -> int:
 
 @asynccontextmanager
 async def fleet(
-    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)), **rollout: object
+    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)), copies: int = 1, **rollout: object
 ) -> AsyncIterator[Fleet]:
+    ranks = TRAINERS * copies
     config = Config(
-        trainer={"n_gpus_per_node": TRAINERS},
+        trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
         rollout={"n_gpus_per_node": REPLICAS, **rollout},
         model={"lora_rank": RANK, "lora_alpha": ALPHA},
         sync={"bucket_mb": 1, "timeout_s": 20},
     )
     store = dist.HashStore()
-    sources = [Adapted(model(1), rank, drawn(0)) for rank in range(TRAINERS)]
+    sources = [Adapted(model(1), rank, drawn(0)) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
-        *(Sender.join(source, store, rank, config) for rank, source in enumerate(sources)),
+        *(join_sender(source, store, rank, config) for rank, source in enumerate(sources)),
         *(Receiver.join(holder, store, i, config) for i, holder in enumerate(replicas)),
     )
-    yield Fleet(sources, replicas, list(joined[:TRAINERS]), list(joined[TRAINERS:]))  # type: ignore[arg-type]
+    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
@@ -100,9 +101,10 @@ def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
     return low_rank
 
 
-def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_served() -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_served(copies: int) -> None:
     async def main() -> None:
-        async with fleet() as f:
+        async with fleet(copies=copies) as f:
             for version in range(4):
                 low_rank = draw(f, 50 + version)
                 before = [{k: t.clone() for k, t in h.live.items()} for h in f.holders]

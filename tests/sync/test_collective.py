@@ -19,7 +19,7 @@ from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync import collective, inbox
 from millrace.sync.buckets import ALIGN, specs_of
-from millrace.sync.collective import Receiver, Sender
+from millrace.sync.collective import Receiver, Sender, join_sender
 
 TRAINERS, REPLICAS = 2, 2
 
@@ -46,15 +46,15 @@ def model(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Source:
-    """A trainer rank's weights: of the whole tensors it holds the rows that FSDP2 would give it."""
+    """A trainer rank's weights: of the whole tensors it holds the rows that FSDP2 would give it, with TRAINERS ranks to a copy."""
 
     tensors: dict[str, Tensor]
     rank: int
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
         for name, tensor in self.tensors.items():
-            chunks = torch.chunk(tensor, TRAINERS)
-            own = chunks[self.rank] if self.rank < len(chunks) else tensor[:0]
+            chunks, part = torch.chunk(tensor, TRAINERS), self.rank % TRAINERS
+            own = chunks[part] if part < len(chunks) else tensor[:0]
             yield name, tuple(tensor.shape), tensor.dtype, own
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,20 +121,25 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)), trainer: dict[str, Tensor] | None = None
+    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)),
+    trainer: dict[str, Tensor] | None = None,
+    copies: int = 1,
 ) -> AsyncIterator[Fleet]:
-    """Two trainer ranks and two replicas, connected as workers connect."""
+    """Two trainer ranks to each copy of the model, and two replicas, connected as workers connect."""
+    ranks = TRAINERS * copies
     config = Config(
-        trainer={"n_gpus_per_node": TRAINERS}, rollout={"n_gpus_per_node": REPLICAS}, sync={"bucket_mb": 1, "timeout_s": 20}
+        trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
+        rollout={"n_gpus_per_node": REPLICAS},
+        sync={"bucket_mb": 1, "timeout_s": 20},
     )
     store = dist.HashStore()
-    sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(TRAINERS)]
+    sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
-        *(Sender.join(source, store, rank, config) for rank, source in enumerate(sources)),
+        *(join_sender(source, store, rank, config) for rank, source in enumerate(sources)),
         *(Receiver.join(holder, store, i, config) for i, holder in enumerate(replicas)),
     )
-    yield Fleet(sources, replicas, list(joined[:TRAINERS]), list(joined[TRAINERS:]))  # type: ignore[arg-type]
+    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -181,6 +186,28 @@ def test_weights_that_were_kept_arrive_though_the_trainer_has_stepped_on() -> No
                     await asyncio.gather(*(s._last_sent() for s in f.senders))
                 await f.activate(version)
                 assert all(equal(h.live, at_the_cut) and h.version == version for h in f.holders)
+
+    asyncio.run(main())
+
+
+def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
+    async def main() -> None:
+        async with fleet(copies=2) as f, fleet() as one:
+            for version in (0, 1):
+                for source in [*f.sources, *one.sources]:
+                    source.tensors = model(50 + version)
+                if version == 0:  # what was kept is there for the first copy, and no rank minds being told to keep it
+                    await asyncio.gather(*(s.snapshot(version) for s in f.senders))
+                    await asyncio.gather(*(r.transfer(version) for r in f.receivers))
+                sent, received = await f.transfer(version)
+                assert [s.bytes for s in sent] == [s.bytes for s in (await one.transfer(version))[0]] + [0, 0]
+                assert {r.bytes for r in received} == {sum(s.bytes for s in sent)}
+                await f.activate(version)
+                assert all(equal(h.live, model(50 + version)) for h in f.holders)
+            sending = [asyncio.to_thread(asyncio.run, s.link()) for s in f.senders]  # type: ignore[arg-type]
+            link = await asyncio.gather(*sending, *(r.link() for r in f.receivers))
+            assert [report.bytes for report in link] == [s.bytes for s in sent] + [r.bytes for r in received]
+            assert [await s.transport() for s in f.senders] == ["gloo", "gloo", "none", "none"]
 
     asyncio.run(main())
 
