@@ -350,6 +350,37 @@ async def _a_checkpoint_goes_on_as_if_nothing_happened(engine: TrainEngine, othe
             assert reports[0] == reports[1], f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
 
 
+async def _a_staged_checkpoint_is_the_state_at_its_cut(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
+    """Though the engine steps on, sleeps and saves once more before it is awaited."""
+    samples = train_samples(case, 3)
+
+    def batch(seed: int) -> TrainBatch:
+        return TrainBatch(train_samples(case, case.mini_batch_size, seed), seed)
+
+    await engine.step(batch(0))
+    at_the_cut = await engine.log_probs(samples)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
+        await engine.save(folder, True)
+        report = await engine.step(batch(1))
+        after = await engine.log_probs(samples)
+        await engine.sleep()
+        await engine.wake()
+        await engine.save(later, True)
+        await engine.step(batch(2))
+        await engine.saved()
+        await engine.saved()
+        limit = 0.0 if case.exact else case.tolerance
+        await other.load(later)
+        worst = _difference(after, await other.log_probs(samples))
+        assert worst <= limit, f"log-probs of a checkpoint that was staged after another one differ by {worst} from its cut"
+        await other.load(folder)
+    worst = _difference(at_the_cut, await other.log_probs(samples))
+    assert worst <= limit, f"log-probs of a staged checkpoint differ by {worst} from those at its cut"
+    found = await other.step(batch(1))
+    if case.exact:
+        assert found == report, f"a step after a staged checkpoint reports {found}, and the one beside it {report}"
+
+
 async def _training_sleeps_and_wakes(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
     samples = train_samples(case, case.mini_batch_size)
     await engine.step(TrainBatch(samples, 0))
@@ -366,5 +397,6 @@ _TRAIN_CHECKS = (
     _rewarded_trajectories_become_likelier,
     _same_calls_same_weights,
     _a_checkpoint_goes_on_as_if_nothing_happened,
+    _a_staged_checkpoint_is_the_state_at_its_cut,
     _training_sleeps_and_wakes,
 )

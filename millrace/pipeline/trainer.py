@@ -38,7 +38,9 @@ class Observer(Protocol):
 
     def checkpoint_due(self, version: PolicyVersion) -> bool: ...
 
-    async def checkpoint(self, snapshot: LedgerSnapshot) -> None: ...
+    async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
+        """Save this cut: on return training may go on, though it may not be whole yet. The `last` one is."""
+        ...
 
     async def validated(self) -> None:
         """Until no validation runs: it is on the weights that are live now."""
@@ -103,7 +105,7 @@ class Trainer:
             if ledger.schedule.colocated:
                 await self.rollouter.pool.sleep()
                 await self.engine.wake()
-            await self.observer.checkpoint(ledger.snapshot())
+            await self.observer.checkpoint(ledger.snapshot(), last=True)
             if ledger.schedule.colocated:
                 await self.engine.sleep()
                 await self.rollouter.pool.wake()
