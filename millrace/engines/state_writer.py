@@ -61,8 +61,14 @@ class StateWriter:
         try:
             save_checkpoint(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:  # no Exception: it would end a worker without a word to the driver
-            causes = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+            causes = "; ".join(f"rank {rank}: {_told(e)}" for rank, (e, _) in sorted(error.failures.items()))
             raise CheckpointError(f"{folder} was not written: {causes}") from error
+
+
+def _told(error: BaseException) -> str:
+    """With what came before it: of a full disk torch says that it found an unexpected position."""
+    told = f"{type(error).__name__}: {error}"
+    return f"{told}, after {_told(error.__context__)}" if error.__context__ is not None else told
 
 
 def expect_one_process() -> None:

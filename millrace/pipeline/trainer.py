@@ -1,7 +1,7 @@
 """The Trainer: takes ready samples, steps the train engine, syncs weights.
 
     consumes  READY samples of the ledger
-    waits for the next local step's samples; rollouts to hold still; a validation that still runs
+    waits for the next local step's samples; rollouts to hold still; a validation that still runs; a checkpoint that is still written
     produces  policy versions; a metrics row, and where due a checkpoint and a validation, for each
 
 One loop for every mode. The Schedule decides how many samples it takes, when it syncs and for how long rollouts are held.

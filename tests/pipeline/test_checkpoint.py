@@ -83,6 +83,7 @@ def save_beside(run_dir: Path, version: int, *, keep: int = 2, engine: Engine) -
         checkpoints = Checkpoints(run_dir, keep=keep)
         await checkpoints.begin(cut(version), engine, staged=True)
         engine.state += 1000
+        assert not list(checkpoints.folder.glob(".writing-*/engine/*")), "nothing is written yet"
         return await checkpoints.finish(cut(version), engine)
 
     return asyncio.run(main())
