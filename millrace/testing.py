@@ -352,33 +352,25 @@ async def _a_checkpoint_goes_on_as_if_nothing_happened(engine: TrainEngine, othe
 
 async def _a_staged_checkpoint_is_the_state_at_its_cut(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
     """Though the engine steps on, sleeps and saves once more before it is awaited."""
-    samples = train_samples(case, 3)
-
-    def batch(seed: int) -> TrainBatch:
-        return TrainBatch(train_samples(case, case.mini_batch_size, seed), seed)
-
-    await engine.step(batch(0))
-    at_the_cut = await engine.log_probs(samples)
+    samples, batches = train_samples(case, 3), [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
-        await engine.save(folder, True)
-        report = await engine.step(batch(1))
-        after = await engine.log_probs(samples)
-        await engine.sleep()
-        await engine.wake()
-        await engine.save(later, True)
-        await engine.step(batch(2))
+        cuts, reports = [], [await engine.step(batches[0])]
+        for k, target in enumerate((folder, later), start=1):
+            cuts.append(await engine.log_probs(samples))
+            await engine.save(target, True)
+            reports.append(await engine.step(batches[k]))
+            await engine.sleep()
+            await engine.wake()
         await engine.saved()
         await engine.saved()
-        limit = 0.0 if case.exact else case.tolerance
-        await other.load(later)
-        worst = _difference(after, await other.log_probs(samples))
-        assert worst <= limit, f"log-probs of a checkpoint that was staged after another one differ by {worst} from its cut"
-        await other.load(folder)
-    worst = _difference(at_the_cut, await other.log_probs(samples))
-    assert worst <= limit, f"log-probs of a staged checkpoint differ by {worst} from those at its cut"
-    found = await other.step(batch(1))
-    if case.exact:
-        assert found == report, f"a step after a staged checkpoint reports {found}, and the one beside it {report}"
+        for target, cut, batch, report in zip((folder, later), cuts, batches[1:], reports[1:], strict=True):
+            await other.load(target)
+            worst = _difference(cut, await other.log_probs(samples))
+            assert worst <= (0.0 if case.exact else case.tolerance), (
+                f"log-probs of a staged save differ by {worst} from its cut's"
+            )
+            found = await other.step(batch)
+            assert found == report or not case.exact, f"a step after a staged save reports {found}, the one beside it {report}"
 
 
 async def _training_sleeps_and_wakes(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
