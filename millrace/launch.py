@@ -244,8 +244,10 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 sinks=sinks,
                 progress=s.progress,
                 save_freq=trainer_config.save_freq,
+                async_save=trainer_config.async_save,
                 test_freq=s.config.test_freq,
                 guard=make_guard(s.config, rows),
+                deadline_s=trainer_config.wait_deadline_s,
                 tasks=tasks,
             )
             trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))
@@ -265,6 +267,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             seconds = clock() - start
             if complete:
                 await record.validated()
+                await record.checkpointed()
                 if trainer_config.save_last:
                     await trainer.stop()
                 stop.detach()

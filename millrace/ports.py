@@ -101,8 +101,16 @@ class TrainEngine(Protocol):
         """log p(token) under the current weights, by trajectory, for the tokens of the policy's segments in order."""
         ...
 
-    async def save(self, folder: str) -> None:
-        """Weights, optimizer, LR schedule and random state, into an existing folder."""
+    async def save(self, folder: str, staged: bool = False) -> None:
+        """Weights, optimizer, LR schedule and random state as they are now, into an existing folder.
+
+        `staged`: return once they are copied to host memory; they are written while whatever is called next goes on, and `saved`
+        says when. Otherwise they are written on return. At most one save is under way: the next waits for it.
+        """
+        ...
+
+    async def saved(self) -> None:
+        """Until what a staged save began is written. Raises what it failed with."""
         ...
 
     async def load(self, folder: str) -> None: ...

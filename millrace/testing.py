@@ -350,6 +350,29 @@ async def _a_checkpoint_goes_on_as_if_nothing_happened(engine: TrainEngine, othe
             assert reports[0] == reports[1], f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
 
 
+async def _a_staged_checkpoint_is_the_state_at_its_cut(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
+    """Though the engine steps on, sleeps and saves once more before it is awaited."""
+    samples, batches = train_samples(case, 3), [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
+        cuts, reports = [], [await engine.step(batches[0])]
+        for k, target in enumerate((folder, later), start=1):
+            cuts.append(await engine.log_probs(samples))
+            await engine.save(target, True)
+            reports.append(await engine.step(batches[k]))
+            await engine.sleep()
+            await engine.wake()
+        await engine.saved()
+        await engine.saved()
+        for target, cut, batch, report in zip((folder, later), cuts, batches[1:], reports[1:], strict=True):
+            await other.load(target)
+            worst = _difference(cut, await other.log_probs(samples))
+            assert worst <= (0.0 if case.exact else case.tolerance), (
+                f"log-probs of a staged save differ by {worst} from its cut's"
+            )
+            found = await other.step(batch)
+            assert found == report or not case.exact, f"a step after a staged save reports {found}, the one beside it {report}"
+
+
 async def _training_sleeps_and_wakes(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
     samples = train_samples(case, case.mini_batch_size)
     await engine.step(TrainBatch(samples, 0))
@@ -366,5 +389,6 @@ _TRAIN_CHECKS = (
     _rewarded_trajectories_become_likelier,
     _same_calls_same_weights,
     _a_checkpoint_goes_on_as_if_nothing_happened,
+    _a_staged_checkpoint_is_the_state_at_its_cut,
     _training_sleeps_and_wakes,
 )

@@ -20,8 +20,10 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 class Engine:
     """Writes one file, as a train engine would."""
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, staged: bool) -> None:
         (Path(folder) / "weights").write_text("1")
+
+    async def saved(self) -> None: ...
 
 
 def config_of(*overrides: str) -> recipe.Config:

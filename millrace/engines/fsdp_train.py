@@ -31,6 +31,7 @@ from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_sampl
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.engines.sharding import load, mesh_of
+from millrace.engines.state_writer import StateWriter
 from millrace.engines.trainable import Outputs, Trainable
 from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
 from millrace.ports import StepReport, TrainBatch
@@ -77,6 +78,7 @@ class FsdpTrainEngine:
         """Of a policy with adapters: a sum over the bits of its base, by which a checkpoint knows it."""
         if self.adapted:
             self.base_sum = lora.base_sum(policy.model)
+        self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
         self.owns_group = False
         self._seen_version: int | None = None
 
@@ -168,8 +170,12 @@ class FsdpTrainEngine:
         flat = self.actor.tokens(rows, temperature=self.config.rollout.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
 
-    async def save(self, folder: str) -> None:
-        train_state.save(self, folder)
+    async def save(self, folder: str, staged: bool = False) -> None:
+        await self.saved()
+        train_state.save(self, folder, staged=staged)
+
+    async def saved(self) -> None:
+        await self.writer.done()
 
     async def load(self, folder: str) -> None:
         """What `save` wrote, at any number of ranks. Call `begin` first, with the settings of the run that saved."""
@@ -214,6 +220,7 @@ class FsdpTrainEngine:
 
     async def close(self) -> None:
         """Let go of the process group, if it was made here; a group of several ranks is its maker's."""
+        await self.saved()
         self.actor.optimizer = None
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()

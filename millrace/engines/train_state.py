@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from millrace.engines.lora import StartPolicy
+from millrace.engines.state_writer import expect_one_process
 from millrace.engines.trainable import Trainable
 from millrace.errors import CheckpointError
 
@@ -35,13 +32,12 @@ SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 """Weights, which are not those of the export."""
 
 
-def save(engine: FsdpTrainEngine, folder: str) -> None:
+def save(engine: FsdpTrainEngine, folder: str, *, staged: bool) -> None:
     """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
     one; the reference's weights; the KL coefficient; rank 0's random state. Of a policy with adapters, these alone, and a sum
-    over the base's bits.
+    over the base's bits. `staged`: a copy of all this is written after the return.
     """
-    with _one_process_is_meant():
-        save_checkpoint(_state(engine), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    (engine.writer.start if staged else engine.writer.write)(_state(engine), folder)
 
 
 def load(engine: FsdpTrainEngine, folder: str) -> None:
@@ -52,8 +48,8 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
     if not (Path(folder) / ".metadata").is_file():
         raise CheckpointError(f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint")
     state = _state(engine)
-    with _one_process_is_meant():
-        load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    expect_one_process()
+    load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     if engine.base_sum is not None and state["base"].item() != engine.base_sum:
         raise CheckpointError(
             f"{folder} has adapters of another base than the weights in {engine.model_folder}. Fix: the model.path, model.dtype "
@@ -74,14 +70,6 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
         set_model_state_dict(engine.reference.module, state["reference"])
     engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """torch warns of a missing process group on every save and load; one rank needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _under_training(engine: FsdpTrainEngine) -> list[tuple[Trainable, str]]:

@@ -56,16 +56,27 @@ class Checkpoints:
 
     async def save(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
         """Write one cut. A crash at any moment leaves the previous checkpoint as it was."""
-        final = self.folder / f"version-{snapshot.version:06d}"
-        beside = self.folder / f".writing-{snapshot.version:06d}"
+        await self.begin(snapshot, engine, staged=False)
+        return await self.finish(snapshot, engine)
+
+    async def begin(self, snapshot: LedgerSnapshot, engine: TrainEngine, *, staged: bool) -> None:
+        """Have the engine save its state. If `staged`, it may step at once; `finish` comes before the next `begin`."""
         for left in [*self.folder.glob(".writing-*"), *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all())]:
             shutil.rmtree(left)  # what a crash has left
-        (beside / "engine").mkdir(parents=True)
-        await engine.save(str(beside / "engine"))
-        await asyncio.to_thread(self._finish, snapshot, beside, final)
-        return final
+        folder = self._beside(snapshot) / "engine"
+        folder.mkdir(parents=True)
+        await engine.save(str(folder), staged)
 
-    def _finish(self, snapshot: LedgerSnapshot, beside: Path, final: Path) -> None:
+    async def finish(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
+        """Wait for what `begin` began, and make the checkpoint whole."""
+        await engine.saved()
+        return await asyncio.to_thread(self._finish, snapshot)
+
+    def _beside(self, snapshot: LedgerSnapshot) -> Path:
+        return self.folder / f".writing-{snapshot.version:06d}"
+
+    def _finish(self, snapshot: LedgerSnapshot) -> Path:
+        beside, final = self._beside(snapshot), self.folder / f"version-{snapshot.version:06d}"
         shutil.copytree(self._run_dir / "model", beside / "model", ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
         shutil.copy(self._run_dir / "config.yaml", beside / "config.yaml")
         if not any(p.is_file() for p in (beside / "engine").rglob("*")):
@@ -86,6 +97,7 @@ class Checkpoints:
         shutil.rmtree(_aside(final), ignore_errors=True)
         for old in self.all()[: -self._keep]:
             shutil.rmtree(old)
+        return final
 
     def all(self) -> list[Path]:
         """Complete folders, oldest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from millrace.errors import DeadlineError
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
@@ -29,8 +30,10 @@ class RunRecord:
         sinks: Sequence[Sink],
         progress: Progress,
         save_freq: int,
+        async_save: bool,
         test_freq: int,
         guard: Guard | None,
+        deadline_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.first: Result | None = None
@@ -42,11 +45,15 @@ class RunRecord:
         self._sinks = sinks
         self._progress = progress
         self._save_freq = save_freq
+        self._async_save = async_save
         self._test_freq = test_freq
         self._guard = guard
+        self._deadline_s = deadline_s
         self._tasks = tasks
         self._validation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
+        self._write_s: list[float] = []
 
     def published(self, trained: list[int], totals: Totals) -> None:
         self._history.version(totals, trained)
@@ -56,6 +63,11 @@ class RunRecord:
         self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
 
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None:
+        """Adds, where a checkpoint became whole since the last row:
+        checkpoint/write_s  seconds from its cut until then, those in which the trainer stood still for it included; the longest, of two
+        """
+        if self._write_s:
+            row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._guard is not None:
             self._guard.check(version, row)
             row = row | self._guard.as_metrics()
@@ -70,10 +82,33 @@ class RunRecord:
     def checkpoint_due(self, version: PolicyVersion) -> bool:
         return bool(self._save_freq) and version % self._save_freq == 0
 
-    async def checkpoint(self, snapshot: LedgerSnapshot) -> None:
-        if self._saved != snapshot.version or snapshot.held:
-            await self._checkpoints.save(snapshot, self._engine)
-            self._saved = snapshot.version
+    async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
+        await self.checkpointed()  # one at a time
+        if self._saved == snapshot.version and not snapshot.held:
+            return
+        start, staged = asyncio.get_running_loop().time(), self._async_save and not last
+        await self._checkpoints.begin(snapshot, self._engine, staged=staged)
+        self._saved = snapshot.version
+        self._saving = self._tasks.create_task(self._finish(snapshot, start), name="checkpoint")
+        if not staged:
+            await self.checkpointed()
+
+    async def checkpointed(self) -> None:
+        """Until no checkpoint is being written."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])  # a failure is the task group's
+            self._saving = None
+
+    async def _finish(self, snapshot: LedgerSnapshot, start: float) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s) as limit:
+                await self._checkpoints.finish(snapshot, self._engine)
+        except TimeoutError as error:
+            if not limit.expired():  # a file system has one of its own
+                raise
+            waited = f"the run waited {self._deadline_s:g} s for the checkpoint of version {snapshot.version} to be written"
+            raise DeadlineError(f"{waited}. Limit: trainer.wait_deadline_s") from error
+        self._write_s.append(asyncio.get_running_loop().time() - start)
 
     def validate(self, version: PolicyVersion) -> None:
         if self._test_freq and version % self._test_freq == 0:

@@ -1,7 +1,7 @@
 """The Trainer: takes ready samples, steps the train engine, syncs weights.
 
     consumes  READY samples of the ledger
-    waits for the next local step's samples; rollouts to hold still; a validation that still runs
+    waits for the next local step's samples; rollouts to hold still; a validation that still runs; a checkpoint that is still written
     produces  policy versions; a metrics row, and where due a checkpoint and a validation, for each
 
 One loop for every mode. The Schedule decides how many samples it takes, when it syncs and for how long rollouts are held.
@@ -39,7 +39,9 @@ class Observer(Protocol):
 
     def checkpoint_due(self, version: PolicyVersion) -> bool: ...
 
-    async def checkpoint(self, snapshot: LedgerSnapshot) -> None: ...
+    async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
+        """Save this cut: on return training may go on, though it may not be whole yet. The `last` one is."""
+        ...
 
     async def validated(self) -> None:
         """Until no validation runs: it is on the weights that are live now."""
@@ -115,7 +117,7 @@ class Trainer:
             if ledger.schedule.colocated:
                 await self.rollouter.pool.sleep()
                 await self.engine.wake()
-            await self.observer.checkpoint(ledger.snapshot())
+            await self.observer.checkpoint(ledger.snapshot(), last=True)
             if ledger.schedule.colocated:
                 await self.engine.sleep()
                 await self.rollouter.pool.wake()

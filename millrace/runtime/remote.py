@@ -74,8 +74,12 @@ class RemoteTrainEngine:
         values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]
         return values
 
-    async def save(self, folder: str) -> None:
-        await self._all("save", (_absolute(folder),))
+    async def save(self, folder: str, staged: bool = False) -> None:
+        await self._all("save", (_absolute(folder), staged))
+
+    async def saved(self) -> None:
+        """The reply comes between two steps: a worker that computes serves nothing else."""
+        await self._all("saved")
 
     async def load(self, folder: str) -> None:
         await self._all("load", (_absolute(folder),))

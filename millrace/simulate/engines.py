@@ -227,7 +227,10 @@ class SimTrainEngine:
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         return [[-0.5] * t.num_tokens for s in samples for t in s.trajectories]
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, staged: bool = False) -> None:
+        return None
+
+    async def saved(self) -> None:
         return None
 
     async def load(self, folder: str) -> None:

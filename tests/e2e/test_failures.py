@@ -5,9 +5,11 @@ One run is ended in every way there is, one after the other, and goes on each ti
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import time
@@ -17,12 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(300)
 
 LONG = [
-    "rollout.total_rollout_steps=720",
+    "rollout.total_rollout_steps=800",
     "trainer.save_freq=2",
     "trainer.test_freq=5",
     "trainer.max_ckpt_to_keep=2",
@@ -149,6 +152,16 @@ def killed(chain: Chain) -> None:
     chain.kill_tree()
 
 
+def killed_while_writing(chain: Chain) -> None:
+    """In the middle of a checkpoint that is written while the next version trains: the one before it is whole."""
+    process = chain.start()
+    writing = chain.folder / "checkpoints"
+    wait_for(lambda: any(writing.glob(".writing-*/engine/*")), process, chain.output)
+    chain.kill_tree()
+    path, passed = Checkpoints(chain.folder, keep=2).newest()
+    assert path is not None and not passed
+
+
 def lost_worker(chain: Chain, name: str) -> None:
     """The last line names the worker that died and how; the workers whose collectives that broke are not the news."""
     chain.start()
@@ -168,7 +181,7 @@ def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     chain.start(f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=0.3", "--json", versions=0)
     assert chain.end(90) == 0, "\n".join(chain.said())
     result = json.loads(chain.said()[-1])
-    assert result["complete"] and result["samples_trained"] == 720
+    assert result["complete"] and result["samples_trained"] == 800
 
 
 def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_path: Path) -> None:
@@ -178,6 +191,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         terminated(chain)
         interrupted_twice(chain)
         killed(chain)
+        killed_while_writing(chain)
         lost_worker(chain, "rollout-0")
         lost_worker(chain, "trainer-0")
         completed_with_hanging_rewards(chain, tmp_path)
@@ -185,7 +199,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
     found = runs.audit(chain.folder)
-    assert found["complete"] and found["trained"] == 720 and found["attempts"] >= 7
+    assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 8
     assert (found["lost"], found["trained_twice"], found["held"]) == (0, 0, 0)
     assert found["dropped"] == {"timeout": 3}, "counted by reason"
     assert [row["version"] for row in runs.rows(chain.folder)] == list(range(1, found["versions"] + 1)), (
@@ -206,6 +220,20 @@ def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(tm
     assert "Traceback" not in done.stderr
     found = runs.audit(tmp_path / "run")
     assert found["trained"] == 0 and found["lost"] == 0 and not found["complete"]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_the_reason(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: the engine's state runs into it while the next version trains."""
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2**19, 2**19))
+    done = runs.command(*runs.small(tmp_path / "run", "trainer.save_freq=3", "trainer.threads=1"), preexec_fn=limit, timeout=120)
+    assert done.returncode == 1, done.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: trainer-0: {folder}/.writing-000003/engine was not written: rank 0: "), done.stderr
+    assert last.endswith("OSError: [Errno 27] File too large")
+    assert "Traceback" not in done.stderr
+    assert Checkpoints(tmp_path / "run", keep=2).all() == []
+    assert [row["version"] for row in runs.rows(tmp_path / "run")][:3] == [1, 2, 3], "the row comes before the checkpoint"
 
 
 def test_after_all_of_this_no_process_is_left() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from millrace.config import MODES
+from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
@@ -71,6 +73,7 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
                 age = (k - 1) - max(0, k - 2)
                 assert row[f"staleness/hist/{age}"] == 32 and row["fully_async/partial/total_partial_num"] == 0
             await resumed_equals_uninterrupted(s, tmp_path)
+            await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
 
     asyncio.run(main())
 
@@ -92,6 +95,22 @@ async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
     assert second.complete and second.versions == whole.versions
     assert all((found[name] == tensor).all() for name, tensor in expected.items())
     assert trained(cut) == trained(tmp_path / "whole")
+
+
+async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
+    """A checkpoint that was written while later versions were trained is one of its own version."""
+    expected = await runs.weights(s, tmp_path / "d")
+    middle, often = tmp_path / "middle", ["mode=one_step_off", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=9"]
+    await runs.run(s, middle, *often)
+    assert min(row["version"] for row in runs.rows(middle) if row.get("checkpoint/write_s", 0) > 0) > 3
+    kept = Checkpoints(middle, keep=9).all()
+    assert [p.name for p in kept] == ["version-000003", "version-000006", "version-000008"]
+    for later in kept[1:]:
+        shutil.rmtree(later)
+    await runs.run(s, middle, *often, resume=True)
+    found = await runs.weights(s, tmp_path / "f")
+    assert all((found[name] == tensor).all() for name, tensor in expected.items())
+    assert trained(middle)[-5:] == trained(tmp_path / "whole")[-5:]
 
 
 async def stop_at_version(folder: Path, version: int, stop: runs.StopRequest) -> None:

@@ -79,7 +79,7 @@ class Record:
     def checkpoint_due(self, version: int) -> bool:
         return False
 
-    async def checkpoint(self, snapshot: LedgerSnapshot) -> None:
+    async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
         self.saved = snapshot
 
     async def validated(self) -> None: ...

@@ -34,9 +34,17 @@ class Engine(SimTrainEngine):
     def __init__(self, state: int = 0) -> None:
         super().__init__(CostModel())
         self.state = state
+        self._staged: tuple[str, int] | None = None
 
-    async def save(self, folder: str) -> None:
-        (Path(folder) / "weights").write_text(str(self.state))
+    async def save(self, folder: str, staged: bool = False) -> None:
+        self._staged = (folder, self.state)
+        if not staged:
+            await self.saved()
+
+    async def saved(self) -> None:
+        if self._staged is not None:
+            (folder, state), self._staged = self._staged, None
+            (Path(folder) / "weights").write_text(str(state))
 
 
 def held() -> list[tuple[int, Held]]:
@@ -66,6 +74,19 @@ def run_dir(tmp_path: Path) -> Path:
 
 def save(run_dir: Path, version: int, *, keep: int = 2, engine: TrainEngine | None = None) -> Path:
     return asyncio.run(Checkpoints(run_dir, keep=keep).save(cut(version), engine or Engine(version)))
+
+
+def save_beside(run_dir: Path, version: int, *, keep: int = 2, engine: Engine) -> Path:
+    """While the engine goes on: its state is another one before anything is written."""
+
+    async def main() -> Path:
+        checkpoints = Checkpoints(run_dir, keep=keep)
+        await checkpoints.begin(cut(version), engine, staged=True)
+        engine.state += 1000
+        assert not list(checkpoints.folder.glob(".writing-*/engine/*")), "nothing is written yet"
+        return await checkpoints.finish(cut(version), engine)
+
+    return asyncio.run(main())
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -101,6 +122,7 @@ def fails_at(nth: int, patch: pytest.MonkeyPatch, owner: object, name: str) -> N
 
 STAGES: list[tuple[object, str, int]] = [
     (Engine, "save", 1),
+    (Engine, "saved", 1),
     (shutil, "copytree", 1),
     (shutil, "copy", 1),
     (checkpoint.codec, "to_json", 1),
@@ -118,15 +140,16 @@ STAGES: list[tuple[object, str, int]] = [
 @pytest.mark.parametrize(("owner", "name", "nth"), STAGES, ids=[f"{name}-{nth}" for _, name, nth in STAGES])
 @pytest.mark.parametrize("again", [False, True], ids=["next version", "same version"])
 @pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("save_", [save, save_beside])
 def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
-    run_dir: Path, owner: object, name: str, nth: int, again: bool, keep: int
+    run_dir: Path, owner: object, name: str, nth: int, again: bool, keep: int, save_: Callable[..., Path]
 ) -> None:
     before = save(run_dir, 3, keep=keep)
     version = 3 if again else 4
     with pytest.MonkeyPatch.context() as patch:
         fails_at(nth, patch, owner, name)
         try:
-            save(run_dir, version, keep=keep, engine=Engine(99))
+            save_(run_dir, version, keep=keep, engine=Engine(99))
             crashed = False
         except Killed:
             crashed = True
@@ -135,7 +158,7 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
     assert path is not None and not passed
     state = (path / "engine" / "weights").read_text()
     assert state in ("3", "99") and read_ledger(path) == cut(verify(path).version)
-    if (owner, name) in [(Engine, "save"), (checkpoint, "_sync"), (checkpoint, "_entry")]:
+    if (owner, name) in [(Engine, "save"), (Engine, "saved"), (checkpoint, "_sync"), (checkpoint, "_entry")]:
         assert state == "3" and (path == before), "it was not yet written"
     final = save(run_dir, 5, keep=keep)
     assert newest(run_dir) == (final, [])
@@ -262,16 +285,25 @@ class Slow(SimTrainEngine):
     def __init__(self) -> None:
         super().__init__(CostModel())
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, staged: bool = False) -> None:
         (Path(folder) / "half").write_text("half")
+        if not staged:
+            await self.saved()
+
+    async def saved(self) -> None:
         await asyncio.Event().wait()
 
 
-def test_a_save_that_is_cancelled_leaves_the_previous_one(run_dir: Path) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_save_that_is_cancelled_leaves_the_previous_one(run_dir: Path, staged: bool) -> None:
     before = save(run_dir, 1)
 
     async def main() -> None:
-        task = asyncio.create_task(Checkpoints(run_dir, keep=1).save(cut(2), Slow()))
+        checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
+        if staged:
+            await checkpoints.begin(cut(2), slow, staged=True)
+            assert newest(run_dir) == (before, [])
+        task = asyncio.create_task(checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.config import GuardConfig
+from millrace.errors import CheckpointError, DeadlineError
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress, State
 from millrace.pipeline.history import History, read
@@ -35,10 +36,24 @@ class View:
 
 @dataclass
 class Saves:
-    versions: list[int] = field(default_factory=list)
+    """Whole once `gate` is set, or failed."""
 
-    async def save(self, snapshot: LedgerSnapshot, engine: object) -> None:
+    versions: list[int] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+    staged: list[bool] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    error: Exception | None = None
+
+    async def begin(self, snapshot: LedgerSnapshot, engine: object, *, staged: bool) -> None:
         self.versions.append(snapshot.version)
+        self.staged.append(staged)
+
+    async def finish(self, snapshot: LedgerSnapshot, engine: object) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.whole.append(snapshot.version)
 
 
 @dataclass
@@ -77,15 +92,26 @@ def snapshot(version: int, held: int = 0) -> LedgerSnapshot:
     return LedgerSnapshot(version, version, held, 0, {}, [(i, Held(PROMPT, 0)) for i in range(held)])
 
 
-def bench(tmp_path: Path, tasks: asyncio.TaskGroup, *, save_freq: int = 0, test_freq: int = 0, stuck: bool = False) -> Bench:
+def bench(
+    tmp_path: Path,
+    tasks: asyncio.TaskGroup,
+    *,
+    save_freq: int = 0,
+    async_save: bool = True,
+    test_freq: int = 0,
+    stuck: bool = False,
+    deadline_s: float = 5.0,
+) -> Bench:
     saves, validator, rows, view = Saves(), SlowValidator(stuck=stuck), Rows(), View()
     fakes: dict[str, Any] = {"checkpoints": saves, "engine": None, "validator": validator, "sinks": [rows]}
     record = RunRecord(
         history=History(tmp_path, Totals(0, 0, 0, {}, [])),
         progress=Progress(view, "t", "t"),
         save_freq=save_freq,
+        async_save=async_save,
         test_freq=test_freq,
         guard=Guard(GuardConfig()),
+        deadline_s=deadline_s,
         tasks=tasks,
         **fakes,
     )
@@ -111,6 +137,86 @@ def test_a_version_is_saved_once_unless_samples_are_held_whose_progress_may_have
             assert b.saves.versions == [1, 2, 2]
 
     asyncio.run(main())
+
+
+def test_a_checkpoint_is_written_beside_what_follows_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            b.saves.gate = asyncio.Event()
+            await b.record.checkpoint(snapshot(1))
+            b.record.row(2, {})
+            second = tasks.create_task(b.record.checkpoint(snapshot(2)))
+            await asyncio.sleep(0.01)
+            assert (b.saves.versions, b.saves.whole) == ([1], [])
+            b.saves.gate.set()
+            await second
+            b.record.row(3, {})
+            assert (b.saves.versions, b.saves.staged) == ([1, 2], [True, True])
+        assert b.saves.whole == [1, 2], "leaving the group waits too"
+        assert ["checkpoint/write_s" in row for _, row in b.rows.rows] == [False, True]
+        assert 0.01 <= b.rows.rows[1][1]["checkpoint/write_s"] < 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("async_save", "last"), [(True, True), (False, False), (False, True)])
+def test_a_checkpoint_that_is_not_to_be_written_beside_anything_is_not_staged_and_whole_on_return(
+    tmp_path: Path, async_save: bool, last: bool
+) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, async_save=async_save)
+            await b.record.checkpoint(snapshot(1), last=last)
+            assert (b.saves.whole, b.saves.staged) == ([1], [False])
+
+    asyncio.run(main())
+
+
+def test_the_last_checkpoint_is_whole_on_return_also_where_its_version_is_being_written_already(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            b.saves.gate = asyncio.Event()
+            await b.record.checkpoint(snapshot(1))
+            asyncio.get_running_loop().call_later(0.01, b.saves.gate.set)
+            await b.record.checkpoint(snapshot(1), last=True)
+            assert (b.saves.versions, b.saves.whole) == ([1], [1])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(tmp_path: Path, waiting: bool) -> None:
+    """Whether the trainer waits for it or for something else."""
+    after: list[int] = []
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks)
+            b.saves.gate, b.saves.error = asyncio.Event(), CheckpointError("engine/x: no space left")
+            await b.record.checkpoint(snapshot(1))
+            asyncio.get_running_loop().call_later(0.01, b.saves.gate.set)
+            await (b.record.checkpoint(snapshot(2)) if waiting else asyncio.Event().wait())
+            after.extend(b.saves.versions)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(asyncio.wait_for(main(), 5))
+    assert [str(error) for error in caught.value.exceptions] == ["engine/x: no space left"] and not after
+
+
+def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, deadline_s=0.05)
+            b.saves.gate = asyncio.Event()
+            await b.record.checkpoint(snapshot(7))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(asyncio.wait_for(main(), 5))
+    (error,) = caught.value.exceptions
+    assert isinstance(error, DeadlineError) and "0.05 s for the checkpoint of version 7" in str(error)
 
 
 def test_validations_run_every_test_freq_versions_once_each_while_the_caller_goes_on(tmp_path: Path) -> None:
