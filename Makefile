@@ -19,7 +19,7 @@ run: .venv/.run
 	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
 
 test: .venv/.test .venv-vllm/.test lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	$(VLLM)/python -m pytest tests/vllm
 
 test-vllm: .venv-vllm/.test

@@ -57,7 +57,8 @@ class MissingDependency(MillraceError):
 
 def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
     """A ConfigError in the one form that all of them have."""
-    return ConfigError(f"{key} = {value!r}: {rule}. Fix: {fix}.")
+    shown = key if key.isprintable() else repr(key)
+    return ConfigError(f"{shown} = {value!r}: {rule}. Fix: {fix}.")
 
 
 def bad_row(where: str, value: object, rule: str, fix: str) -> DataError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,11 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen):
             assert " = " in line and ". Fix: " in line and line.endswith("."), line
         return
     assert config.derived(100).window >= 1
+
+
+def test_a_key_that_breaks_a_line_is_shown_escaped():
+    with pytest.raises(ConfigError, match=re.escape(r"'actor.policy_loss.\n' = None: no such key")):
+        recipe.parse({"actor": {"policy_loss": {"\n": None}}})
 
 
 @given(st.text(max_size=80))

@@ -21,6 +21,8 @@ from tests.engines import train_cases
 from tests.engines.train_cases import CASES, HORIZON, LAYOUTS
 from tests.engines.train_samples import VOCAB, random_samples
 
+pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is computed once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

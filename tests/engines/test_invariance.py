@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 from tests.engines import invariance_cases, train_cases
 from tests.engines.invariance_cases import CASES, CUTS, LAYOUTS
 
+pytestmark = pytest.mark.xdist_group("invariance")  # what ranks compute is computed once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -20,6 +20,8 @@ from tests.engines.lora_cases import ALPHA, CASES, RANK
 from tests.engines.train_cases import HORIZON, LAYOUTS, OPTIM
 from tests.engines.train_samples import random_samples
 
+pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

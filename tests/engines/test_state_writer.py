@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -200,4 +201,7 @@ def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(tmp_path
     writer = StateWriter(timeout_s=10)
     writer.start({"w": torch.ones(3)}, str(tmp_path))
     asyncio.run(writer.done())
+    end = time.monotonic() + 10  # the thread tells that it is done before it lets go
+    while copies[0]() is not None and time.monotonic() < end:
+        time.sleep(0.01)
     assert [ref() for ref in copies] == [None], "host memory is not kept until the next save"
