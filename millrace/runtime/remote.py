@@ -115,7 +115,8 @@ class RemoteWeightSync:
         self._sending = version
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        if self._sending == version:
+        begun, self._sending = self._sending, None
+        if begun == version:
             # What has arrived, and is proven, was sent. The senders themselves are busy with their next step.
             received = await all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
             return TransferReport(received[0].bytes, max(r.seconds for r in received))

@@ -23,10 +23,8 @@ pytestmark = pytest.mark.timeout(240)
 def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> None:
     async def main() -> None:
         async with runs.session(tmp_path, f"trainer.runtime={runtime}") as s:
-            for mode, *more in [
-                *((mode,) for mode in MODES),
-                *((mode, OVERLAP) for mode in ("async_staleness", "async_partial")),
-            ]:
+            overlapped = [(mode, OVERLAP) for mode in ("async_staleness", "async_partial")]
+            for mode, *more in [*overlapped, *((mode,) for mode in MODES)]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, f"mode={mode}", *more)
                 assert all(("timing_s/sync_snapshot" in row) == bool(more) for row in runs.rows(folder)[:-1]), mode

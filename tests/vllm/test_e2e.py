@@ -12,7 +12,7 @@ import pytest
 from millrace.config import MODES
 from millrace.pipeline.history import audit
 from tests.e2e import runs
-from tests.e2e.test_modes import check_rows
+from tests.e2e.test_modes import OVERLAP, check_rows
 from tests.vllm.processes import engine_cores
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,9 +30,9 @@ VLLM = [
 def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
     async def main() -> list[psutil.Process]:
         async with runs.session(tmp_path, *VLLM) as s:
-            for mode in MODES:
-                folder = tmp_path / mode
-                outcome = await runs.run(s, folder, *VLLM, f"mode={mode}")
+            for mode, *more in [*((mode,) for mode in MODES), ("async_swap", OVERLAP)]:
+                folder = tmp_path / "-".join([mode, *more])
+                outcome = await runs.run(s, folder, *VLLM, f"mode={mode}", *more)
                 assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
                 found = audit(folder)
                 assert (found.admitted, found.trained, found.lost, found.trained_twice, found.held) == (64, 64, 0, 0, 0), mode
