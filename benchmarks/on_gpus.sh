@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Every figure that needs GPUs, on one machine with two, four or eight of them; each part has a limit and a log of its own.
 #
-#     benchmarks/on_gpus.sh [OUT] [PART ...]        parts: tests train sync vllm modes learn; all of them if none is named
+#     benchmarks/on_gpus.sh [OUT] [PART ...]        parts: tests train sync vllm modes save learn; all of them if none is named
 #
 # PYTHON names the interpreter (python3). `learn` needs build/reasoning, which benchmarks/reasoning_mix.py writes where reasoning-gym is.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${1:-build/on_gpus}
 [ $# -gt 0 ] && shift
-PARTS=${*:-tests train sync vllm modes learn}
+PARTS=${*:-tests train sync vllm modes save learn}
 PYTHON=${PYTHON:-python3}
 MILLRACE="$PYTHON -m millrace"
 GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
@@ -62,6 +62,11 @@ for one in $PARTS; do
         part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
         # One engine has to do what two did: with more slots.
         [ $GPUS = 4 ] && part modes-3+1 300 $compare --modes async_partial --splits 3+1 rollout.max_num_seqs=320 --folder "$OUT/modes-3-1"
+        ;;
+    save)
+        size="hidden_size=1536 num_hidden_layers=28 num_attention_heads=12 num_key_value_heads=2 intermediate_size=8960"
+        part save 240 "$PYTHON" benchmarks/bench_save.py --repetitions 1 --json model.dtype=bfloat16 \
+            $(printf 'model.shape.%s ' $size)
         ;;
     learn)
         part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus $GPUS --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
