@@ -33,7 +33,7 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     from millrace.engines import fsdp_train
 
     config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu"})})
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})})
 
     async def write() -> int:
         # A checkpoint has all weights, but of a policy with adapters not the base.

@@ -125,7 +125,7 @@ class TrainEngine(Protocol):
 class WeightSync(Protocol):
     """Carries weights from the train engine to every replica. Built with both."""
 
-    async def snapshot(self, version: PolicyVersion) -> None:
+    async def keep(self, version: PolicyVersion) -> None:
         """Keep the current weights as `version`, which `transfer` then brings: the train engine may step on meanwhile."""
         ...
 

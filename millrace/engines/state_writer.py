@@ -46,10 +46,10 @@ class StateWriter:
     async def done(self) -> None:
         """Until nothing is being written. Raises CheckpointError if what was started failed."""
         if self._writing is not None:
-            try:
-                await asyncio.wrap_future(self._writing)
-            finally:
-                self._writing = None
+            writing = asyncio.wrap_future(self._writing)
+            await asyncio.wait([writing])  # who gives up waiting does not end the writing
+            self._writing = None
+            writing.result()
 
     def _prepare(self) -> None:
         """What must not happen in the thread: groups are made by all ranks in one order, and warnings' filters are global."""

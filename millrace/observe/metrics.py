@@ -1,6 +1,6 @@
 """The metrics of one policy version: each is named and documented here, where it is made.
 
-A row belongs to the version that was live while its samples were trained and carries the number of the version that they
+A row belongs to the version that the trainer went on from while its samples were trained and carries the number of the version that they
 made: row v says what went into version v. It is flushed after the version's own last step.
 """
 
@@ -31,7 +31,7 @@ class VersionMetrics:
             self._wait_prev_gen += seconds
 
     def stepped(self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport) -> None:
-        """These samples were trained while `version` was live."""
+        """These samples were trained from `version` on."""
         self._samples += [(s, version) for s in samples]
         self._steps.append(report)
 
@@ -55,7 +55,7 @@ class VersionMetrics:
         return row | {
             # Seconds from the flush of the last version to this one; the timing_s/* add up to it.
             "perf/time_per_version": wall,
-            # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation.
+            # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation, for a version to be live.
             "trainer/idle_ratio": _ratio(sum(timing.get(name, 0.0) for name in WAITS), wall),
             # 1 - integral of occupied decode slots over those that the schedule can fill (min(slots, capacity x n)).
             "rollouter/idle_ratio": min(1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))),

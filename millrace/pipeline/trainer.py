@@ -111,7 +111,7 @@ class Trainer:
                     self.observer.validate(ledger.version)
 
     async def stop(self) -> None:
-        """Save the state of a run that is done or was told to stop: nothing is TAKEN or TRAINED."""
+        """Save the state of a run that is done or was told to stop: the trainer holds no sample."""
         ledger = self.queue.ledger
         async with self.rollouter.parked("trainer"):
             if ledger.schedule.colocated:
@@ -159,20 +159,22 @@ class Trainer:
         version = self.queue.do(ledger.seal)
         due = self.observer.checkpoint_due(version)
         if ledger.schedule.overlap_sync and ledger.remaining() != 0 and not due and not self.queue.stopping:
-            with self.watch.part("sync_snapshot"):
-                await self.sync.snapshot(version)
+            with self.watch.part("sync_keep"):
+                await self.sync.keep(version)
             self._arriving = self._tasks.create_task(self._bring_beside(version, await self._close()), name=f"version-{version}")
             return
-        transfer, pause_s, snapshot = await self._bring(version, self.watch.part, cut=due)
+        transfer, pause_s = await self._bring(version, self.watch.part)
+        # The cut, with no await since the version is live: the trainer holds no sample, and the weights are its own until the next step.
+        snapshot = ledger.snapshot()
         row = await self._close()
         self._write_row(version, row(transfer=transfer, pause_s=pause_s))
-        if snapshot is not None:
+        if due:
             with self.watch.part("save_checkpoint"):
-                await self.observer.checkpoint(snapshot)
+                await self.observer.checkpoint(snapshot, last=ledger.done())
 
     async def _bring_beside(self, version: PolicyVersion, row: MakeRow) -> None:
         """The trainer's time is that of its next steps: none of it is for this."""
-        transfer, pause_s, _ = await self._bring(version, lambda name: nullcontext(), cut=False)
+        transfer, pause_s = await self._bring(version, lambda name: nullcontext())
         self._write_row(version, row(transfer=transfer, pause_s=pause_s))
         self.observer.validate(version)
 
@@ -183,10 +185,8 @@ class Trainer:
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
-    async def _bring(
-        self, version: PolicyVersion, part: Parts, *, cut: bool
-    ) -> tuple[TransferReport, float, LedgerSnapshot | None]:
-        """Make the sealed version live. Returns the transfer, the seconds of pause, and the ledger's cut if it is asked for."""
+    async def _bring(self, version: PolicyVersion, part: Parts) -> tuple[TransferReport, float]:
+        """Make the sealed version live. Returns the transfer, and the seconds of pause."""
         ledger = self.queue.ledger
         if ledger.schedule.colocated:
             with part("switch"):
@@ -196,11 +196,8 @@ class Trainer:
         async with self._hold(part, "sync", needed=not ledger.schedule.colocated):
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
-            trained = self.queue.do(ledger.published)
-            # The cut: the trainer holds no sample, and the weights are this version's until the next step.
-            snapshot = ledger.snapshot() if cut else None
-            self.observer.published(trained, ledger.totals())
-        return transfer, pause_s, snapshot
+            self.observer.published(self.queue.do(ledger.published), ledger.totals())
+        return transfer, pause_s
 
     async def _close(self) -> MakeRow:
         """End the figures of the steps since the last version. What it returns makes their row, once the sync has its own."""

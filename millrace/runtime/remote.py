@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import WorkerError
+from millrace.errors import SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
@@ -109,16 +109,20 @@ class RemoteWeightSync:
         self._replicas = replicas
         self._sending: PolicyVersion | None = None
 
-    async def snapshot(self, version: PolicyVersion) -> None:
+    async def keep(self, version: PolicyVersion) -> None:
         """The trainer's ranks begin to send at once."""
-        await all_of(self._trainers, "sender.snapshot", (version,))
+        await all_of(self._trainers, "sender.keep", (version,))
         self._sending = version
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         begun, self._sending = self._sending, None
         if begun == version:
             # What has arrived, and is proven, was sent. The senders themselves are busy with their next step.
-            received = await all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
+            try:
+                received = await all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
+            except SyncError:
+                await all_of(self._trainers, "sender.sent")  # if it is they who failed, or died, that is the error
+                raise
             return TransferReport(received[0].bytes, max(r.seconds for r in received))
         sent, received = await asyncio.gather(
             all_of(self._trainers, "sender.transfer", (version,), TransferReport),

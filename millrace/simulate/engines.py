@@ -253,7 +253,7 @@ class SimWeightSync:
         self._cost = cost
         self._replicas = replicas
 
-    async def snapshot(self, version: PolicyVersion) -> None:
+    async def keep(self, version: PolicyVersion) -> None:
         return None
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:

@@ -13,6 +13,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import msgspec
@@ -60,7 +62,10 @@ class Sender:
         self._buckets = buckets
         self._adapters = adapters
         self._base_sent = False
-        self._sending: asyncio.Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "sender")
+        self._sending: Future[None] | None = None
+        self._stream = torch.cuda.Stream(wire) if wire.type == "cuda" else None
+        """Of what is sent beside the engine's steps."""
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
@@ -78,29 +83,33 @@ class Sender:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send this rank's rows of the current weights as `version`: with adapters, these alone from the second time on."""
-        await self._last_sent()
+        await self.sent()
         start, sent = time.perf_counter(), 0
         for buckets, shards in self._due():
             largest = max(b.num_bytes for b in buckets)
             sent += self._send(buckets, self._packed(buckets, shards, self._buffers([largest] * IN_FLIGHT)))
         return TransferReport(sent, time.perf_counter() - start)
 
-    async def snapshot(self, version: PolicyVersion) -> None:
+    async def keep(self, version: PolicyVersion) -> None:
         """Keep this rank's rows of the current weights as `version`, in the serving dtype, and begin to send them in a thread: the engine
-        may step on. Takes the place of `transfer`. A failure is raised by the next call; replicas miss what did not come.
+        may step on. Takes the place of `transfer`. A failure is raised by `sent`; replicas miss what did not come.
         """
-        await self._last_sent()
+        await self.sent()
         kept = [
             (buckets, list(self._packed(buckets, shards, self._buffers([b.num_bytes for b in buckets]))))
             for buckets, shards in self._due()
         ]
-        packed = torch.cuda.current_stream(self._wire).record_event() if self._wire.type == "cuda" else None
-        self._sending = asyncio.ensure_future(asyncio.to_thread(self._send_kept, kept, packed))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._wire))
+        self._sending = self._thread.submit(self._send_kept, kept)
 
-    async def _last_sent(self) -> None:
+    async def sent(self) -> None:
+        """Until what was kept is sent. Raises what its sending failed with, once."""
         if self._sending is not None:
-            await self._sending
+            sending = asyncio.wrap_future(self._sending)
+            await asyncio.wait([sending])  # who gives up waiting does not end the sending
             self._sending = None
+            sending.result()
 
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
         """What the next version takes."""
@@ -133,13 +142,14 @@ class Sender:
         wait_for_device(self._wire)
         return sum(b.num_bytes for b in buckets)
 
-    def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]], packed: torch.cuda.Event | None) -> None:
-        """In a thread. On a GPU on a stream of its own: the engine's holds its next step."""
-        with torch.cuda.stream(torch.cuda.Stream(self._wire) if packed else None):
-            if packed:
-                packed.wait()
-            for buckets, buffers in kept:
-                self._send(buckets, iter(buffers))
+    def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]]) -> None:
+        """In a thread. On a GPU on a stream of its own: the engine's holds its next step. Empties `kept`."""
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                for buckets, buffers in kept:
+                    self._send(buckets, iter(buffers))
+        finally:
+            kept.clear()  # now, not when the event loop has its next turn: that is after the step
 
     def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
         """The bucket's tensors, cast to the serving dtype on the way."""
@@ -176,8 +186,11 @@ class Silent:
         """No bytes in no time."""
         return TransferReport(0, 0.0)
 
-    async def snapshot(self, version: PolicyVersion) -> None:
+    async def keep(self, version: PolicyVersion) -> None:
         """Nothing is kept."""
+
+    async def sent(self) -> None:
+        """Nothing was."""
 
     async def link(self) -> TransferReport:
         """The same."""

@@ -6,16 +6,42 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
+from millrace import recipe
+from millrace.config import ModelShape
+from millrace.engines import fsdp_train
+from millrace.engines.model import write_shape
+from millrace.exporting import export
+from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.ports import TransferReport
 from millrace.runtime.remote import all_of
+from millrace.schedule.ledger import Ledger
 from millrace.sync.buckets import ALIGN
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)
 
 ON_POLICY = ["mode=on_policy_pipeline", "actor.optim.lr=1e-3"]
+
+
+def test_one_process_exports_what_copies_in_bfloat16_have_saved(tmp_path: Path) -> None:
+    config = recipe.load(runs.RECIPE, ["trainer.n_gpus_per_node=4", "trainer.fsdp_size=2", "model.dtype=bfloat16"])
+    alone = recipe.load(runs.RECIPE, ["model.dtype=bfloat16"])
+    shape = ModelShape(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
+    write_shape(str(tmp_path / "model"), shape, vocab_size=32, eos_token_id=0)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    engine = fsdp_train.build(alone, str(tmp_path / "model"), rank=0, world_size=1)
+    engine.begin(alone.actor.optim, 1)
+    checkpoint = asyncio.run(Checkpoints(tmp_path, keep=1).save(Ledger(config.schedule).snapshot(), engine))
+    want = {name: weight.clone() for name, weight in engine.full_weights()}
+    asyncio.run(engine.close())
+    export(checkpoint, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all((found[name] == weight).all() and weight.dtype == torch.bfloat16 for name, weight in want.items())
 
 
 def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:

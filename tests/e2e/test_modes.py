@@ -27,7 +27,7 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> No
             for mode, *more in [*overlapped, *((mode,) for mode in MODES)]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, f"mode={mode}", *more)
-                assert all(("timing_s/sync_snapshot" in row) == bool(more) for row in runs.rows(folder)[:-1]), mode
+                assert all(("timing_s/sync_keep" in row) == bool(more) for row in runs.rows(folder)[:-1]), mode
                 assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
                 found = audit(folder)
                 assert (found.admitted, found.trained, found.lost, found.trained_twice, found.held) == (64, 64, 0, 0, 0), mode

@@ -116,6 +116,24 @@ def test_a_staged_save_has_the_bits_of_the_cut_though_the_engine_steps_on(
     assert gate.writers == {threading.current_thread().name, "state-writer_0"}, "what is saved at once needs no thread"
 
 
+def test_who_gives_up_waiting_does_not_end_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, engine = Gate(monkeypatch), engine_of(next(iter(CASES.values())))
+
+    async def main() -> None:
+        gate.open.clear()
+        await engine.save(str(tmp_path), True)
+        waiting = asyncio.ensure_future(engine.saved())
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        asyncio.get_running_loop().call_later(0.2, gate.open.set)
+        await engine.saved()
+        assert (tmp_path / ".metadata").exists(), "it was still being written"
+
+    asyncio.run(main())
+    asyncio.run(engine.close())
+
+
 def two_ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     with pytest.MonkeyPatch.context() as patch:

@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def trained(self) -> list[tuple[int, Sample]]:
-        """(version live at training, sample), in order of training."""
+        """(the trainer's version, sample), in order of training."""
         return [(version, s) for version, samples in self.engine.trained for s in samples]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync import collective, inbox
-from millrace.sync.buckets import ALIGN, specs_of
+from millrace.sync.buckets import ALIGN, Bucket, part_of, plan, specs_of
 from millrace.sync.collective import Receiver, Sender, join_sender
 
 TRAINERS, REPLICAS = 2, 2
@@ -179,13 +181,51 @@ def test_weights_that_were_kept_arrive_though_the_trainer_has_stepped_on() -> No
                     await f.transfer(version)
                 else:
                     for sender in f.senders:
-                        await sender.snapshot(version)
+                        await sender.keep(version)
                     for tensor in (t for source in f.sources for t in source.tensors.values()):
                         tensor.add_(1)
                     await asyncio.gather(*(r.transfer(version) for r in f.receivers))
-                    await asyncio.gather(*(s._last_sent() for s in f.senders))
+                    await asyncio.gather(*(s.sent() for s in f.senders))
                 await f.activate(version)
                 assert all(equal(h.live, at_the_cut) and h.version == version for h in f.holders)
+
+    asyncio.run(main())
+
+
+class Slow(Sender):
+    """Sends nothing, in a while, or fails."""
+
+    failure: Exception | None = None
+
+    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> int:
+        for tensor in packed:
+            self.last = weakref.ref(tensor)
+        time.sleep(0.2)
+        if self.failure is not None:
+            raise self.failure
+        return 0
+
+
+def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_told_once() -> None:
+    async def main() -> None:
+        tensors = model(1)
+        sender = Slow(Source(tensors, 0), None, plan(part_of(specs_of(tensors), 0, TRAINERS), 1 << 20), torch.device("cpu"))
+        await sender.keep(1)
+        waiting = asyncio.ensure_future(sender.transfer(2))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await sender.transfer(2)
+        sender.failure = SyncError("broken")
+        await sender.keep(3)
+        with pytest.raises(SyncError, match="broken"):
+            await sender.sent()
+        await sender.sent()
+        sender.failure = None
+        await sender.keep(4)
+        time.sleep(1.0)  # noqa: ASYNC251 - the event loop has no turn, as in a step
+        assert sender.last() is None, "what is sent is not kept through the step"
+        await sender.sent()
 
     asyncio.run(main())
 
@@ -197,7 +237,7 @@ def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
                 for source in [*f.sources, *one.sources]:
                     source.tensors = model(50 + version)
                 if version == 0:  # what was kept is there for the first copy, and no rank minds being told to keep it
-                    await asyncio.gather(*(s.snapshot(version) for s in f.senders))
+                    await asyncio.gather(*(s.keep(version) for s in f.senders))
                     await asyncio.gather(*(r.transfer(version) for r in f.receivers))
                 sent, received = await f.transfer(version)
                 assert [s.bytes for s in sent] == [s.bytes for s in (await one.transfer(version))[0]] + [0, 0]

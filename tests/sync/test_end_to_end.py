@@ -52,8 +52,8 @@ class Sync:
         self.receivers = receivers
         self.sent = -1
 
-    async def snapshot(self, version: int) -> None:
-        await self.sender.snapshot(version)
+    async def keep(self, version: int) -> None:
+        await self.sender.keep(version)
         self.sent = version
 
     async def transfer(self, version: int) -> TransferReport:
@@ -145,7 +145,7 @@ def leaf(error: BaseException) -> BaseException:
 def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_sync: str, overlap: bool) -> None:
     schedule = {"on_sync": on_sync, "staleness_threshold": 1.0, "overlap_sync": overlap}
     record, replicas = asyncio.run(train(model, config(**schedule), TorchRolloutEngine))
-    assert all(("timing_s/sync_snapshot" in row) == overlap for row in record.rows[:-1])
+    assert all(("timing_s/sync_keep" in row) == overlap for row in record.rows[:-1])
     assert [r.version for r in replicas] == [6, 6] and len(record.rows) == 6
 
 
