@@ -63,6 +63,8 @@ class Record:
     cuts: list[LedgerSnapshot] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     saved: LedgerSnapshot | None = None
+    saves: list[tuple[int, bool]] = field(default_factory=list)
+    """Version, and whether it was told to be the last."""
     retired_before: int = 0
 
     def published(self, trained: list[int], totals: Totals) -> None:
@@ -81,6 +83,7 @@ class Record:
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
         self.saved = snapshot
+        self.saves.append((snapshot.version, last))
 
     async def validated(self) -> None: ...
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
-from tests.pipeline.simulated import RUNS, Outcome, schedule_of, simulate
+from tests.pipeline.simulated import RUNS, Outcome, Record, schedule_of, simulate
 
 COST = CostModel(reward_s=0.3)
 
@@ -93,6 +93,12 @@ def test_where_rollouts_are_awaited_and_order_is_strict_no_speed_decides_what_is
     runs = [simulate(schedule_of(mode, staleness=1.7), 60, cost=cost).trained for cost in costs]
     seen = [[(version, s.prompt.index, [t.versions for t in s.trajectories]) for version, s in run] for run in runs]
     assert all(one == seen[0] for one in seen)
+
+
+@pytest.mark.parametrize("mode", ["colocate_sync", "async_partial", "async_partial+overlap"])
+def test_a_checkpoint_that_nothing_trains_after_is_the_last(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Record, "checkpoint_due", lambda self, version: version % 2 == 0)
+    assert simulate(schedule_of(mode), 48, cost=COST).record.saves == [(2, False), (4, False), (6, True)]
 
 
 def test_async_staleness_awaits_running_trajectories_and_truncates_none() -> None:
