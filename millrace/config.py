@@ -63,7 +63,8 @@ class TrainerConfig(Section):
     async_save: bool = True
     """Write checkpoints while the next versions train: the trainer stands still for a copy to host memory, which takes as much of
     it as the state has until it is written: for each copy of the model 12 bytes a parameter, as many of a critic's, 4 of the
-    reference's. From GPUs it takes up to twice that, which is kept for the next one: pinned memory comes in powers of two. false stands still for the writing and needs none of it. So does the last save of a run, which nothing trains after."""
+    reference's. From GPUs it takes up to twice that, which is kept for the next one: pinned memory comes in powers of two. false
+    stands still for the writing and needs none of it. So does the last save of a run, which nothing trains after."""
     save_last: bool = True
     """Save a checkpoint when the run is complete. Without it there is nothing to export: for benchmarks."""
     test_freq: int = Field(0, ge=0)

@@ -17,6 +17,7 @@ GROUND = {"types", "errors", "codec"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "beside": set(),
     "codec": set(),
     "ports": set(),
     "schedule": set(),
@@ -30,8 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"ports", "config"},
     "pipeline": {"ports", "schedule", "rollout", "observe"},
     "simulate": {"ports", "schedule", "pipeline"},
-    "engines": {"ports", "config", "algorithms"},
-    "sync": {"ports", "config"},
+    "engines": {"ports", "config", "algorithms", "beside"},
+    "sync": {"ports", "config", "beside"},
     "worker": {"config", "engines", "sync"},
     "runtime": {"ports", "config", "worker"},
     "problems": {"config", "data", "engines"},

@@ -1,4 +1,4 @@
-"""Modules over ranks: FSDP2, hybrid where there are several copies of the model, and weights that rank 0 loads and every rank gets its share of."""
+"""Modules over ranks: FSDP2, hybrid where there are several copies of the model; rank 0 loads, and every rank gets its share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def load(
     *,
     on_host: bool = False,
 ) -> M:
-    """`make` of the model in `folder`, sharded over `mesh`. Of several ranks the first alone loads weights, or draws them; the others get theirs from it.
+    """`make` of the model in `folder`, sharded over `mesh`. Of several ranks the first alone loads weights, or draws them; the
+    others get theirs from it.
 
     `on_host`: it is loaded or drawn, and made, on the CPU.
     """

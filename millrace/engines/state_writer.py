@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
 
+from millrace.beside import Beside
 from millrace.errors import CheckpointError
 
 
@@ -27,8 +26,7 @@ class StateWriter:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
-        self._thread = ThreadPoolExecutor(1, "state-writer")
-        self._writing: Future[None] | None = None
+        self._writing = Beside("state-writer")
 
     def write(self, state: dict[str, Any], folder: str) -> None:
         """Return once `state` is in `folder`; nothing may change it until then. Raises CheckpointError, saying why it is not."""
@@ -41,15 +39,11 @@ class StateWriter:
         copy = on_host(state)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._writing = self._thread.submit(self._write, copy, folder)
+        self._writing.start(self._write, copy, folder)
 
     async def done(self) -> None:
         """Until nothing is being written. Raises CheckpointError if what was started failed."""
-        if self._writing is not None:
-            writing = asyncio.wrap_future(self._writing)
-            await asyncio.wait([writing])  # who gives up waiting does not end the writing
-            self._writing = None
-            writing.result()
+        await self._writing.done()
 
     def _prepare(self) -> None:
         """What must not happen in the thread: groups are made by all ranks in one order, and warnings' filters are global."""

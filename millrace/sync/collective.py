@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from millrace.beside import Beside
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
@@ -62,8 +62,7 @@ class Sender:
         self._buckets = buckets
         self._adapters = adapters
         self._base_sent = False
-        self._thread = ThreadPoolExecutor(1, "sender")
-        self._sending: Future[None] | None = None
+        self._sending = Beside("sender")
         self._stream = torch.cuda.Stream(wire) if wire.type == "cuda" else None
         """Of what is sent beside the engine's steps."""
 
@@ -101,15 +100,11 @@ class Sender:
         ]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._wire))
-        self._sending = self._thread.submit(self._send_kept, kept)
+        self._sending.start(self._send_kept, kept)
 
     async def sent(self) -> None:
         """Until what was kept is sent. Raises what its sending failed with, once."""
-        if self._sending is not None:
-            sending = asyncio.wrap_future(self._sending)
-            await asyncio.wait([sending])  # who gives up waiting does not end the sending
-            self._sending = None
-            sending.result()
+        await self._sending.done()
 
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
         """What the next version takes."""
