@@ -25,14 +25,6 @@ pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is comp
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("train"))
-    train_cases.write_models(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def ranks(folder):
     return train_cases.on_ranks(
         folder, train_cases.CASES, train_cases.run_case, {"2": train_cases.run_extra, "2 x 2": train_cases.run_copies}

@@ -8,18 +8,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.engines import invariance_cases, train_cases
+from tests.engines import invariance_cases
 from tests.engines.invariance_cases import CASES, CUTS, LAYOUTS
 
 pytestmark = pytest.mark.xdist_group("invariance")  # what ranks compute is computed once
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("invariance"))
-    train_cases.write_models(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,6 @@ pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed o
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("lora"))
-    train_cases.write_models(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def ranks(folder):
     return train_cases.on_ranks(
         folder, lora_cases.CASES, lora_cases.run_case, {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies}
