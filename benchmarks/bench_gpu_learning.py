@@ -1,18 +1,19 @@
 """Reward over wall-clock time, synchronous against asynchronous, at equal samples: 122 M parameters, a reasoning-gym mix.
 
     python benchmarks/reasoning_mix.py                       # the problems, on a machine with reasoning-gym
-    python benchmarks/bench_gpu_learning.py [key=value ...]  # on four GPUs
+    python benchmarks/bench_gpu_learning.py [key=value ...]  # on two GPUs
     python benchmarks/bench_gpu_learning.py --summarise benchmarks/results/gpu_learning.jsonl --plot docs/gpu_learning.svg
 
-Warms one model up with all GPUs (`--model FOLDER` takes one that is there), then trains it by RL. Each run has two GPUs: in
-`sync`, mode=colocate_sync, both roll out and both train, in turns; in `async`, mode=async_partial, there is one for each;
-and so in `pipeline`, mode=on_policy_pipeline, which is not among the default modes. Each pair of GPUs has one run at a
-time. Overrides go to everything. Where time is short, `--budget-s` starts no run that would not end in it, judging by the
-longest of its mode so far, and `--run-timeout-s` kills one that hangs.
+Warms one model up (`--model FOLDER` takes one that is there), then trains it by RL, from the same weights for every run. In `sync`,
+mode=colocate_sync, all GPUs roll out and all train, in turns; in `async`, mode=async_partial, half of them do either; and so
+in `pipeline`, mode=on_policy_pipeline, which is not among the default modes. The engines of both placements are started once,
+make a few versions that are in no figure (kernels compile), and stay on the GPUs: the modes take turns, seed by seed, so that
+whatever else the host does, it does to both. Overrides go to everything. Where time is short, `--budget-s` starts no run that
+would not end in it, judging by the longest of its mode so far, and `--run-timeout-s` ends all where one hangs.
 
-Writes PATH.jsonl, a line for each run as soon as it ends, failed ones with their error: held-out reward before and after,
-and of each version the seconds since RL began and the training reward. Tables and plot are made of that file, on any
-machine. All of it on two cores, small, in about five minutes:
+Writes PATH.jsonl, a line for each run as soon as it ends: held-out reward before and after, and of each version the seconds
+since RL began and the training reward. Tables and plot are made of that file, on any machine. All of it on two cores, small,
+in about four minutes:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
     python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning --folder build/small \\
@@ -24,30 +25,36 @@ machine. All of it on two cores, small, in about five minutes:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
 from typing import Any
 
 from command import ROOT, millrace
+from rich.console import Console
+
+from millrace import recipe
+from millrace.bench.modes import folder_of_run
+from millrace.launch import Outcome, Session, StopRequest, open_session, run_training
+from millrace.observe.progress import Progress, make_view
+from millrace.schedule.ledger import Ledger
 
 Run = dict[str, Any]
 
-RECIPE = str(ROOT / "recipes" / "gpu_reasoning.yaml")
+RECIPE = ROOT / "recipes" / "gpu_reasoning.yaml"
 MODES = {"sync": "colocate_sync", "async": "async_partial", "pipeline": "on_policy_pipeline"}
 ON_CPU = ["trainer.device=cpu", "rollout.engine=torch", "model.dtype=float32"]
 MEASURED = [  # nothing is written in a run but its figures, and no validation interrupts it
     "sft.steps=0",
-    "data.train_max_samples=8192",  # rows are mixed; reading all of them takes each run some seconds more
+    "data.train_max_samples=8192",  # rows are mixed; reading all of them takes some seconds more
     "rollout.test_freq=0",
     "trainer.save_freq=0",
     "trainer.save_last=false",
@@ -56,6 +63,8 @@ MEASURED = [  # nothing is written in a run but its figures, and no validation i
 SHARES = ("wait_samples", "wait_rollouts", "step", "switch", "sync_transfer", "sync_activate", "other")
 SMOOTH = 5
 """Versions whose mean reward counts where a level is asked for."""
+REHEARSED = 3
+"""Windows of a mode's first run, which is in no figure."""
 
 
 def warm_up(options: argparse.Namespace) -> Run:
@@ -64,44 +73,61 @@ def warm_up(options: argparse.Namespace) -> Run:
     shutil.rmtree(folder, ignore_errors=True)
     ranks = [f"trainer.n_gpus_per_node={options.gpus}"] if options.gpus else ON_CPU
     arguments = ["mode=colocate_sync", *ranks, f"trainer.run_dir={folder}", *options.overrides]  # no GPU is kept for rollouts
-    return millrace("sft", RECIPE, *arguments, env=environment(range(options.gpus)))
+    return millrace("sft", str(RECIPE), *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 
-def environment(gpus: Iterable[int]) -> dict[str, str]:
-    shown = ",".join(map(str, gpus))
-    return {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
+class Arms:
+    """The engines of the modes, started when a mode first asks for its placement."""
+
+    def __init__(self, stack: AsyncExitStack, progress: Progress, model: Path, options: argparse.Namespace) -> None:
+        self.stack, self.progress, self.model, self.options = stack, progress, model, options
+        self.sessions: dict[bool, Session] = {}
+
+    def overrides(self, mode: str, seed: int) -> list[str]:
+        each = self.options.gpus if mode == "sync" else self.options.gpus // 2
+        devices = [f"trainer.n_gpus_per_node={each}", f"rollout.n_gpus_per_node={each}"] if each else ON_CPU
+        own = [f"mode={MODES[mode]}", f"trainer.seed={seed}", f"model.path={self.model}"]
+        return [*own, *devices, *self.options.overrides, *MEASURED]
+
+    def new_folder(self, name: str) -> Path:
+        folder: Path = self.options.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    async def session(self, mode: str) -> Session:
+        """Engines with the start weights and fresh optimizers."""
+        colocated = mode == "sync"
+        if colocated not in self.sessions:
+            folder = self.new_folder(f"engines-{mode}")
+            config = recipe.load(RECIPE, [*self.overrides(mode, 0), f"trainer.run_dir={folder}"])
+            s = self.sessions[colocated] = await self.stack.enter_async_context(open_session(config, self.progress))
+            await s.engines.train.begin("rl", 1)
+            (folder / "start").mkdir()
+            await s.engines.train.save(str(folder / "start"))
+        return self.sessions[colocated]
+
+    async def run(self, mode: str, seed: int, name: str, *overrides: str) -> tuple[Session, Outcome]:
+        """One run from the start weights."""
+        s = await self.session(mode)
+        start = s.run.path / "start"
+        folder = self.new_folder(f"{mode}-{name}")
+        config = recipe.load(RECIPE, [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"])
+        problems = replace(s.problems, train=replace(s.problems.train, seed=seed))
+        own = replace(s, config=config, run=folder_of_run(config, s), problems=problems)
+        derived = config.derived(len(problems.train))
+        await s.engines.trainers_turn()
+        await s.engines.train.begin("rl", derived.lr_horizon)
+        await s.engines.train.load(str(start))
+        return own, await run_training(own, Ledger(config.schedule, derived.samples), StopRequest())
 
 
-def devices_of(mode: str, options: argparse.Namespace) -> list[str]:
-    """A pair of GPUs: shared by two ranks and two replicas, or one for each side."""
-    if not options.gpus:
-        return ON_CPU
-    each = 2 if mode == "sync" else 1
-    return [f"trainer.n_gpus_per_node={each}", f"rollout.n_gpus_per_node={each}"]
-
-
-def one_run(labels: Run, model: Path, gpus: tuple[int, ...], options: argparse.Namespace) -> Run:
-    folder = options.folder / f"{labels['mode']}-{labels['seed']}"
-    shutil.rmtree(folder, ignore_errors=True)
-    arguments = [f"mode={MODES[labels['mode']]}", f"trainer.seed={labels['seed']}", f"model.path={model}"]
-    arguments += [f"trainer.run_dir={folder}", *devices_of(labels["mode"], options), *options.overrides, *MEASURED]
-    start = time.perf_counter()
-    try:
-        result = millrace("train", RECIPE, *arguments, env=environment(gpus), timeout_s=options.run_timeout_s)
-    except (SystemExit, subprocess.TimeoutExpired) as error:
-        said = error.stderr or b"" if isinstance(error, subprocess.TimeoutExpired) else b""
-        why = f"{str(error)[-3000:]} {said.decode(errors='replace')[-1000:]}".strip()
-        return labels | {"gpus": gpus, "seconds_in_all": round(time.perf_counter() - start, 1), "error": why}
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return labels | {"gpus": gpus, "seconds_in_all": round(time.perf_counter() - start, 1)} | figures(result, rows)
-
-
-def figures(result: dict[str, Any], rows: list[dict[str, Any]]) -> Run:
+def figures(outcome: Outcome, rows: list[dict[str, Any]]) -> Run:
     """What is kept of a run: its result, and of every version the seconds since RL began, samples and training reward."""
+    assert outcome.first is not None and outcome.last is not None
     trained = [row for row in rows if "reward/mean" in row]
     seconds = [row["perf/time_per_version"] for row in trained]
     # The first row may also hold what came before the first rollout; the end is the same moment in both.
-    ends = [result["train_seconds"] - sum(seconds) + at for at in accumulate(seconds)]
+    ends = [outcome.train_seconds - sum(seconds) + at for at in accumulate(seconds)]
     samples = accumulate(row["train/samples"] for row in trained)
     rewards = [row["reward/mean"] for row in trained]
     parts = {name: sum(row.get(f"timing_s/{name}", 0.0) for row in trained) / sum(seconds) for name in SHARES}
@@ -110,12 +136,11 @@ def figures(result: dict[str, Any], rows: list[dict[str, Any]]) -> Run:
         return round(statistics.mean(row[name] for row in trained if row.get(name) is not None), 4)
 
     return {
-        "samples": result["samples_trained"],
-        "versions": result["versions"],
-        "rl_seconds": round(result["train_seconds"], 2),
-        "start_seconds": round(result["timings"]["start"], 2),
-        "val_before": kept(result["val_before"]),
-        "val": kept(result["val"]),
+        "samples": outcome.samples_trained,
+        "versions": outcome.versions,
+        "rl_seconds": round(outcome.train_seconds, 2),
+        "val_before": kept(outcome.first.values),
+        "val": kept(outcome.last.values),
         "staleness": mean("staleness/mean"),
         "idle_trainer": mean("trainer/idle_ratio"),
         "idle_rollouter": mean("rollouter/idle_ratio"),
@@ -131,16 +156,15 @@ def kept(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in values.items() if name.endswith("/greedy") or "/mean@" in name}
 
 
-def measure(options: argparse.Namespace) -> None:
+async def measure(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     options.folder.mkdir(parents=True, exist_ok=True)
     output = options.write.with_suffix(".jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("")
-    lock = Lock()
 
     def write(found: Run) -> None:
-        with lock, output.open("a") as file:
+        with output.open("a") as file:
             file.write(json.dumps(found) + "\n")
         shown = {name: value for name, value in found.items() if name not in ("curve", "val_before", "val", "shares")}
         if "val" in found:
@@ -152,28 +176,30 @@ def measure(options: argparse.Namespace) -> None:
         warm = warm_up(options)
         model = Path(warm["model"])
         write({"warm_up": {name: warm[name] for name in ("steps", "seconds", "loss")}})
-    pairs: SimpleQueue[tuple[int, ...]] = SimpleQueue()
-    for first in range(0, max(options.gpus, 1), 2):
-        pairs.put((first, first + 1) if options.gpus else ())
-    longest = dict.fromkeys(MODES, 0.0)
-
-    def run(labels: Run) -> None:
-        gpus = pairs.get()
-        try:
-            spent = time.perf_counter() - begin
-            if options.budget_s and spent + longest[labels["mode"]] > options.budget_s:
-                say(f"not started, {spent:.0f} s are spent: {labels}")
-                return
-            found = one_run(labels, model.resolve(), gpus, options)
-        finally:
-            pairs.put(gpus)
-        longest[labels["mode"]] = max(longest[labels["mode"]], found["seconds_in_all"])
-        write(found)
-
-    # The modes of a seed beside each other: whatever else the host does, it does to both.
-    plan = [{"mode": mode, "seed": seed} for seed in range(options.seeds) for mode in options.modes]
-    with ThreadPoolExecutor(max(options.gpus // 2, 1)) as pool:
-        list(pool.map(run, plan))
+    with Progress(make_view(Console(stderr=True)), "gpu_learning", "bench") as progress:
+        async with AsyncExitStack() as stack:
+            arms = Arms(stack, progress, model.resolve(), options)
+            for mode in options.modes:
+                start = time.perf_counter()
+                window = (await arms.session(mode)).config.schedule.window
+                ready = time.perf_counter()
+                few = [f"rollout.total_rollout_steps={REHEARSED * window}", "trainer.val_before_train=false"]
+                await arms.run(mode, options.seeds, "rehearsal", *few)
+                seconds = {"start_seconds": round(ready - start, 1), "rehearsal_seconds": round(time.perf_counter() - ready, 1)}
+                write({"engines_of": mode} | seconds)
+            longest = dict.fromkeys(MODES, 0.0)
+            for seed, mode in ((seed, mode) for seed in range(options.seeds) for mode in options.modes):
+                start = time.perf_counter()
+                if options.budget_s and start - begin + longest[mode] > options.budget_s:
+                    say(f"not started, {start - begin:.0f} s are spent: {mode}, seed {seed}")
+                    continue
+                async with asyncio.timeout(options.run_timeout_s):
+                    own, outcome = await arms.run(mode, seed, str(seed))
+                rows = [json.loads(line) for line in (own.run.path / "metrics.jsonl").read_text().splitlines()]
+                seconds_in_all = time.perf_counter() - start
+                longest[mode] = max(longest[mode], seconds_in_all)
+                labels = {"mode": mode, "seed": seed, "gpus": options.gpus, "seconds_in_all": round(seconds_in_all, 1)}
+                write(labels | figures(outcome, rows))
 
 
 def say(text: str) -> None:
@@ -279,18 +305,15 @@ def plot(runs: list[Run], path: Path) -> None:
 
 def summarise(options: argparse.Namespace) -> None:
     found = [json.loads(line) for line in options.summarise.read_text().splitlines()]
-    lines = [line for line in found if "mode" in line]
-    warm = "".join(f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. " for line in found if (w := line.get("warm_up")))
-    failed, runs = ([run for run in lines if ("error" in run) == wanted] for wanted in (True, False))
-    for run in failed:
-        say(f"failed: {run['mode']}, seed {run['seed']}: {run['error'][-600:]}")
+    runs = [line for line in found if "seed" in line]
     if not runs:
         raise SystemExit(f"{options.summarise} has no complete run")
+    warm = "".join(f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. " for line in found if (w := line.get("warm_up")))
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
         "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
-        f"The recipe is recipes/gpu_reasoning.yaml. Runs and curves: {options.summarise.name}; {len(failed)} runs failed.\n"
+        f"The recipe is recipes/gpu_reasoning.yaml, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
         f"{warm}Held-out figures are means over the tasks.\n\n{text}\n"
     )
     if options.plot:
@@ -300,25 +323,25 @@ def summarise(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="key=value, for the warm-up and every run")
-    parser.add_argument("--gpus", type=int, default=4, help="an even number: each run takes a pair; 0 is the CPU")
+    parser.add_argument("--gpus", type=int, default=2, help="an even number; 0 is the CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "async"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_learning", help="of the warm-up and the runs")
     parser.add_argument(
-        "--budget-s", type=float, default=0, help="seconds from the start after which no run may end; 0 sets no limit"
+        "--budget-s", type=float, default=0, help="seconds from the start after which no run should end; 0 sets no limit"
     )
-    parser.add_argument("--run-timeout-s", type=float, help="seconds that one run may take, its start included")
+    parser.add_argument("--run-timeout-s", type=float, help="seconds that one run may take")
     parser.add_argument("--write", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_learning", help="write PATH.jsonl")
     parser.add_argument("--summarise", type=Path, help="run nothing: make PATH.md of an earlier PATH.jsonl")
     parser.add_argument("--plot", type=Path, help="with --summarise: plot the curves as SVG, PNG or PDF")
     options = parser.parse_args()
     if options.gpus % 2:
-        parser.error(f"--gpus {options.gpus} must be even: each run takes a pair")
+        parser.error(f"--gpus {options.gpus} must be even: half of them train")
     if options.summarise:
         summarise(options)
     else:
-        measure(options)
+        asyncio.run(measure(options))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
     from millrace.engines.model import write_shape
 
     shape = ModelShape.model_validate(SHAPES[options.model])
-    dtype = "float32" if options.model == "tiny" else "bfloat16"
+    dtype = options.dtype or ("float32" if options.model == "tiny" else "bfloat16")
     write_shape(folder / "model", shape, vocab_size=VOCABULARY[options.model], eos_token_id=0, dtype=dtype)
     length = options.prompt + options.tokens
     return Config.model_validate(
@@ -75,6 +75,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
                 "max_prompt_length": options.prompt,
                 "max_response_length": options.tokens,
                 "gpu_memory_utilization": 0.7,
+                "enforce_eager": options.eager,
             },
             "actor": {"ppo_max_token_len_per_gpu": max(16384, length)},
             "sync": {"bucket_mb": options.bucket_mb},
@@ -215,6 +216,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16, unless the model is tiny")
+    parser.add_argument("--eager", action="store_true", help="no graphs: a quick start, where rates do not matter")
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--arm", choices=("both", "millrace", "bare"), default="both")

@@ -46,9 +46,10 @@ for one in $PARTS; do
         ;;
     vllm)
         part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json"
-        # Are greedy responses that were resumed those that were not, with kernels that do not depend on the batch?
-        part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 128 --arm millrace \
-            --repeats 1 --json "$OUT/vllm-invariant.json"
+        # Are greedy responses that were resumed those that were not: with kernels that do not depend on the batch, and without rounding to bf16?
+        resume="$PYTHON benchmarks/bench_vllm.py --model 1.5b --requests 64 --arm millrace --eager --repeats 1 --syncs 2"
+        part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"
+        part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
         case $GPUS in
@@ -69,7 +70,7 @@ for one in $PARTS; do
             $(printf 'model.shape.%s ' $size)
         ;;
     learn)
-        part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus $GPUS --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
+        part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus 2 --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
         ;;
     *) echo "no part $one"; exit 2 ;;
     esac

@@ -93,7 +93,7 @@ async def bench_modes(
                 for arm in group:
                     said = [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
                     own = recipe.load(path, [*said, *(_uniform(s, config) if arm.uniform else ())])
-                    found = await _run(replace(s, config=own, run=_folder(own, s)), skip)
+                    found = await _run(replace(s, config=own, run=folder_of_run(own, s)), skip)
                     alone = alone or await _alone(s, own)
                     figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
                     with (folder / "figures.jsonl").open("a") as lines:  # at once: a later arm may fail
@@ -115,7 +115,8 @@ def _uniform(s: Session, config: Config) -> list[str]:
     return ["rollout.drawn_lengths.sigma=0", f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}"]
 
 
-def _folder(config: Config, s: Session) -> RunDir:
+def folder_of_run(config: Config, s: Session) -> RunDir:
+    """A folder for one of the runs on a session's engines, with their model."""
     run = open_run_dir(config)
     run.model.symlink_to(s.run.model.resolve())
     return run
