@@ -53,11 +53,11 @@ for one in $PARTS; do
         ;;
     modes)
         case $GPUS in
-        2) shape=1.5b splits=1+1 ;;
+        2) shape=1.5b splits="1+1 rollout.max_num_seqs=256" ;; # one engine has a whole window
         4) shape=7b splits=2+2 ;;
         *) shape=7b splits=$HALF+$HALF,$((HALF + 1))+$((HALF - 1)) ;;
         esac
-        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml rollout.total_rollout_steps=192 --splits $splits --skip 2 --json"
+        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml rollout.total_rollout_steps=320 --splits $splits --skip 2 --json"
         part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
