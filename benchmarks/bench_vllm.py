@@ -1,11 +1,13 @@
-"""vLLM rollouts through millrace against bare vLLM, and the weight sync between trainer and vLLM. Two devices.
+"""vLLM rollouts through millrace against bare vLLM, and the weight sync between trainer and vLLM. One device, or two.
 
-    python benchmarks/bench_vllm.py [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 3] [--json out.json]
+    python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 5] [--json out.json]
 
 rollout    requests of `--prompt` random tokens, each with `--tokens` new ones, log-probs on, all at once: through the pool and the worker as
-           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments, on the same GPU. Bare vLLM is
-           asked with the same seeds, and without any, as a user without RL would.
-sync       transfer (beside the live weights) and pause (nothing is decoded), idle and with all requests in flight.
+           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments, on the same GPU. Both
+           engines stay there and take turns on the same requests; bare vLLM is asked with the same seeds, and in turns of its own
+           without any, as a user without RL would.
+sync       transfer and pause (nothing is decoded), idle; with two devices also with all requests in flight. On one device the sides are
+           colocated and nothing is offloaded.
 gap        |log p of vLLM - log p of the trainer| over sampled tokens, same weights.
 resume     whether greedy responses that were interrupted and resumed are those that were not.
 
@@ -20,17 +22,19 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from millrace import recipe
 from millrace.assemble import build_engines, open_runtime
 from millrace.config import Config, ModelShape
 from millrace.run_dir import RunDir
-from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
+from millrace.types import Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory, tokens_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -56,6 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+TOLD = "rate "
 VOCABULARY = {"tiny": 512, "1.5b": 151936, "7b": 152064}
 
 
@@ -63,24 +68,27 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
     from millrace.engines.model import write_shape
 
     shape = ModelShape.model_validate(SHAPES[options.model])
-    dtype = options.dtype or ("float32" if options.model == "tiny" else "bfloat16")
+    dtype: Literal["float32", "bfloat16"] = options.dtype or ("float32" if options.model == "tiny" else "bfloat16")
     write_shape(folder / "model", shape, vocab_size=VOCABULARY[options.model], eos_token_id=0, dtype=dtype)
     length = options.prompt + options.tokens
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder / "model"), "dtype": dtype},
-            "rollout": {
-                "engine": "vllm",
-                "max_num_seqs": options.slots,
-                "max_prompt_length": options.prompt,
-                "max_response_length": options.tokens,
-                "gpu_memory_utilization": 0.7,
-                "enforce_eager": options.eager,
-            },
-            "actor": {"ppo_max_token_len_per_gpu": max(16384, length)},
-            "sync": {"bucket_mb": options.bucket_mb},
-        }
-    )
+    tree = {
+        "mode": "colocate_sync" if options.gpus == 1 else "async_partial",
+        "trainer": {"offload": False},
+        "model": {"path": str(folder / "model"), "dtype": dtype},
+        "rollout": {
+            "engine": "vllm",
+            "max_num_seqs": options.slots,
+            "max_prompt_length": options.prompt,
+            "max_response_length": options.tokens,
+            # Of two engines on one GPU, and of a trainer.
+            "gpu_memory_utilization": 0.25,
+            "free_cache_engine": False,
+            "enforce_eager": options.eager,
+        },
+        "actor": {"ppo_max_token_len_per_gpu": max(16384, length)},
+        "sync": {"bucket_mb": options.bucket_mb},
+    }
+    return recipe.parse(recipe.resolve([tree]))
 
 
 def prompts(options: argparse.Namespace, turn: int = 0) -> list[list[int]]:
@@ -106,34 +114,48 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
         await engines.train.begin("rl", 10)
 
         async def publish(version: int, load: str) -> None:
-            transfer = await engines.sync.transfer(version)
-            pause = await engines.sync.activate(version)
+            transfer, pause = await engines.publish(version)
             figures = {"load": load, "bytes": transfer.bytes, "transfer_s": transfer.seconds, "pause_s": pause}
             found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
 
-        async def ask_all(turn: int = 0, **changes: Any) -> list[Any]:
-            calls = (
-                engines.pool.generate(tokens_of(p), params(options, i, **changes), f"{turn}/{i}")
-                for i, p in enumerate(prompts(options, turn))
-            )
+        async def ask(prepared: list[Tokens], name: str, **changes: Any) -> list[tuple[Segment, ...]]:
+            calls = (engines.pool.generate(p, params(options, i, **changes), f"{name}/{i}") for i, p in enumerate(prepared))
             return list(await asyncio.gather(*calls))
+
+        async def ask_all(**changes: Any) -> list[tuple[Segment, ...]]:
+            return await ask([tokens_of(p) for p in asked], "0", **changes)
 
         for version in range(options.syncs):
             await publish(version, "first" if version == 0 else "idle")
-        rates = []
-        for k in range(options.repeats + 1):
-            start = time.perf_counter()
-            drawn = sum(len(s.tokens) for segments in await ask_all(k + 1) for s in segments)
-            rates.append(drawn / (time.perf_counter() - start))
-        found["millrace_tokens_per_s"] = rates[1:]
 
-        busy = asyncio.create_task(ask_all())
-        for version in range(options.syncs, 2 * options.syncs):
-            await asyncio.sleep(0.3)
-            await publish(version, "busy" if not busy.done() else "idle")
-        spans = [len({s.version for s in segments}) for segments in await busy]
-        found["versions_in_a_response_max"] = max(spans)
-        await publish(100, "idle")
+        async def turn(name: str, k: int) -> float:
+            prepared = [tokens_of(p) for p in prompts(options, k)]
+            start = time.perf_counter()
+            drawn = sum(len(s.tokens) for segments in await ask(prepared, f"{k}") for s in segments)
+            return drawn / (time.perf_counter() - start)
+
+        arms: dict[str, Callable[[str, int], Awaitable[float]]] = {"millrace": turn}
+        async with bare_engine(options, folder) as other:
+            if options.arm == "both":
+                arms |= dict.fromkeys(("bare_seeded", "bare_unseeded"), other)
+            rates: dict[str, list[float]] = {name: [] for name in arms}
+            for k in range(options.repeats + 1):  # the first is in no figure
+                for name in list(arms)[:: 1 if k % 2 else -1]:
+                    rates[name].append(await arms[name](name, k + 1))
+        found |= {f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()}
+        for name in list(arms)[1:]:
+            pairs = zip(rates["millrace"][1:], rates[name][1:], strict=True)
+            found[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
+        rate = statistics.median(rates["millrace"][1:])
+
+        if options.gpus == 2:
+            busy = asyncio.create_task(ask_all())
+            for version in range(options.syncs, 2 * options.syncs):
+                await asyncio.sleep(0.3)
+                await publish(version, "busy" if not busy.done() else "idle")
+            spans = [len({s.version for s in segments}) for segments in await busy]
+            found["versions_in_a_response_max"] = max(spans)
+            await publish(100, "idle")
 
         results = (await ask_all())[:64]
         samples = tuple(
@@ -149,7 +171,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 
         whole = [segments[0].tokens for segments in (await ask_all(temperature=0.0))[:16]]
         task = asyncio.create_task(ask_all(temperature=0.0))
-        await asyncio.sleep(0.25 * options.requests * options.tokens / statistics.median(rates))
+        await asyncio.sleep(0.25 * options.requests * options.tokens / rate)
         await engines.pool.interrupt()
         parts = [tokens_of([t for s in segments for t in s.tokens]) for segments in await task][:16]
         cut = [len(p) for p in parts]
@@ -177,13 +199,49 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
     return found
 
 
-async def bare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+@asynccontextmanager
+async def bare_engine(options: argparse.Namespace, folder: Path) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
+    """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
+    if options.arm != "both":
+        yield None  # type: ignore[misc]
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    alone = {"CUDA_VISIBLE_DEVICES": visible[options.gpus - 1], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    alone |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    # As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
+    alone |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
+    (folder / "bare").mkdir()
+    command = [sys.executable, __file__, *sys.argv[1:], "--arm", "bare", "--folder", str(folder / "bare")]
+    pipe = asyncio.subprocess.PIPE
+    with (folder / "bare" / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, env=os.environ | alone)
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None and answers is not None
+
+        async def told() -> float:
+            while line := (await answers.readline()).decode():
+                if line.startswith(TOLD):
+                    return float(line.removeprefix(TOLD))
+            raise SystemExit((folder / "bare" / "log").read_text()[-3000:])
+
+        async def ask(name: str, k: int) -> float:
+            asked.write(f"{name} {k}\n".encode())
+            return await told()
+
+        await told()
+        try:
+            yield ask
+        finally:
+            asked.close()
+            await process.wait()
+
+
+async def bare(options: argparse.Namespace, folder: Path) -> None:
     """AsyncLLM alone, with the engine arguments that millrace gives it."""
     from millrace.engines import vllm_rollout
 
     engine = vllm_rollout.build(configuration(options, folder), str(folder / "model"))
     llm = engine._llm
-    found: dict[str, Any] = {}
     number = iter(range(1 << 30))
 
     async def one(prompt: list[int], i: int, seeded: bool) -> int:
@@ -195,26 +253,26 @@ async def bare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             last = output
         return len(last.outputs[0].token_ids)
 
-    for name, seeded in (("seeded", True), ("unseeded", False)):
-        rates = []
-        for turn in range(options.repeats + 1):
-            asked = prompts(options, turn + 100 * seeded)
-            start = time.perf_counter()
-            drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
-            rates.append(drawn / (time.perf_counter() - start))
-        found[f"bare_{name}_tokens_per_s"] = rates[1:]
+    print(f"{TOLD}0", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, k = line.split()
+        seeded = name == "bare_seeded"
+        asked = prompts(options, int(k) + 1000 * (not seeded))  # else the second of the two finds them in its prefix cache
+        start = time.perf_counter()
+        drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
+        print(f"{TOLD}{drawn / (time.perf_counter() - start)}", flush=True)
     await engine.close()
-    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--syncs", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16, unless the model is tiny")
     parser.add_argument("--eager", action="store_true", help="no graphs: a quick start, where rates do not matter")
@@ -225,27 +283,10 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="bench-vllm-"))
     if options.arm == "bare":
-        print(json.dumps(asyncio.run(bare(options, folder))))
+        asyncio.run(bare(options, folder))
         return
     found = {"options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}}
     found |= asyncio.run(through_millrace(options, folder))
-    if options.json:  # at once: the other arm takes as long
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if options.arm == "both":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-        alone = {"CUDA_VISIBLE_DEVICES": visible[1], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        alone |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        # As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
-        alone |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", "bare", "--folder", str(folder / "bare")]
-        (folder / "bare").mkdir()
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | alone)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        found |= json.loads(done.stdout.strip().splitlines()[-1])
-        for name in ("seeded", "unseeded"):
-            ratio = statistics.median(found["millrace_tokens_per_s"]) / statistics.median(found[f"bare_{name}_tokens_per_s"])
-            found[f"millrace_to_bare_{name}"] = ratio
     print(json.dumps(found, indent=1))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from millrace.observe.progress import Progress
 from millrace.rollout.episode import request_seed
 from millrace.run_dir import RunDir, open_run_dir
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.schedule import Schedule
 from millrace.types import SamplingParams
 
 
@@ -79,8 +81,8 @@ async def bench_modes(
 ) -> list[dict[str, Any]]:
     """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
 
-    The first `skip` versions of a run, in which the pipeline fills and kernels compile, are in no figure but `seconds`.
-    Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
+    The first `skip` versions of a run, in which the pipeline fills and kernels compile, and the last ones, in which it drains, are
+    in no figure but `seconds`. Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
     engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
     figures: list[dict[str, Any]] = []
@@ -129,8 +131,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     outcome = await run_training(s, ledger, StopRequest())
     await s.engines.trainers_turn()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
-    rows = [row for row in lines if "reward/mean" in row]
-    rows = rows[skip:] if len(rows) > skip else rows
+    rows = steady([row for row in lines if "reward/mean" in row], skip, s.config.schedule)
     wall = sum(row["perf/time_per_version"] for row in rows)
 
     def over_time(name: str) -> float:
@@ -158,6 +159,14 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "staleness": sum(row["staleness/mean"] * row["train/samples"] for row in rows) / samples,
         "staleness_max": max(row["staleness/max"] for row in rows),
     }
+
+
+def steady(rows: list[dict[str, float]], skip: int, schedule: Schedule) -> list[dict[str, float]]:
+    """Rows of the versions that a long run is made of: not the first `skip`, nor the last, whose samples were all admitted before,
+    so that rollouts ran empty meanwhile. All rows, where none would be left.
+    """
+    drained = math.ceil(schedule.capacity / schedule.window) - 1
+    return rows[skip : len(rows) - drained] or rows
 
 
 def _with_ceilings(

@@ -41,6 +41,8 @@ from millrace.sync.proof import bit_sums
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
 _WATCH_S = 1.0
+_NCCL = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+"""Settings of whoever started the run: both ends of a transfer have them. This module is imported before vLLM adds its own."""
 
 
 @dataclass
@@ -72,6 +74,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Join the trainer's ranks and the other replicas. Blocks until all are there."""
+        forget_nccl_settings()
         config = Config.model_validate(init_info.config)
         limit = timedelta(seconds=config.sync.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
@@ -146,6 +149,15 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """The trainer's side is `millrace.sync.collective.Sender`."""
         raise SyncError("weights are sent by millrace.sync.collective.Sender")
+
+
+def forget_nccl_settings() -> None:
+    """Undo what vLLM set for its own collectives (with VLLM_BATCH_INVARIANT a protocol and a number of threads): the trainer has
+    other settings, and NCCL breaks off a transfer whose ends differ.
+    """
+    for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
+        del os.environ[name]
+    os.environ.update(_NCCL)
 
 
 class CopiesWatched(TorchFunctionMode):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from millrace import recipe
 from millrace.bench.flops import train_flops
-from millrace.bench.modes import Arm, arms_of, table
+from millrace.bench.modes import Arm, arms_of, steady, table
 from millrace.config import ModelShape
 from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError
@@ -57,6 +58,17 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
     for wrong in ("2", "0+2", "1+x", "1+1+1"):
         with pytest.raises(ConfigError, match="--splits"):
             arms_of(["async_swap"], [wrong])
+
+
+@pytest.mark.parametrize(
+    ("mode", "counted"), [("colocate_sync", [2, 3, 4, 5]), ("one_step_off", [2, 3, 4]), ("async_partial", [2, 3, 4])]
+)
+def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, counted: list[int]) -> None:
+    own = {} if mode == "colocate_sync" else {"async_training": {"staleness_threshold": 1.0}}
+    schedule = recipe.parse(recipe.resolve([{"mode": mode, **own}])).schedule
+    rows = [{"version": float(k)} for k in range(6)]
+    assert [row["version"] for row in steady(rows, 2, schedule)] == counted
+    assert steady(rows[:2], 2, schedule) == rows[:2], "better than none"
 
 
 def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) -> None:
