@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from millrace.sync.vllm_worker import WorkerExtension
+from millrace.sync.vllm_worker import WorkerExtension, forget_nccl_settings
+
+
+def nccl_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 class FaultyExtension(WorkerExtension):
@@ -33,3 +38,17 @@ class FaultyExtension(WorkerExtension):
     def linear_weights(self) -> int:
         """Numbers in the live parameters of linear layers: none where vLLM has packed them away."""
         return sum(p.numel() for name, p in self.model_runner.model.named_parameters() if "proj.weight" in name)
+
+    def join_with_nccl_settings(self, settings: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """NCCL's settings at the start, and after vLLM has made them `settings` and a transfer is joined."""
+        before = nccl_settings()
+        os.environ.update(settings)
+        forget_nccl_settings()
+        return before, nccl_settings()
+
+    def logits_dtype(self) -> str:
+        """Of the logits that the live model makes of a hidden state."""
+        model = self.model_runner.model
+        hidden = torch.zeros(1, model.config.hidden_size, dtype=model.lm_head.weight.dtype)
+        with torch.inference_mode():
+            return str(model.compute_logits(hidden).dtype)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+FAULTY = {"worker_extension_cls": "tests.vllm.faults.FaultyExtension"}
 PROMPT = [3 + i * 7 % 40 for i in range(150)]
 """Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
 
@@ -50,7 +54,7 @@ class Replica:
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
                     "max_response_length": LENGTH,
-                    "engine_kwargs": {"worker_extension_cls": "tests.vllm.faults.FaultyExtension"},
+                    "engine_kwargs": FAULTY,
                 },
                 "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
                 "sync": {"timeout_s": 60},
@@ -103,6 +107,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("NCCL_IB_HCA", "mlx5")
         made = Replica(tmp_path_factory.mktemp("model"))
         runner.run(made.start())
         runner.run(made.publish(0, 1))
@@ -312,6 +317,33 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     write_shape(tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY)
     with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
         vllm_rollout.build(replica.config, str(tmp_path))
+
+
+def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> None:
+    """It hands over that a process has ended, and leaves the cause, most often memory, in a log."""
+    command = [sys.executable, "-m", "millrace", "train", "recipes/quickstart_vllm.yaml", f"trainer.run_dir={tmp_path / 'run'}"]
+    too_much = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "100000"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=too_much)
+    assert done.returncode == 1, done.stdout
+    assert "vLLM did not start: RuntimeError: Worker failed with error 'Available memory" in done.stderr, done.stderr[-2000:]
+
+
+def test_logits_are_float32_whatever_the_models_dtype(replica: Replica, runner: asyncio.Runner) -> None:
+    """Rounded to bf16 they are no longer those of the train engine."""
+    from millrace.engines import vllm_rollout
+
+    half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
+    engine = vllm_rollout.build(replica.config.model_copy(update={"model": half}), str(replica.folder))
+    assert runner.run(engine.call_workers("logits_dtype")) == ["torch.float32"]
+    runner.run(engine.close())
+
+
+def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(replica: Replica, runner: asyncio.Runner) -> None:
+    """vLLM adds its own in its workers, after millrace is there; the trainer's end does not have them."""
+    before, after = runner.run(
+        replica.engine.call_workers("join_with_nccl_settings", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
+    )[0]
+    assert after == before == {"NCCL_IB_HCA": "mlx5"}
 
 
 def test_a_staging_that_never_ends_has_a_deadline(

@@ -1,0 +1,67 @@
+"""Starting vLLM, and the reason where it does not start: its core tells that to the log alone, and then may not end.
+
+What keeps a failed core is the end of its interpreter: sockets with unsent messages are closed there, without a limit of time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from typing import Any
+
+import psutil
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from millrace.errors import WorkerError
+
+_STDERR = "/proc/self/fd/2"
+_FAILED = "EngineCore failed to start."
+_ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
+_LOOK_S = 1.0
+_GRACE_S = 5.0
+"""For a failed core to end by itself."""
+
+
+def start(arguments: dict[str, Any]) -> AsyncLLM:
+    """Raises WorkerError with what vLLM's processes last called an error."""
+    log, over = _Log(), threading.Event()
+    threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except RuntimeError as error:  # a core's end, without its cause
+        raise WorkerError(f"vLLM did not start: {log.last_error() or error}") from error
+    finally:
+        over.set()
+
+
+class _Log:
+    """What this process and those that it starts write to stderr from now on, if that is a file; else nothing."""
+
+    def __init__(self) -> None:
+        there = stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(_STDERR)
+        self._start = os.fstat(2).st_size if there else None
+
+    def text(self) -> str:
+        if self._start is None:
+            return ""
+        with open(_STDERR, "rb") as log:
+            log.seek(self._start)
+            return log.read().decode(errors="replace")
+
+    def last_error(self) -> str:
+        return next((found[1] for line in reversed(self.text().splitlines()) if (found := _ERROR.search(line))), "")
+
+
+def _end_failed_core(log: _Log, over: threading.Event) -> None:
+    """Kill the processes that were started here once a core says that it failed, so that vLLM sees it end."""
+    me = psutil.Process()
+    before = set(me.children())
+    while not over.wait(_LOOK_S):
+        if _FAILED in log.text() and not over.wait(_GRACE_S):
+            for child in set(me.children()) - before:
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+            return
