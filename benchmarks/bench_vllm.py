@@ -142,11 +142,15 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             for k in range(options.repeats + 1):  # the first is in no figure
                 for name in list(arms)[:: 1 if k % 2 else -1]:
                     rates[name].append(await arms[name](name, k + 1))
+                print(
+                    " ".join(f"{name} {found_rates[-1]:.0f}" for name, found_rates in rates.items()), file=sys.stderr, flush=True
+                )
         found |= {f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()}
         for name in list(arms)[1:]:
             pairs = zip(rates["millrace"][1:], rates[name][1:], strict=True)
             found[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
         rate = statistics.median(rates["millrace"][1:])
+        write(options, found)  # at once: what follows may be cut short
 
         if options.gpus == 2:
             busy = asyncio.create_task(ask_all())
@@ -264,6 +268,11 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     await engine.close()
 
 
+def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
@@ -288,8 +297,7 @@ def main() -> None:
     found = {"options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}}
     found |= asyncio.run(through_millrace(options, folder))
     print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(options, found)
 
 
 if __name__ == "__main__":

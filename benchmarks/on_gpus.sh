@@ -45,19 +45,20 @@ for one in $PARTS; do
             trainer.n_gpus_per_node=$GPUS rollout.n_gpus_per_node=$GPUS --json
         ;;
     vllm)
-        part vllm 300 "$PYTHON" benchmarks/bench_vllm.py --model 1.5b --requests 768 --json "$OUT/vllm.json"
+        part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
         # Are greedy responses that were resumed those that were not: with kernels that do not depend on the batch, and without rounding to bf16?
-        resume="$PYTHON benchmarks/bench_vllm.py --model 1.5b --requests 64 --arm millrace --eager --repeats 1 --syncs 2"
+        resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 64 --arm millrace --eager --repeats 1 --syncs 2"
         part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
+        # Slots: what an engine of its own needs to hold a window's responses. Staleness: the longest of them takes several versions.
         case $GPUS in
-        2) shape=1.5b splits="1+1 rollout.max_num_seqs=256" ;; # one engine has a whole window
-        4) shape=7b splits=2+2 ;;
-        *) shape=7b splits=$HALF+$HALF,$((HALF + 1))+$((HALF - 1)) ;;
+        2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256 async_training.staleness_threshold=4" ;;
+        4) shape=7b splits=2+2 size="rollout.total_rollout_steps=256" ;;
+        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=256 rollout.max_num_seqs=48 async_training.staleness_threshold=3" ;;
         esac
-        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml rollout.total_rollout_steps=320 --splits $splits --skip 2 --json"
+        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size --splits $splits --skip 2 --json"
         part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"

@@ -44,10 +44,12 @@ Tree = dict[str, Any]
 _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The Config of a recipe file and `key=value` overrides. Raises ConfigError before anything is built."""
+def load(recipe: str | Path, *overrides: Sequence[str]) -> Config:
+    """The Config of a recipe file and `key=value` overrides, each sequence of them a layer of its own. Raises ConfigError before
+    anything is built.
+    """
     path = Path(recipe)
-    layers = [*_file_layers(path, ()), _override_layer(overrides)]
+    layers = [*_file_layers(path, ()), *map(_override_layer, overrides)]
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     return parse(tree)

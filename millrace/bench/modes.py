@@ -81,20 +81,21 @@ async def bench_modes(
 ) -> list[dict[str, Any]]:
     """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
 
-    The first `skip` versions of a run, in which the pipeline fills and kernels compile, and the last ones, in which it drains, are
-    in no figure but `seconds`. Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
+    The versions of the first `skip` optimizer steps, in which the pipeline fills and kernels compile, and the last ones, in which it
+    drains, are in no figure but `seconds`. Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
     engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
     figures: list[dict[str, Any]] = []
     for k, group in enumerate(engines.values()):
-        config = recipe.load(path, [*overrides, *QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
+        config = recipe.load(path, overrides, [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
         async with open_session(config, progress) as s:
             rate = (await s.engines.train.matmul_rates())[0]
             alone = 0.0
             for turn in range(repeats):
                 for arm in group:
-                    said = [*overrides, *QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
-                    own = recipe.load(path, [*said, *(_uniform(s, config) if arm.uniform else ())])
+                    # A layer over the user's: what a mode fixes is not theirs to change for all of them.
+                    said = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
+                    own = recipe.load(path, overrides, [*said, *(_uniform(s, config) if arm.uniform else ())])
                     found = await _run(replace(s, config=own, run=folder_of_run(own, s)), skip)
                     alone = alone or await _alone(s, own)
                     figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
@@ -162,11 +163,12 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
 
 
 def steady(rows: list[dict[str, float]], skip: int, schedule: Schedule) -> list[dict[str, float]]:
-    """Rows of the versions that a long run is made of: not the first `skip`, nor the last, whose samples were all admitted before,
-    so that rollouts ran empty meanwhile. All rows, where none would be left.
+    """Rows of the versions that a long run is made of: not those of the first `skip` optimizer steps, nor the last, whose samples
+    were all admitted before, so that rollouts ran empty meanwhile. All rows, where none would be left.
     """
+    filled = math.ceil(skip / schedule.trigger_parameter_sync_step)
     drained = math.ceil(schedule.capacity / schedule.window) - 1
-    return rows[skip : len(rows) - drained] or rows
+    return rows[filled : len(rows) - drained] or rows
 
 
 def _with_ceilings(

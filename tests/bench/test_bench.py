@@ -61,14 +61,26 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "counted"), [("colocate_sync", [2, 3, 4, 5]), ("one_step_off", [2, 3, 4]), ("async_partial", [2, 3, 4])]
+    ("mode", "counted"),
+    [
+        ("colocate_sync", [2, 3, 4, 5]),
+        ("one_step_off", [2, 3, 4]),
+        ("async_partial", [2, 3, 4]),
+        ("stream_off_policy", [1, 2, 3, 4, 5]),
+    ],
 )
 def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, counted: list[int]) -> None:
-    own = {} if mode == "colocate_sync" else {"async_training": {"staleness_threshold": 1.0}}
-    schedule = recipe.parse(recipe.resolve([{"mode": mode, **own}])).schedule
+    schedule = recipe.parse(recipe.resolve([{"async_training": {"staleness_threshold": 1.0}}, {"mode": mode}])).schedule
     rows = [{"version": float(k)} for k in range(6)]
     assert [row["version"] for row in steady(rows, 2, schedule)] == counted
-    assert steady(rows[:2], 2, schedule) == rows[:2], "better than none"
+    assert steady(rows[:1], 2, schedule) == rows[:1], "better than none"
+
+
+def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:
+    overrides = ["rollout.n=3", "async_training.staleness_threshold=4"]
+    for mode, staleness in (("colocate_sync", 0.0), ("stream_off_policy", 0.0), ("one_step_off", 1.0), ("async_partial", 4.0)):
+        config = recipe.load(runs.RECIPE, overrides, Arm(mode, 1, 1).overrides)
+        assert (config.schedule.staleness_threshold, config.rollout.n) == (staleness, 3)
 
 
 def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) -> None:
