@@ -195,12 +195,7 @@ def bench_modes(
     splits: Annotated[str, typer.Option(help="Devices that train + devices that roll out, with commas between.")] = "1+1",
     uniform: Annotated[str, typer.Option(help="Modes that run once more with all responses of the mean length.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")] = 1,
-    skip: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Optimizer steps at the start of a run that are in no rate; nor are the last, without new rollouts."
-        ),
-    ] = 1,
+    skip: Annotated[int, typer.Option(min=0, help="First optimizer steps, in no rate; nor is the end, as rollouts run dry.")] = 1,
     folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path("runs/bench-modes"),
     json_: Json = False,
 ) -> None:
