@@ -87,7 +87,7 @@ class Arms:
         each = self.options.gpus if mode == "sync" else self.options.gpus // 2
         devices = [f"trainer.n_gpus_per_node={each}", f"rollout.n_gpus_per_node={each}"] if each else ON_CPU
         own = [f"mode={MODES[mode]}", f"trainer.seed={seed}", f"model.path={self.model}"]
-        return [*own, *devices, *self.options.overrides, *MEASURED]
+        return [*own, *devices, *MEASURED]
 
     def new_folder(self, name: str) -> Path:
         folder: Path = self.options.folder / name
@@ -99,7 +99,7 @@ class Arms:
         colocated = mode == "sync"
         if colocated not in self.sessions:
             folder = self.new_folder(f"engines-{mode}")
-            config = recipe.load(RECIPE, [*self.overrides(mode, 0), f"trainer.run_dir={folder}"])
+            config = recipe.load(RECIPE, self.options.overrides, [*self.overrides(mode, 0), f"trainer.run_dir={folder}"])
             s = self.sessions[colocated] = await self.stack.enter_async_context(open_session(config, self.progress))
             await s.engines.train.begin("rl", 1)
             (folder / "start").mkdir()
@@ -111,7 +111,9 @@ class Arms:
         s = await self.session(mode)
         start = s.run.path / "start"
         folder = self.new_folder(f"{mode}-{name}")
-        config = recipe.load(RECIPE, [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"])
+        config = recipe.load(
+            RECIPE, self.options.overrides, [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"]
+        )
         problems = replace(s.problems, train=replace(s.problems.train, seed=seed))
         own = replace(s, config=config, run=folder_of_run(config, s), problems=problems)
         derived = config.derived(len(problems.train))
@@ -188,7 +190,8 @@ async def measure(options: argparse.Namespace) -> None:
                 seconds = {"start_seconds": round(ready - start, 1), "rehearsal_seconds": round(time.perf_counter() - ready, 1)}
                 write({"engines_of": mode} | seconds)
             longest = dict.fromkeys(MODES, 0.0)
-            for seed, mode in ((seed, mode) for seed in range(options.seeds) for mode in options.modes):
+            turns = [(seed, mode) for seed in range(options.seeds) for mode in options.modes[:: 1 if seed % 2 == 0 else -1]]
+            for seed, mode in turns:
                 start = time.perf_counter()
                 if options.budget_s and start - begin + longest[mode] > options.budget_s:
                     say(f"not started, {start - begin:.0f} s are spent: {mode}, seed {seed}")
@@ -247,6 +250,7 @@ def tables(runs: list[Run]) -> str:
         "mean staleness, versions": lambda found: spread([run["staleness"] for run in found], 2),
         "idle trainer": lambda found: spread([run["idle_trainer"] for run in found], 2),
         "idle rollouts": lambda found: spread([run["idle_rollouter"] for run in found], 2),
+        "runs with an alarm": lambda found: str(sum(bool(run["alarms"]) for run in found)),
         "time in switches and syncs": lambda found: spread(
             [sum(run["shares"][name] for name in ("switch", "sync_transfer", "sync_activate")) for run in found], 2
         ),

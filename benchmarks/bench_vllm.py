@@ -194,11 +194,13 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
         )
         resumed = iter(rest)
         joined = [p if len(p) == options.tokens else p + next(resumed)[0].tokens for p in parts]
-        same = [a == b for a, b in zip(joined, whole, strict=True)]
         first = [
             next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1) for x, y in zip(joined, whole, strict=True)
         ]
-        found["resume"] = {"cut_at": cut, "equal": sum(same), "of": len(same), "first_difference": first}
+        # What differs before the cut, or where there was none, was not made by resuming: two runs of one request differ too.
+        resumed_ones = [k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]]
+        same = [first[k] == -1 for k in resumed_ones]
+        found["resume"] = {"cut_at": cut, "first_difference": first, "equal": sum(same), "of": len(same)}
         await engines.pool.close()
     return found
 

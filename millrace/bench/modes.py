@@ -81,11 +81,13 @@ async def bench_modes(
 ) -> list[dict[str, Any]]:
     """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
 
-    The versions of the first `skip` optimizer steps, in which the pipeline fills and kernels compile, and the last ones, in which it
-    drains, are in no figure but `seconds`. Each run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
+    Versions that are not `counted`, in which the pipeline fills or drains and kernels compile, are in no figure but `seconds`. Each
+    run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
     engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
     figures: list[dict[str, Any]] = []
+    for arm in arms:
+        check_size(recipe.load(path, overrides, [*QUIET, *arm.overrides]), skip)
     for k, group in enumerate(engines.values()):
         config = recipe.load(path, overrides, [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
         async with open_session(config, progress) as s:
@@ -132,7 +134,8 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     outcome = await run_training(s, ledger, StopRequest())
     await s.engines.trainers_turn()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
-    rows = steady([row for row in lines if "reward/mean" in row], skip, s.config.schedule)
+    rows = [row for row in lines if "reward/mean" in row]
+    rows = [rows[k] for k in counted(len(rows), skip, s.config.schedule)]
     wall = sum(row["perf/time_per_version"] for row in rows)
 
     def over_time(name: str) -> float:
@@ -162,13 +165,25 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     }
 
 
-def steady(rows: list[dict[str, float]], skip: int, schedule: Schedule) -> list[dict[str, float]]:
-    """Rows of the versions that a long run is made of: not those of the first `skip` optimizer steps, nor the last, whose samples
-    were all admitted before, so that rollouts ran empty meanwhile. All rows, where none would be left.
+def counted(versions: int, skip: int, schedule: Schedule) -> range:
+    """Which of a run's versions are like those of a long run. Not those of the first `skip` optimizer steps; not the first ones, for
+    which samples were drawn ahead while the trainer had nothing to do; nor the last, whose samples were all admitted before.
     """
-    filled = math.ceil(skip / schedule.trigger_parameter_sync_step)
-    drained = math.ceil(schedule.capacity / schedule.window) - 1
-    return rows[filled : len(rows) - drained] or rows
+    ahead = math.ceil(schedule.capacity / schedule.window) - 1
+    steps = schedule.trigger_parameter_sync_step * schedule.require_batches
+    return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), versions - ahead)
+
+
+def check_size(config: Config, skip: int) -> None:
+    """Raises ConfigError where no version of a run would be counted."""
+    versions = math.ceil(config.rollout.total_rollout_steps / config.schedule.window)
+    if not counted(versions, skip, config.schedule):
+        window, ahead = config.schedule.window, math.ceil(config.schedule.capacity / config.schedule.window) - 1
+        least = window * (counted(versions, skip, config.schedule).start + ahead + 1)
+        rule = f"{versions} versions in mode {config.mode}: all are among those that fill or drain the pipeline"
+        raise bad_value(
+            "rollout.total_rollout_steps", config.rollout.total_rollout_steps, rule, f"{least} or more, or a smaller --skip"
+        )
 
 
 def _with_ceilings(

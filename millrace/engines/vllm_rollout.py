@@ -98,6 +98,7 @@ class VllmRolloutEngine:
         self._can_sleep = can_sleep
         self._decode = decode
         self._numbers = itertools.count()
+        self._swaps = 0
         self._live: dict[str, _Live] = {}
         self._gate = asyncio.Event()
         """Closed while weights change: what is asked for meanwhile is the new version's."""
@@ -178,6 +179,7 @@ class VllmRolloutEngine:
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
             self.version, self._hollow = version, False
+            self._swaps += 1
             if fresh := self._change_version():
                 await self._llm.abort(fresh)
             await self._llm.resume_generation()
@@ -227,8 +229,9 @@ class VllmRolloutEngine:
         await self._gate.wait()
         request.id = str(next(self._numbers))
         request.starts = [(0, self.version)]
-        # The salt keeps versions apart in the prefix cache: vLLM would serve KV of old weights to new requests.
-        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": f"v{self.version}"}
+        # The salt keeps weights apart in the prefix cache: vLLM would serve KV of old ones to new requests. Not by their version:
+        # another run on this engine begins at 0 again.
+        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self._swaps)}
         self._tick()
         self._live[request.id] = request
         try:
@@ -372,7 +375,7 @@ def build(config: Config, model_folder: str) -> VllmRolloutEngine:
             near = difflib.get_close_matches(key, known, 1)
             raise bad_value("rollout.engine_kwargs", key, "no argument of vLLM's engine", near[0] if near else "leave it out")
     # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
-    overrides = {"hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})}
+    overrides = {"hf_overrides": {"head_dtype": "float32"} | (rollout.engine_kwargs.get("hf_overrides") or {})}
     llm = start(arguments | rollout.engine_kwargs | overrides)
     return VllmRolloutEngine(
         llm,

@@ -5,6 +5,7 @@ What keeps a failed core is the end of its interpreter: sockets with unsent mess
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -62,6 +63,7 @@ def _end_failed_core(log: _Log, over: threading.Event) -> None:
     while not over.wait(_LOOK_S):
         if _FAILED in log.text() and not over.wait(_GRACE_S):
             for child in set(me.children()) - before:
-                if "resource_tracker" not in " ".join(child.cmdline()):
-                    child.kill()
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                    if "resource_tracker" not in " ".join(child.cmdline()):
+                        child.kill()
             return

@@ -153,7 +153,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
 def forget_nccl_settings() -> None:
     """Undo what vLLM set for its own collectives (with VLLM_BATCH_INVARIANT a protocol and a number of threads): the trainer has
-    other settings, and NCCL breaks off a transfer whose ends differ.
+    other settings, and NCCL breaks off a transfer whose ends differ. Where a replica has several devices NCCL has read them before.
     """
     for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
         del os.environ[name]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from millrace import recipe
 from millrace.bench.flops import train_flops
-from millrace.bench.modes import Arm, arms_of, steady, table
+from millrace.bench.modes import Arm, arms_of, check_size, counted, table
 from millrace.config import ModelShape
 from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError
@@ -61,19 +61,24 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "counted"),
+    ("mode", "expected"),
     [
-        ("colocate_sync", [2, 3, 4, 5]),
-        ("one_step_off", [2, 3, 4]),
-        ("async_partial", [2, 3, 4]),
-        ("stream_off_policy", [1, 2, 3, 4, 5]),
+        ("colocate_sync", range(2, 9)),
+        ("one_step_off", range(2, 8)),
+        ("async_partial", range(4, 6)),
+        ("stream_off_policy", range(1, 9)),
     ],
 )
-def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, counted: list[int]) -> None:
-    schedule = recipe.parse(recipe.resolve([{"async_training": {"staleness_threshold": 1.0}}, {"mode": mode}])).schedule
-    rows = [{"version": float(k)} for k in range(6)]
-    assert [row["version"] for row in steady(rows, 2, schedule)] == counted
-    assert steady(rows[:1], 2, schedule) == rows[:1], "better than none"
+def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, expected: range) -> None:
+    layers = [{"async_training": {"staleness_threshold": 2.5}}, {"mode": mode}]
+    assert counted(9, 2, recipe.parse(recipe.resolve(layers)).schedule) == expected
+
+
+def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> None:
+    overrides = ["mode=async_partial", "async_training.staleness_threshold=2.5", "async_training.trigger_parameter_sync_step=1"]
+    check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=256"]), 1)
+    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
+        check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=224"]), 1)
 
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:

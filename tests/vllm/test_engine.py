@@ -164,6 +164,14 @@ def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Run
     assert runner.run(replica.engine.call_workers("copies_of_a_load")) == [len(replica.models[1].state_dict()) - 1]
 
 
+def test_another_run_on_the_same_engine_finds_no_kv_of_the_first(replica: Replica, runner: asyncio.Runner) -> None:
+    """Its versions begin at 0 again, with other weights: PROMPT is in the prefix cache under that version."""
+    for seed in (2, 3):
+        runner.run(replica.publish(0, seed))
+        segments = runner.run(replica.engine.generate(tokens_of(PROMPT), SamplingParams(12, seed=5, ignore_eos=True), "again"))
+        assert max(gap(replica, seed, PROMPT, segments)) < 1e-4
+
+
 def test_linear_weights_are_not_packed_away(replica: Replica, runner: asyncio.Runner) -> None:
     assert runner.run(replica.engine.call_workers("linear_weights"))[0] > 10_000
 
