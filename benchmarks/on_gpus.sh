@@ -56,7 +56,7 @@ for one in $PARTS; do
         case $GPUS in
         2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256 async_training.staleness_threshold=4" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=256" ;;
-        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=256 rollout.max_num_seqs=48 async_training.staleness_threshold=3" ;;
+        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=448 rollout.max_num_seqs=48 async_training.staleness_threshold=3" ;;
         esac
         compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size --splits $splits --skip 2 --json"
         part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
