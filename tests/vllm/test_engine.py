@@ -24,6 +24,7 @@ from millrace.sync.vllm_receiver import VllmReceiver
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from millrace.worker import _vllm_environment
+from tests.vllm.processes import engine_cores
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -340,10 +341,13 @@ def test_logits_are_float32_whatever_the_models_dtype(replica: Replica, runner: 
     """Rounded to bf16 they are no longer those of the train engine."""
     from millrace.engines import vllm_rollout
 
+    before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
     engine = vllm_rollout.build(replica.config.model_copy(update={"model": half}), str(replica.folder))
     assert runner.run(engine.call_workers("logits_dtype")) == ["torch.float32"]
+    own = [core for core in engine_cores() if core not in before]
     runner.run(engine.close())
+    assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
 
 
 def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(replica: Replica, runner: asyncio.Runner) -> None:
@@ -377,11 +381,7 @@ def test_an_engine_that_dies_fails_its_requests_and_its_sync(replica: Replica, r
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
         await testing._drawing(replica.engine, 2, RolloutCase())
-        (core,) = [
-            p
-            for p in psutil.Process().children(recursive=True)
-            if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())
-        ]
+        (core,) = engine_cores()
         core.kill()
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
             await asyncio.wait_for(task, 30)
