@@ -12,7 +12,7 @@ whatever else the host does, it does to both. Overrides go to everything. Where 
 would not end in it, judging by the longest of its mode so far, and `--run-timeout-s` ends all where one hangs.
 
 Writes PATH.jsonl, a line for each run as soon as it ends: held-out reward before and after, and of each version the seconds
-since RL began and the training reward. Tables and plot are made of that file, on any machine. All of it on two cores, small,
+since RL began and the training reward. Tables and plot are made of that file, on any machine; a line {"note": TEXT} that is added to it stands over them. All of it on two cores, small,
 in about four minutes:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
@@ -312,13 +312,14 @@ def summarise(options: argparse.Namespace) -> None:
     runs = [line for line in found if "seed" in line]
     if not runs:
         raise SystemExit(f"{options.summarise} has no complete run")
+    note = "".join(f"**{line['note']}**\n\n" for line in found if "note" in line)
     warm = "".join(f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. " for line in found if (w := line.get("warm_up")))
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
         "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
         f"The recipe is recipes/gpu_reasoning.yaml, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
-        f"{warm}Held-out figures are means over the tasks.\n\n{text}\n"
+        f"{warm}Held-out figures are means over the tasks.\n\n{note}{text}\n"
     )
     if options.plot:
         plot(runs, options.plot)

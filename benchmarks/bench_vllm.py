@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,8 +135,9 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             return drawn / (time.perf_counter() - start)
 
         arms: dict[str, Callable[[str, int], Awaitable[float]]] = {"millrace": turn}
-        async with bare_engine(options, folder) as other:
+        async with AsyncExitStack() as stack:
             if options.arm == "both":
+                other = await stack.enter_async_context(bare_engine(options, folder))
                 arms |= dict.fromkeys(("bare_seeded", "bare_unseeded"), other)
             rates: dict[str, list[float]] = {name: [] for name in arms}
             for k in range(options.repeats + 1):  # the first is in no figure
@@ -208,9 +209,6 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 @asynccontextmanager
 async def bare_engine(options: argparse.Namespace, folder: Path) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
     """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
-    if options.arm != "both":
-        yield None  # type: ignore[misc]
-        return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     alone = {"CUDA_VISIBLE_DEVICES": visible[options.gpus - 1], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     alone |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -39,10 +39,13 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
         # A checkpoint has all weights, but of a policy with adapters not the base.
         source = weights_folder(config, checkpoint / "model") if config.model.lora_rank else str(checkpoint / "model")
         engine = fsdp_train.build(config, source, rank=0, world_size=1)
-        engine.begin(config.actor.optim, 1)
-        await engine.load(str(checkpoint / "engine"))
-        await engine.export(str(folder))
-        return sum(math.prod(shape) for _, shape, *_ in engine.shards())
+        try:
+            engine.begin(config.actor.optim, 1)
+            await engine.load(str(checkpoint / "engine"))
+            await engine.export(str(folder))
+            return sum(math.prod(shape) for _, shape, *_ in engine.shards())
+        finally:
+            await engine.close()
 
     parameters = asyncio.run(write())
     for file in (checkpoint / "model").iterdir():

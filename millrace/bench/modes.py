@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import statistics
@@ -176,14 +177,11 @@ def counted(versions: int, skip: int, schedule: Schedule) -> range:
 
 def check_size(config: Config, skip: int) -> None:
     """Raises ConfigError where no version of a run would be counted."""
-    versions = math.ceil(config.rollout.total_rollout_steps / config.schedule.window)
-    if not counted(versions, skip, config.schedule):
-        window, ahead = config.schedule.window, math.ceil(config.schedule.capacity / config.schedule.window) - 1
-        least = window * (counted(versions, skip, config.schedule).start + ahead + 1)
+    total, schedule = config.rollout.total_rollout_steps, config.schedule
+    if not counted(versions := math.ceil(total / schedule.window), skip, schedule):
+        least = next(n for n in itertools.count(versions + 1) if counted(n, skip, schedule)) * schedule.window
         rule = f"{versions} versions in mode {config.mode}: all are among those that fill or drain the pipeline"
-        raise bad_value(
-            "rollout.total_rollout_steps", config.rollout.total_rollout_steps, rule, f"{least} or more, or a smaller --skip"
-        )
+        raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
 
 
 def _with_ceilings(

@@ -39,14 +39,6 @@ CAP = 2.0
 REINFORCE = {"policy_loss": {"loss_mode": "reinforce"}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("corrections"))
-    train_cases.write_models(path)
-    return path
-
-
 # What is trained on, said again in plain words --------------------------------------------------------------------------
 
 

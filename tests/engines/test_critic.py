@@ -36,14 +36,6 @@ from tests.engines.train_cases import OPTIM
 GAE = {"adv_estimator": "gae", "gamma": 0.95, "lam": 0.9}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("critic"))
-    train_cases.write_models(path)
-    return path
-
-
 def optim(**keys: Any) -> dict[str, Any]:
     return OPTIM.model_dump() | keys
 

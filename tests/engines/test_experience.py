@@ -38,14 +38,6 @@ from tests.engines.algorithm_cases import (
 from tests.engines.train_cases import HORIZON, OPTIM
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("experience"))
-    train_cases.write_models(path)
-    return path
-
-
 def by_trajectory(values: torch.Tensor, samples: tuple[Sample, ...]) -> list[list[float]]:
     """Values of trained tokens, cut at the ends of trajectories."""
     counts = [t.num_policy_tokens for one in samples for t in one.trajectories]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_makes_again_once(tmp_path: 
             for version in versions:
                 sink.write(version, {"reward/mean": value})
             sink.close()
+        time.sleep(1)  # files of one second have no order
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.5)]

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from millrace.sync.vllm_worker import WorkerExtension, forget_nccl_settings
-
-
-def nccl_settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+from millrace.sync.vllm_worker import WorkerExtension
 
 
 class FaultyExtension(WorkerExtension):
@@ -39,12 +35,12 @@ class FaultyExtension(WorkerExtension):
         """Numbers in the live parameters of linear layers: none where vLLM has packed them away."""
         return sum(p.numel() for name, p in self.model_runner.model.named_parameters() if "proj.weight" in name)
 
-    def join_with_nccl_settings(self, settings: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """NCCL's settings at the start, and after vLLM has made them `settings` and a transfer is joined."""
-        before = nccl_settings()
+    def set_nccl(self, settings: dict[str, str]) -> None:
+        """As vLLM does where it wants the same bits each time."""
         os.environ.update(settings)
-        forget_nccl_settings()
-        return before, nccl_settings()
+
+    def nccl_settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
     def logits_dtype(self) -> str:
         """Of the logits that the live model makes of a hidden state."""
