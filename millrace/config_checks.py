@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from millrace.algorithms.modes import TRUST_REGION, USES_OLD
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
+from millrace.config_vllm import check_vllm
 from millrace.errors import bad_value
 from millrace.schedule.schedule import OnSync, Placement
 
@@ -26,7 +27,7 @@ def check(config: Config) -> None:
         _check_lengths,
         _check_batches,
         _check_determinism,
-        _check_vllm,
+        check_vllm,
         _check_placement,
         _check_model,
         _check_lora,
@@ -128,22 +129,6 @@ def _check_determinism(c: Config) -> None:
             c.schedule.lookahead,
             "with a look-ahead, timing decides the order of training",
             "async_training.lookahead=1, or trainer.deterministic=false",
-        )
-
-
-def _check_vllm(c: Config) -> None:
-    if c.rollout.engine != "vllm":
-        if c.rollout.engine_kwargs:
-            raise bad_value(
-                "rollout.engine_kwargs", c.rollout.engine_kwargs, "engine=torch has none", "rollout.engine=vllm, or leave it out"
-            )
-        return
-    if c.trainer.deterministic:
-        raise bad_value(
-            "trainer.deterministic",
-            True,
-            "vLLM's kernels depend on who shares a batch: the same seed does not give the same bits",
-            "rollout.engine=torch, or trainer.deterministic=false",
         )
 
 

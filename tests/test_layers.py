@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-ONE_LAYER = {"config_checks": "config"}
+ONE_LAYER = {"config_checks": "config", "config_vllm": "config"}
 """A layer in two files."""
 
 

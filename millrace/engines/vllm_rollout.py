@@ -375,7 +375,7 @@ def build(config: Config, model_folder: str) -> VllmRolloutEngine:
             near = difflib.get_close_matches(key, known, 1)
             raise bad_value("rollout.engine_kwargs", key, "no argument of vLLM's engine", near[0] if near else "leave it out")
     # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
-    overrides = {"hf_overrides": {"head_dtype": "float32"} | (rollout.engine_kwargs.get("hf_overrides") or {})}
+    overrides = {"hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})}
     llm = start(arguments | rollout.engine_kwargs | overrides)
     return VllmRolloutEngine(
         llm,

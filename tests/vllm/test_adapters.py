@@ -57,7 +57,7 @@ def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(
 
     async def main() -> None:
         replica = Adapted(tmp_path)
-        await replica.start()
+        await replica.start(monkeypatch)
         try:
             for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
                 await replica.publish(version, seed)

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.timeout(300)
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
-FAULTY = {"worker_extension_cls": "tests.vllm.faults.FaultyExtension"}
 PROMPT = [3 + i * 7 % 40 for i in range(150)]
 """Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
 
@@ -55,7 +54,6 @@ class Replica:
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
                     "max_response_length": LENGTH,
-                    "engine_kwargs": FAULTY,
                 },
                 "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
                 "sync": {"timeout_s": 60},
@@ -68,10 +66,11 @@ class Replica:
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("a transfer between devices gathers nothing")
 
-    async def start(self) -> None:
+    async def start(self, patch: pytest.MonkeyPatch) -> None:
         _vllm_environment(str(self.folder))
         from millrace.engines import vllm_rollout
 
+        patch.setattr(vllm_rollout, "EXTENSION", "tests.vllm.faults.FaultyExtension")
         self.engine = vllm_rollout.build(self.config, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -111,7 +110,7 @@ def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("NCCL_IB_HCA", "mlx5")
         made = Replica(tmp_path_factory.mktemp("model"))
-        runner.run(made.start())
+        runner.run(made.start(patch))
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
@@ -346,9 +345,10 @@ def test_logits_are_float32_whatever_the_models_dtype(replica: Replica, runner: 
     before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
     engine = vllm_rollout.build(replica.config.model_copy(update={"model": half}), str(replica.folder))
-    assert runner.run(engine.call_workers("logits_dtype")) == ["torch.float32"]
     own = [core for core in engine_cores() if core not in before]
+    dtypes = runner.run(engine.call_workers("logits_dtype"))
     runner.run(engine.close())
+    assert dtypes == ["torch.float32"]
     assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
 
 
