@@ -241,9 +241,10 @@ async def bare_engine(options: argparse.Namespace, folder: Path) -> AsyncIterato
 
 
 async def bare(options: argparse.Namespace, folder: Path) -> None:
-    """AsyncLLM alone, with the engine arguments that millrace gives it."""
-    from millrace.engines import vllm_rollout
+    """AsyncLLM alone, with the engine arguments that millrace gives it, but vLLM's own scheduler."""
+    from millrace.engines import vllm_arguments, vllm_rollout
 
+    vllm_arguments.SCHEDULER = None
     engine = vllm_rollout.build(configuration(options, folder), str(folder / "model"))
     llm = engine._llm
     number = iter(range(1 << 30))

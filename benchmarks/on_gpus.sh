@@ -46,6 +46,7 @@ for one in $PARTS; do
         ;;
     vllm)
         part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
+        part log-probs 200 "$PYTHON" benchmarks/bench_log_probs.py --json "$OUT/log-probs.json"
         # Are greedy responses that were resumed those that were not: with kernels that do not depend on the batch, and without rounding to bf16?
         resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 64 --arm millrace --eager --repeats 1 --syncs 2"
         part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"

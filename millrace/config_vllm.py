@@ -32,6 +32,7 @@ OWN = {
     "logprobs_mode": "other log-probs are not those that were sampled from",
     "weight_transfer_config": "weights come by millrace's transfer",
     "worker_extension_cls": "weights come by millrace's transfer",
+    "scheduler_cls": "millrace's keeps log-probs until their response ends",
 }
 """Arguments that cannot be other than they are, and why."""
 

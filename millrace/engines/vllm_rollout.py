@@ -7,40 +7,35 @@ returns what was drawn, and the seconds of a pause.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
-
-from transformers import AutoConfig
 
 from millrace.config import Config
 from millrace.engines.model import folder_eos_ids
 from millrace.engines.refusals import check_request
 from millrace.engines.stop_strings import completes_stop, stop_window
 from millrace.engines.tokenizer import text_of
-from millrace.errors import MissingDependency, WorkerError, bad_value
+from millrace.errors import MissingDependency, WorkerError
 from millrace.ports import RolloutStats
 from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
 
 try:
     import vllm
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 except ImportError as error:
     raise MissingDependency("rollout.engine=vllm needs vLLM. Fix: pip install 'millrace[vllm]'.") from error
 
+from millrace.engines.vllm_arguments import engine_arguments
+from millrace.engines.vllm_scheduler import LOG_PROBS
 from millrace.engines.vllm_start import start
 
-EXTENSION = "millrace.sync.vllm_worker.WorkerExtension"
-_CPU_HEAD = 32
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
 _DEAD = "vLLM's engine process has died; the worker's log says why"
 _QUIET_TURNS = 4  # of the event loop: from vLLM's queue to its output handler to the count of a request
@@ -56,6 +51,8 @@ class _Live:
     starts: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """(tokens drawn before it, version): where each version's tokens begin."""
     interrupted: bool = False
+    kept: bytes = b""
+    """Of one that is interrupted: float32s, the log-probs that vLLM's core had when it was asked."""
     again: bool = False
     """Aborted with nothing drawn, to be asked for again under the new version."""
 
@@ -141,9 +138,10 @@ class VllmRolloutEngine:
         ends = [r for r in self._live.values() if r.params.interruptible]
         for request in ends:
             request.interrupted = True
-        while left := [r.id for r in ends if r.id in self._live]:
+        while left := [r for r in ends if r.id in self._live]:
             # Again, until they are gone: a request that is just being handed over is not known to vLLM yet.
-            await self._llm.abort(left)
+            await self._keep_log_probs(left)
+            await self._llm.abort([r.id for r in left])
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -213,6 +211,17 @@ class VllmRolloutEngine:
         await self._wake(["weights", "kv_cache"])
         self._asleep = False
 
+    async def _keep_log_probs(self, requests: list[_Live]) -> None:
+        """vLLM drops those of an aborted request. What is drawn between this and its abort, a token or two, has none."""
+        known = self._llm.output_processor.external_req_ids
+        inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
+        try:
+            held = await self._llm.engine_core.call_utility_async("held_log_probs", list(inner.values()))
+        except EngineDeadError as error:
+            raise WorkerError(_DEAD) from error
+        for request in requests:
+            request.kept = held.get(inner.get(request.id), request.kept)
+
     async def _wake(self, tags: list[str]) -> None:
         if due := [tag for tag in tags if tag in self._asleep_tags]:
             await self._llm.wake_up(due)
@@ -246,6 +255,9 @@ class VllmRolloutEngine:
             assert output is not None
             if tokens:
                 self._prefill_tokens += len(request.tokens) - (output.num_cached_tokens or 0)
+            if not request.params.stop:
+                log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, request.kept))
+                tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
             return _Drawn(tokens[:end], log_probs[:end], "string") if end else _Drawn(tokens, log_probs, found.finish_reason)
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
@@ -325,7 +337,7 @@ class VllmRolloutEngine:
 
 def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
     """What was drawn, cut where versions changed."""
-    ends = [*(start for start, _ in request.starts[1:]), len(drawn.tokens)]
+    ends = [min(end, len(drawn.tokens)) for end in (*(start for start, _ in request.starts[1:]), len(drawn.tokens))]
     pieces = [
         Segment(drawn.tokens[start:end], version=version, log_probs=drawn.log_probs[start:end])
         for (start, version), end in zip(request.starts, ends, strict=True)
@@ -336,64 +348,15 @@ def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
 
 def build(config: Config, model_folder: str) -> VllmRolloutEngine:
     """The engine of one replica, on this process's devices. Its weights are random until the first sync."""
-    on_gpu = current_platform.is_cuda_alike()
-    if config.trainer.device != "auto" and (config.trainer.device == "cuda") != on_gpu:
-        built = "GPUs" if on_gpu else "CPUs"
-        raise bad_value("trainer.device", config.trainer.device, f"the vLLM here is a build for {built}", "trainer.device=auto")
-    if not on_gpu:
-        _check_heads(model_folder, config)
+    arguments = engine_arguments(config, model_folder)
+    llm = start(arguments)
     rollout, trust = config.rollout, config.model.trust_remote_code
-    max_len = rollout.max_prompt_length + rollout.max_response_length
-    arguments: dict[str, Any] = {
-        "model": model_folder,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the model's own would change how is sampled
-        "load_format": "dummy",
-        "dtype": config.model.dtype,
-        "seed": config.trainer.seed,
-        "trust_remote_code": trust,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
-        "max_model_len": max_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len),
-        # A seeded request whose prompt is read in pieces kills vLLM on a CPU: it turns the request's generator back, and torch's for CPUs
-        # cannot be.
-        "enable_chunked_prefill": on_gpu,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enforce_eager": rollout.enforce_eager or not on_gpu,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",  # the raw ones ignore the temperature
-        "enable_sleep_mode": on_gpu and config.schedule.colocated and rollout.free_cache_engine,
-        "weight_transfer_config": {"backend": "millrace"},
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
-    }
-    known = {f.name for f in fields(AsyncEngineArgs)}
-    for key in rollout.engine_kwargs:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise bad_value("rollout.engine_kwargs", key, "no argument of vLLM's engine", near[0] if near else "leave it out")
-    # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
-    overrides = {"hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})}
-    llm = start(arguments | rollout.engine_kwargs | overrides)
     return VllmRolloutEngine(
         llm,
         eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
         slots=rollout.max_num_seqs,
-        max_len=max_len,
+        max_len=arguments["max_model_len"],
         kv_on_swap=rollout.kv_on_swap,
-        can_sleep=bool(arguments["enable_sleep_mode"]),
+        can_sleep=arguments["enable_sleep_mode"],
         decode=text_of(model_folder, trust) if rollout.stop else None,
     )
-
-
-def _check_heads(model_folder: str, config: Config) -> None:
-    """Refuse what vLLM's attention on a CPU has no kernel for, before it has started its processes."""
-    shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=config.model.trust_remote_code)
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    if size < _CPU_HEAD:
-        rule = f"vLLM on a CPU has attention for heads of {_CPU_HEAD} numbers or more, and the model's have {size}"
-        heads = max(1, shape.hidden_size // _CPU_HEAD)
-        fix = f"model.shape.num_attention_heads={heads} model.shape.num_key_value_heads=1, or rollout.engine=torch"
-        raise bad_value("rollout.engine", "vllm", rule, fix)

@@ -68,9 +68,9 @@ class Replica:
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
         _vllm_environment(str(self.folder))
-        from millrace.engines import vllm_rollout
+        from millrace.engines import vllm_arguments, vllm_rollout
 
-        patch.setattr(vllm_rollout, "EXTENSION", "tests.vllm.faults.FaultyExtension")
+        patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
         self.engine = vllm_rollout.build(self.config, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -240,6 +240,40 @@ def test_more_prompts_than_a_step_takes_wait_whole(replica: Replica, runner: asy
 
     for i, segments in enumerate(runner.run(main())):
         assert gap(replica, 1, [i, *PROMPT[: 140 + i]], segments)[0] < 1e-4
+
+
+def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner: asyncio.Runner) -> None:
+    """Of 24 requests a third ends by itself, a third is interrupted and a third is given up."""
+    runner.run(replica.publish(26, 1))
+    engine = replica.engine
+    states = engine._llm.output_processor.request_states
+
+    async def held() -> dict[str, bytes]:
+        return dict(await engine._llm.engine_core.call_utility_async("held_log_probs", None))
+
+    async def main() -> list[tuple[Segment, ...]]:
+        def ask(i: int) -> asyncio.Task[tuple[Segment, ...]]:
+            most = LENGTH - i if i >= 8 else 20
+            params = SamplingParams(max_tokens=most, ignore_eos=True, seed=i, interruptible=8 <= i < 16)
+            return asyncio.create_task(engine.generate(tokens_of([5 + i, *PROMPT]), params, str(i)))
+
+        calls = [ask(i) for i in range(24)]
+        ended = await asyncio.gather(*calls[:8])
+        waiting = await held()
+        assert len(waiting) == 16 and all(len(floats) >= 4 for floats in waiting.values())
+        assert not any(state.logprobs_processor.logprobs for state in states.values()), "nothing is sent before the end"
+        await engine.interrupt()
+        assert len(await held()) == 8
+        for call in calls[16:]:
+            call.cancel()
+        await asyncio.wait(calls[16:])
+        return [*ended, *(call.result() for call in calls[8:16])]
+
+    results = runner.run(main())
+    assert not runner.run(held())
+    for i, segments in enumerate(results):
+        assert segments[-1].stop is (Stop.LENGTH if i < 8 else Stop.INTERRUPTED) and len(joined(segments)) >= (20 if i < 8 else 1)
+        assert max(gap(replica, 1, [5 + i, *PROMPT], segments)) < 1e-4
 
 
 def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, runner: asyncio.Runner) -> None:
