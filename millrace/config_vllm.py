@@ -15,6 +15,7 @@ SETTINGS = {
     "trust_remote_code": "model.trust_remote_code",
     "seed": "trainer.seed",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "data_parallel_size": "rollout.n_gpus_per_node and rollout.nnodes, whose devices make the replicas",
     "max_model_len": "rollout.max_prompt_length and rollout.max_response_length",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -38,6 +38,7 @@ from millrace.engines.vllm_start import start
 
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
 _DEAD = "vLLM's engine process has died; the worker's log says why"
+_LOOK_S = 1.0
 _QUIET_TURNS = 4  # of the event loop: from vLLM's queue to its output handler to the count of a request
 
 
@@ -139,27 +140,51 @@ class VllmRolloutEngine:
         for request in ends:
             request.interrupted = True
         while left := [r for r in ends if r.id in self._live]:
-            # Again, until they are gone: a request that is just being handed over is not known to vLLM yet.
-            await self._keep_log_probs(left)
-            await self._llm.abort([r.id for r in left])
+            # Again, until they are gone: one that is just being handed over is not known yet, and the output of one that has ended
+            # by itself is on its way.
+            await self._llm.abort(await self._keep_log_probs(left))
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
+    async def _keep_log_probs(self, requests: list[_Live]) -> list[str]:
+        """Of those that can be aborted now, whose ids it returns: vLLM drops their log-probs. What is drawn before the abort is
+        there, within a turn of this loop, has none, and is not told."""
+        known = self._llm.output_processor.external_req_ids
+        inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
+        held: dict[str, bytes] = {}
+        if inner:
+            held = await self._answer(self._llm.engine_core.call_utility_async("held_log_probs", list(inner.values())))
+        found = [r for r in requests if r.id in inner and (r.params.stop or inner[r.id] in held)]
+        for request in found:
+            request.kept = held.get(inner[request.id], b"")
+        return [request.id for request in found]
+
     async def join_sync(self, init_info: dict[str, Any]) -> None:
         """Every worker meets the trainer's ranks."""
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._answer(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """The method of the worker extension, on every worker. Raises WorkerError if vLLM has died."""
-        try:
-            return list(await self._llm.collective_rpc(method, args=args))
-        except EngineDeadError as error:
-            raise WorkerError(_DEAD) from error
+        return list(await self._answer(self._llm.collective_rpc(method, args=args)))
 
     def check_alive(self) -> None:
-        """Raises WorkerError if vLLM has died."""
+        """Raises WorkerError if vLLM has died or was closed."""
         if self._llm.errored:
             raise WorkerError(_DEAD)
+        if self._closed:
+            raise WorkerError("the engine was closed while something was asked of it")
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """What vLLM's core says. It never answers what was asked before it died."""
+        waiting = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0]:
+                self.check_alive()
+            return waiting.result()
+        except EngineDeadError as error:
+            raise WorkerError(_DEAD) from error
+        finally:
+            waiting.cancel()
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
         """Make the staged weights live; tokens from now on are `version`'s. Returns the seconds without decoding.
@@ -172,7 +197,7 @@ class VllmRolloutEngine:
             while not all(self._known(r) for r in self._live.values()):  # noqa: ASYNC110 (vLLM has no event for it)
                 await asyncio.sleep(0)
             # Not pause_generation: it sleeps for 20 ms so that outputs may arrive. Here they are waited for.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+            await self._answer(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute))
             start = perf_counter()  # until now the steps that had begun went on
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
@@ -180,7 +205,7 @@ class VllmRolloutEngine:
             self._swaps += 1
             if fresh := self._change_version():
                 await self._llm.abort(fresh)
-            await self._llm.resume_generation()
+            await self._answer(self._llm.resume_generation())
             return perf_counter() - start
         finally:
             self._gate.set()
@@ -195,7 +220,7 @@ class VllmRolloutEngine:
         if self._live:
             raise WorkerError(f"sleep() with {len(self._live)} requests under way. Fix: drain or interrupt the engine first.")
         if self._can_sleep and not self._asleep:
-            await self._llm.sleep(level=1 if keep_weights else 2)
+            await self._answer(self._llm.sleep(level=1 if keep_weights else 2))
             self._hollow = not keep_weights
             self._asleep_tags = ["weights", "kv_cache"]
         self._asleep = True
@@ -211,20 +236,9 @@ class VllmRolloutEngine:
         await self._wake(["weights", "kv_cache"])
         self._asleep = False
 
-    async def _keep_log_probs(self, requests: list[_Live]) -> None:
-        """vLLM drops those of an aborted request. What is drawn between this and its abort, a token or two, has none."""
-        known = self._llm.output_processor.external_req_ids
-        inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
-        try:
-            held = await self._llm.engine_core.call_utility_async("held_log_probs", list(inner.values()))
-        except EngineDeadError as error:
-            raise WorkerError(_DEAD) from error
-        for request in requests:
-            request.kept = held.get(inner.get(request.id), request.kept)
-
     async def _wake(self, tags: list[str]) -> None:
         if due := [tag for tag in tags if tag in self._asleep_tags]:
-            await self._llm.wake_up(due)
+            await self._answer(self._llm.wake_up(due))
             self._asleep_tags = [tag for tag in self._asleep_tags if tag not in due]
 
     async def close(self) -> None:
@@ -255,9 +269,11 @@ class VllmRolloutEngine:
             assert output is not None
             if tokens:
                 self._prefill_tokens += len(request.tokens) - (output.num_cached_tokens or 0)
-            if not request.params.stop:
-                log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, request.kept))
+            if found.finish_reason == "abort":
+                log_probs.frombytes(request.kept)
                 tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
+            else:
+                log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
             return _Drawn(tokens[:end], log_probs[:end], "string") if end else _Drawn(tokens, log_probs, found.finish_reason)
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error

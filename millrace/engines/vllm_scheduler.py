@@ -1,7 +1,7 @@
 """vLLM's scheduler, in vLLM's core process. Log-probs stay there until their response ends, and then go out in one piece.
 
-vLLM sends each token's on its own, as three arrays, and unpacks them in the process that asked: some 25 microseconds for every
-token, five times what the rest of its output takes, which caps a replica at 30 to 40 thousand tokens/s whatever its GPU can do.
+vLLM sends each token's on its own, as three arrays, and unpacks them on one thread of the process that asked. That takes five times
+what the rest of a token's output takes, and caps a replica whatever its GPU can do: benchmarks/bench_log_probs.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 LOG_PROBS = "millrace_log_probs"
-"""Among the kv_transfer_params of a last output, the one field that vLLM hands through as it is: float32s."""
+"""Key in the kv_transfer_params of a last output, a field that vLLM passes through untouched: float32s."""
 
 
 class _Holding(Scheduler):
-    """Of requests whose output is wanted at their end alone."""
+    """Keeps the log-probs of requests that have one output, at their end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class _Holding(Scheduler):
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         wanted = request.sampling_params
-        if wanted and wanted.logprobs == 0 and wanted.output_kind == RequestOutputKind.FINAL_ONLY:
+        if wanted and wanted.output_kind == RequestOutputKind.FINAL_ONLY:
             self.held[request.request_id] = array("f")
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +47,8 @@ class _Holding(Scheduler):
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         found = super().finish_requests(*args, **kwargs)
-        for gone in self.held.keys() - self.requests.keys():
-            del self.held[gone]
+        for request in found:
+            self.held.pop(request.request_id, None)
         return found
 
 
@@ -63,7 +63,7 @@ def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
 
 
 def held_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
-    """float32s of all that these requests, or all, have drawn so far; of one that is not known nothing."""
+    """float32s of all that these requests have drawn so far, None for all of them; of one that has ended or not begun nothing."""
     held: dict[str, array[float]] = core.scheduler.held
     return {i: held[i].tobytes() for i in (held if ids is None else ids) if i in held}
 

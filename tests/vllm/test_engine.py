@@ -109,6 +109,7 @@ def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("NCCL_IB_HCA", "mlx5")
+        patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1")  # others get their turn between any two outputs, as among hundreds
         made = Replica(tmp_path_factory.mktemp("model"))
         runner.run(made.start(patch))
         runner.run(made.publish(0, 1))
@@ -248,6 +249,9 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner
     engine = replica.engine
     states = engine._llm.output_processor.request_states
 
+    def inner(name: str) -> int:
+        return int(name.split("-")[0])
+
     async def held() -> dict[str, bytes]:
         return dict(await engine._llm.engine_core.call_utility_async("held_log_probs", None))
 
@@ -263,7 +267,10 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner
         assert len(waiting) == 16 and all(len(floats) >= 4 for floats in waiting.values())
         assert not any(state.logprobs_processor.logprobs for state in states.values()), "nothing is sent before the end"
         await engine.interrupt()
-        assert len(await held()) == 8
+        kept = [len(joined(call.result())) * 4 for call in calls[8:16]]
+        assert len(await held()) == 8 and all(
+            n >= len(waiting[name]) for n, name in zip(kept, sorted(waiting, key=inner)[:8], strict=True)
+        )
         for call in calls[16:]:
             call.cancel()
         await asyncio.wait(calls[16:])
@@ -272,8 +279,29 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner
     results = runner.run(main())
     assert not runner.run(held())
     for i, segments in enumerate(results):
-        assert segments[-1].stop is (Stop.LENGTH if i < 8 else Stop.INTERRUPTED) and len(joined(segments)) >= (20 if i < 8 else 1)
+        assert segments[-1].stop is (Stop.LENGTH if i < 8 else Stop.INTERRUPTED) and len(joined(segments)) >= (20 if i < 8 else 0)
         assert max(gap(replica, 1, [5 + i, *PROMPT], segments)) < 1e-4
+
+
+def test_an_interrupt_loses_nothing_that_was_counted_though_some_are_just_ending(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
+    runner.run(replica.publish(27, 1))
+    engine = replica.engine
+
+    async def main(round_: int) -> tuple[dict[int, int], list[tuple[Segment, ...]]]:
+        params = [SamplingParams(max_tokens=50 - i, ignore_eos=True, seed=i) for i in range(40)]  # the last ends first
+        calls = [asyncio.create_task(engine.generate(tokens_of([5 + round_, i]), p, str(i))) for i, p in enumerate(params)]
+        while not any(call.done() for call in calls):  # noqa: ASYNC110 (of forty tasks)
+            await asyncio.sleep(0)
+        counts = {r.params.seed: engine._count(r) for r in engine._live.values()}
+        await engine.interrupt()
+        return counts, list(await asyncio.gather(*calls))
+
+    for round_ in range(6):
+        counts, results = runner.run(main(round_))
+        assert sum(counts.values()) > 100
+        assert [i for i, count in counts.items() if (len(joined(results[i])) if results[i] else 0) < count] == []
 
 
 def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, runner: asyncio.Runner) -> None:
@@ -415,7 +443,12 @@ def test_an_engine_that_dies_fails_its_requests_and_its_sync(replica: Replica, r
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
         await testing._drawing(replica.engine, 2, RolloutCase())
         (core,) = engine_cores()
+        core.suspend()
+        interrupt = asyncio.create_task(replica.engine.interrupt())
+        await asyncio.sleep(0.2)
         core.kill()
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(interrupt, 30)
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
             await asyncio.wait_for(task, 30)
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
