@@ -12,8 +12,8 @@ whatever else the host does, it does to both. Overrides go to everything. Where 
 would not end in it, judging by the longest of its mode so far, and `--run-timeout-s` ends all where one hangs.
 
 Writes PATH.jsonl, a line for each run as soon as it ends: held-out reward before and after, and of each version the seconds
-since RL began and the training reward. Tables and plot are made of that file, on any machine; a line {"note": TEXT} that is added to it stands over them. All of it on two cores, small,
-in about four minutes:
+since RL began and the training reward. Tables and plot are made of that file, on any machine; a line {"note": TEXT} that is added to
+it stands over the tables. All of it on two cores, small, in about four minutes:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
     python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning --folder build/small \\

@@ -22,10 +22,6 @@ import bench_vllm
 
 from millrace.types import SamplingParams, tokens_of
 
-# As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
-ENVIRONMENT = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
-ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-
 
 async def turn(engine: Any, options: argparse.Namespace, k: int) -> tuple[float, float]:
     """(tokens/s, microseconds of this process for each token)."""
@@ -70,7 +66,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     vars(options).update(gpus=1, dtype=None, eager=False, bucket_mb=64)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(bench_vllm.ENVIRONMENT)
     found = asyncio.run(compare(options, Path(tempfile.mkdtemp(prefix="bench-log-probs-"))))
     text = json.dumps({"options": {k: v for k, v in vars(options).items() if k != "json"}} | found, indent=1)
     print(text)

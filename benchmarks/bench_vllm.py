@@ -3,8 +3,8 @@
     python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 5] [--json out.json]
 
 rollout    requests of `--prompt` random tokens, each with `--tokens` new ones, log-probs on, all at once: through the pool and the worker as
-           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments, on the same GPU. Both
-           engines stay there and take turns on the same requests; bare vLLM is asked with the same seeds, and in turns of its own
+           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments but vLLM's own
+           scheduler, on the same GPU. Both engines stay there and take turns on the same requests; bare vLLM is asked with the same seeds, and in turns of its own
            without any, as a user without RL would.
 sync       transfer and pause (nothing is decoded), idle; with two devices also with all requests in flight. On one device the sides are
            colocated and nothing is offloaded.
@@ -61,6 +61,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 TOLD = "rate "
+# As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
+ENVIRONMENT = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
+ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 VOCABULARY = {"tiny": 512, "1.5b": 151936, "7b": 152064}
 
 
@@ -210,10 +213,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 async def bare_engine(options: argparse.Namespace, folder: Path) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
     """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    alone = {"CUDA_VISIBLE_DEVICES": visible[options.gpus - 1], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    alone |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    # As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
-    alone |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
+    alone = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible[options.gpus - 1], "VLLM_LOGGING_LEVEL": "WARNING"}
     (folder / "bare").mkdir()
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", "bare", "--folder", str(folder / "bare")]
     pipe = asyncio.subprocess.PIPE

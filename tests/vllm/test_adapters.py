@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Config
 from millrace.types import SamplingParams, tokens_of
-from tests.vllm.test_engine import PROMPT, Replica, gap
+from tests.vllm.replica import PROMPT, Replica, gap
 
 pytestmark = pytest.mark.timeout(300)
 

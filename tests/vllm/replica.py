@@ -1,0 +1,101 @@
+"""A vLLM engine and a trainer of one rank beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from millrace.config import Config, ModelShape
+from millrace.engines.model import load_model, write_shape
+from millrace.sync.collective import Sender
+from millrace.sync.vllm_receiver import VllmReceiver
+from millrace.testing import joined
+from millrace.types import Segment
+from millrace.worker import _vllm_environment
+
+EOS, VOCABULARY, LENGTH = 1, 48, 256
+SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+PROMPT = [3 + i * 7 % 40 for i in range(150)]
+"""Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
+
+
+class Replica:
+    """One engine with a trainer of one rank beside it, on one event loop for all tests."""
+
+    def __init__(self, folder: Path) -> None:
+        write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
+        self.folder = folder
+        self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
+        for model in self.models.values():
+            with torch.no_grad():  # sharper than as drawn: what one model says is unlikely for another
+                model.get_parameter("model.norm.weight").mul_(4)
+        self.current = self.models[1]
+        self.config = Config.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "rollout": {
+                    "engine": "vllm",
+                    "max_num_seqs": 16,
+                    "max_num_batched_tokens": 2 * LENGTH,
+                    "max_prompt_length": LENGTH,
+                    "max_response_length": LENGTH,
+                },
+                "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
+                "sync": {"timeout_s": 60},
+            }
+        )
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        yield from ((name, tuple(p.shape), p.dtype, p.detach()) for name, p in self.current.named_parameters())
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("a transfer between devices gathers nothing")
+
+    async def start(self, patch: pytest.MonkeyPatch) -> None:
+        _vllm_environment(str(self.folder))
+        from millrace.engines import vllm_arguments, vllm_rollout
+
+        patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
+        self.engine = vllm_rollout.build(self.config, str(self.folder))
+        await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
+        self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
+        self.sender, self.receiver = await asyncio.gather(
+            Sender.join(self, self.store, 0, self.config),
+            VllmReceiver.join(self.engine, self.store, address, 0, tree, self.config),
+        )
+
+    async def transfer(self, version: int, seed: int) -> None:
+        self.current = self.models[seed]
+        send = asyncio.to_thread(asyncio.run, self.sender.transfer(version))
+        sent, received = await asyncio.gather(send, self.receiver.transfer(version))
+        assert sent.bytes == received.bytes > 0
+
+    async def publish(self, version: int, seed: int) -> float:
+        await self.transfer(version, seed)
+        return await self.receiver.activate(version)
+
+    def log_probs(self, seed: int, prompt: list[int], tokens: Any, temperature: float = 1.0) -> torch.Tensor:
+        """log p(token) under a model, by one whole forward pass."""
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.inference_mode():
+            logits = self.models[seed](ids).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+def gap(replica: Replica, seed: int, prompt: list[int], segments: tuple[Segment, ...], temperature: float = 1.0) -> list[float]:
+    """For each segment: its log-probs' largest distance from the model's."""
+    tokens = joined(segments)
+    exact = replica.log_probs(seed, prompt, tokens, temperature)
+    ends, at = [], 0
+    for segment in segments:
+        said = torch.tensor(segment.log_probs)
+        ends.append(float((said - exact[at : at + len(said)]).abs().max()))
+        at += len(said)
+    return ends
