@@ -1,7 +1,7 @@
 """vLLM's scheduler, in vLLM's core process. Log-probs stay there until their response ends, and then go out in one piece.
 
 vLLM sends each token's on its own, as three arrays, and unpacks them on one thread of the process that asked. That takes five times
-what the rest of a token's output takes, and caps a replica whatever its GPU can do: benchmarks/bench_log_probs.py.
+what the rest of a token's output takes, and that thread's speed is the most a replica can have: benchmarks/bench_log_probs.py.
 """
 
 from __future__ import annotations
