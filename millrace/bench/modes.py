@@ -146,11 +146,14 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         return sum(row.get(f"timing_s/{part}", 0.0) for row in rows) / len(rows)
 
     samples = sum(row["train/samples"] for row in rows)
+    drawn = over_time("rollouter/tokens_per_s")
     return {
         "seconds": outcome.train_seconds,
         "samples_per_s": samples / wall,
         "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
-        "drawn_tokens_per_s": over_time("rollouter/tokens_per_s"),
+        "drawn_tokens_per_s": drawn,
+        # Prompts, and again all of what was interrupted.
+        "read_per_drawn": over_time("rollouter/prefill_tokens_per_s") / drawn if drawn else 0.0,
         "version_s": wall / len(rows),
         "step_s": seconds("step"),
         "wait_samples_s": seconds("wait_samples"),
@@ -250,13 +253,13 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
         base = [rate for arm, rate in alike.items() if by_arm[arm][0]["mode"] == "colocate_sync"]
         return max(base) if base else min(alike.values())
 
-    head = "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s | transfer s | pause s | staleness | MFU in steps | of rollouts alone |"
-    rows = [head, "|---" + "|--:" * 11 + "|"]
+    head = "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s | transfer s | pause s | staleness | MFU in steps | of rollouts alone | read per drawn |"
+    rows = [head, "|---" + "|--:" * 12 + "|"]
     for arm in sorted(middle, key=lambda a: -rates[a]):
         m = middle[arm]
         rows.append(
             f"| {arm} | {m['samples_per_s']:.2f} | {m['samples_per_s'] / baseline(arm.endswith(', uniform')):.2f} | {m['trainer_idle']:.0%} | {m['rollouter_idle']:.0%} "
             f"| {m['version_s']:.2f} | {m['step_s']:.2f} | {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
-            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} |"
+            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} | {m['read_per_drawn']:.2f} |"
         )
     return "\n".join(rows)

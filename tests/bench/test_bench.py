@@ -104,10 +104,13 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     for f in figures:
         assert f["samples_per_s"] > 0 and 0 < f["mfu_in_steps"] < 1 and f["alone_tokens_per_s"] > 0
         assert f["version_s"] >= f["step_s"] > 0
+    rows = map(json.loads, (folder / "colocate_sync on 2-0" / "metrics.jsonl").read_text().splitlines())
+    each_once = [row["prompt_length/mean"] / row["response_length/mean"] for row in rows if "reward/mean" in row]
+    assert min(each_once) <= figures[0]["read_per_drawn"] <= max(each_once), "nothing is interrupted: prompts alone are read"
     assert not list(folder.rglob("manifest.json"))
     assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
-    rows = table(figures).splitlines()[2:]
-    assert len(rows) == 3 and any(row.startswith("| colocate_sync on 2 |") and " 1.00 |" in row for row in rows)
+    lines = table(figures).splitlines()[2:]
+    assert len(lines) == 3 and any(line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines)
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "is there already" in again.stderr
 
