@@ -53,18 +53,19 @@ for one in $PARTS; do
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # Slots: what an engine of its own needs to hold a window's responses. Staleness: the longest of them takes several versions.
+        # Slots and staleness: what simulations with costs measured on H200s found best. More slots on an engine are more to read again at
+        # each sync of async_partial; the longest responses take several versions.
         case $GPUS in
-        2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256 async_training.staleness_threshold=4" ;;
-        4) shape=7b splits=2+2 size="rollout.total_rollout_steps=256" ;;
-        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=448 rollout.max_num_seqs=48 async_training.staleness_threshold=3" ;;
+        2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256" ;;
+        4) shape=7b splits=2+2 size="rollout.total_rollout_steps=416 rollout.max_num_seqs=96" ;;
+        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=448 rollout.max_num_seqs=64" ;;
         esac
-        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size --splits $splits --skip 2 --json"
-        part modes 590 $compare --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
+        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size async_training.staleness_threshold=4 --skip 2 --json"
+        part modes 590 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
-        part modes-overlap 300 $compare --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
-        # One engine has to do what two did: with more slots.
-        [ $GPUS = 4 ] && part modes-3+1 300 $compare --modes async_partial --splits 3+1 rollout.max_num_seqs=320 --folder "$OUT/modes-3-1"
+        part modes-overlap 300 $compare --splits $splits --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
+        # One engine does what two did, with more slots; it has no time to read everything again at every sync.
+        [ $GPUS = 4 ] && part modes-3+1 300 $compare --splits 3+1 --modes async_swap rollout.max_num_seqs=320 --folder "$OUT/modes-3-1"
         ;;
     save)
         size="hidden_size=1536 num_hidden_layers=28 num_attention_heads=12 num_key_value_heads=2 intermediate_size=8960"
