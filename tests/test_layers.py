@@ -43,10 +43,11 @@ ALLOWED: dict[str, set[str]] = {
         *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),
     },
     "summary": {"launch", "pipeline"},
-    "bench": {"config", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
+    "console": {"recipe", "config", "observe", "problems"},
+    "bench": {"config", "console", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
     "checkup": set(),
     "testing": {"ports"},
-    "cli": {"recipe", "config", "launch", "summary", "bench", "observe", "pipeline", "problems", "exporting", "checkup"},
+    "cli": {"console", "launch", "summary", "bench", "pipeline", "exporting", "checkup"},
     "__main__": {"cli"},
 }
 

@@ -78,15 +78,22 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
 
 
 async def bench_modes(
-    path: Path, overrides: Sequence[str], arms: Sequence[Arm], folder: Path, progress: Progress, *, skip: int, repeats: int
-) -> list[dict[str, Any]]:
-    """The figures of every run. Arms that share engines run on the same ones, in turn, `repeats` times.
+    path: Path,
+    overrides: Sequence[str],
+    arms: Sequence[Arm],
+    folder: Path,
+    progress: Progress,
+    figures: list[dict[str, Any]],
+    *,
+    skip: int,
+    repeats: int,
+) -> None:
+    """The figures of every run, appended to `figures`. Arms that share engines run on the same ones, in turn, `repeats` times.
 
     Versions that are not `counted`, in which the pipeline fills or drains and kernels compile, are in no figure but `seconds`. Each
     run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
     engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
-    figures: list[dict[str, Any]] = []
     for arm in arms:
         check_size(recipe.load(path, overrides, [*QUIET, *arm.overrides]), skip)
     for k, group in enumerate(engines.values()):
@@ -105,7 +112,6 @@ async def bench_modes(
                     with (folder / "figures.jsonl").open("a") as lines:  # at once: a later arm may fail
                         lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")
-    return figures
 
 
 def _engines(arm: Arm) -> tuple[bool, int, int]:

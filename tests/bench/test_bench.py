@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,18 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     assert len(lines) == 3 and any(line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines)
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_bench_modes_that_is_stopped_tells_what_it_has(tmp_path: Path) -> None:
+    folder, output = tmp_path / "bench", tmp_path / "output"
+    size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4"]
+    options = ["--modes", "colocate_sync", "--repeats", "1000", "--folder", str(folder), "--json"]
+    process = runs.start_command("bench", "modes", str(runs.RECIPE), *size, *options, output=output)
+    while process.poll() is None and not (folder / "figures.jsonl").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT, output.read_text()
+    assert runs.last_json(output.read_text())["runs"][0]["arm"] == "colocate_sync on 2"
 
 
 def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
