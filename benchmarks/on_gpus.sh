@@ -20,7 +20,7 @@ failed=0
 part() { # NAME LIMIT_S COMMAND...
     local name=$1 limit=$2 start=$SECONDS code
     shift 2
-    timeout --signal=INT --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1
+    timeout --foreground --signal=INT --kill-after=60 "$limit" "$@" > "$OUT/$name.log" 2>&1
     code=$?
     echo "== $name: exit code $code after $((SECONDS - start)) s"
     tail -n 3 "$OUT/$name.log" | cut -c1-600
@@ -48,13 +48,13 @@ for one in $PARTS; do
         part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
         part log-probs 200 "$PYTHON" benchmarks/bench_log_probs.py --json "$OUT/log-probs.json"
         # Are greedy responses that were resumed those that were not: with kernels that do not depend on the batch, and without rounding to bf16?
-        resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 64 --arm millrace --eager --repeats 1 --syncs 2"
+        resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 32 --tokens 128 --arm millrace --eager --repeats 1 --syncs 2"
         part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # Slots and staleness: what simulations with costs measured on H200s found best. More slots on an engine are more to read again at
-        # each sync of async_partial; the longest responses take several versions.
+        # Slots and staleness: what benchmarks/simulate_modes.py finds best. More slots on an engine are more to read again at each sync of
+        # async_partial; the longest responses take several versions.
         case $GPUS in
         2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=416 rollout.max_num_seqs=96" ;;
@@ -64,12 +64,14 @@ for one in $PARTS; do
         part modes 590 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --splits $splits --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
-        # One engine does what two did, with more slots; it has no time to read everything again at every sync.
-        [ $GPUS = 4 ] && part modes-3+1 300 $compare --splits 3+1 --modes async_swap rollout.max_num_seqs=320 --folder "$OUT/modes-3-1"
+        # One engine for three trainers needs more slots, and then interruptions cost it the most.
+        [ $GPUS = 4 ] && part modes-3+1 590 $MILLRACE bench modes recipes/shapes/qwen2_7b.yaml rollout.total_rollout_steps=416 \
+            rollout.max_num_seqs=320 async_training.staleness_threshold=4 --splits 3+1 --skip 2 --json \
+            --modes colocate_sync,async_partial,async_swap,one_step_off --folder "$OUT/modes-3-1"
         ;;
     save)
         size="hidden_size=1536 num_hidden_layers=28 num_attention_heads=12 num_key_value_heads=2 intermediate_size=8960"
-        part save 240 "$PYTHON" benchmarks/bench_save.py --repetitions 1 --json model.dtype=bfloat16 \
+        part save 400 "$PYTHON" benchmarks/bench_save.py --repetitions 1 --json model.dtype=bfloat16 \
             $(printf 'model.shape.%s ' $size)
         ;;
     learn)

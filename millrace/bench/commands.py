@@ -98,4 +98,6 @@ def bench_modes(
         run_async(json_, path.stem, "bench modes", measure, lambda: False)
     finally:
         if figures:  # also where something ended it: what was measured until then
-            report(json_, {"folder": str(folder), "runs": figures}, work.table(figures))
+            done, planned = len(figures), len(arms) * repeats
+            text = work.table(figures) + (f"\nnot complete: {done} of {planned} runs" if done < planned else "")
+            report(json_, {"folder": str(folder), "complete": done == planned, "runs": figures}, text)

@@ -303,6 +303,8 @@ class VllmRolloutEngine:
         for request in self._live.values():
             if drawn := self._count(request):
                 request.starts.append((drawn, self.version))
+                if self._recompute:
+                    self._prefill_tokens += len(request.tokens) + drawn
             else:
                 request.again = True
                 fresh.append(request.id)

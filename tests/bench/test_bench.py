@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -117,16 +118,23 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     assert again.returncode == 2 and "is there already" in again.stderr
 
 
-def test_bench_modes_that_is_stopped_tells_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", ["stopped", "worker dies"])
+def test_bench_modes_that_ends_early_tells_what_it_has(tmp_path: Path, cause: str) -> None:
     folder, output = tmp_path / "bench", tmp_path / "output"
     size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4"]
     options = ["--modes", "colocate_sync", "--repeats", "1000", "--folder", str(folder), "--json"]
     process = runs.start_command("bench", "modes", str(runs.RECIPE), *size, *options, output=output)
     while process.poll() is None and not (folder / "figures.jsonl").exists():
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT, output.read_text()
-    assert runs.last_json(output.read_text())["runs"][0]["arm"] == "colocate_sync on 2"
+    if cause == "stopped":
+        process.send_signal(signal.SIGINT)
+    else:
+        max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
+    assert process.wait(60) == (128 + signal.SIGINT if cause == "stopped" else 1), output.read_text()
+    lines = output.read_text().splitlines()
+    told = next(json.loads(line) for line in lines if line.startswith("{"))
+    assert told["runs"][0]["arm"] == "colocate_sync on 2" and told["complete"] is False
+    assert cause == "stopped" or (lines[-1].startswith("error: ") and "was killed by SIGKILL" in lines[-1]), lines[-1]
 
 
 def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
     replica: Replica, runner: asyncio.Runner, kv: str
 ) -> None:
     async def main() -> list[tuple[Segment, ...]]:
+        nonlocal read
         await replica.publish(20, 1)
+        read -= (await replica.engine.stats()).prefill_tokens
         replica.engine._recompute = kv == "recompute"
         params = [SamplingParams(max_tokens=200, ignore_eos=True, seed=i) for i in range(24)]  # 16 run, 8 wait
         tasks = [
@@ -119,9 +121,15 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         await replica.receiver.activate(21)
         core.get_output_async = honest
         replica.engine._recompute = False
-        return list(await asyncio.gather(*tasks))
+        done = list(await asyncio.gather(*tasks))
+        read += (await replica.engine.stats()).prefill_tokens
+        return done
 
+    read = 0
     results = runner.run(main())
+    prompts = sum(20 + i for i in range(len(results)))
+    before = [20 + i + len(segments[0].tokens) for i, segments in enumerate(results) if len(segments) > 1]
+    assert sum(before) <= read <= prompts + sum(before) if kv == "recompute" else 0 < read <= prompts
     swapped = 0
     for i, segments in enumerate(results):
         assert len(joined(segments)) == 200 and segments[-1].stop is Stop.LENGTH

@@ -1,0 +1,163 @@
+"""Which split, slots and staleness a mode wants, by simulation: the real loops and Ledger on a virtual clock, with costs that were measured.
+
+    python benchmarks/simulate_modes.py --gpus 8 [--modes async_partial,async_swap] [--staleness 2,3,4] [--slots 48,64,96] [--best 5]
+
+Every split with each of the slots and stalenesses, against colocate_sync on all GPUs; the best of each mode. The workload is that of
+recipes/shapes/qwen2_7b.yaml. Costs are those of its runs on H200s (results/gpus.md), and `--check` holds the simulation against those runs:
+
+decoding   4.5 ms for a step of an engine, and 25 microseconds for each of its slots; where a whole window is awaited a third of them is
+           busy on average, as the longest response has three times the mean length
+reading    28 microseconds a token. An engine reads one request after the other: each waits for half of what its slots have to read
+training   73 microseconds a token, over the GPUs that train, and 0.4 s a step
+sync       0.08 s, colocated 0.28 s; 0.02 s of pause
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from millrace.config import MODES
+from millrace.environments.single_turn import SingleTurn
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.rollout.lengths import DrawnLengths
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger
+from millrace.schedule.schedule import OnSync, Placement, Schedule
+from millrace.simulate import clock
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
+from millrace.types import Prompt, SamplingParams, tokens_of
+
+WINDOW, N = 32, 8
+LENGTHS = DrawnLengths(median=250, sigma=0.8, limit=1024)
+MEASURED = [  # seconds of a version in results/gpu_modes.jsonl, "7B, four GPUs, slots 320, staleness 4.0"
+    ("colocate_sync", 4, 4, 7.82),
+    ("async_swap", 3, 1, 3.46),
+    ("async_partial", 3, 1, 6.12),
+    ("one_step_off", 3, 1, 6.51),
+]
+
+
+class Prompts:
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index, tokens_of([1] * 10), "", "simulated")
+
+
+@dataclass
+class Rows:
+    """An Observer that keeps the metrics of versions."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def published(self, *_: Any) -> None: ...
+
+    def stepped(self, *_: Any) -> None: ...
+
+    def row(self, version: int, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def checkpoint_due(self, version: int) -> bool:
+        return False
+
+    async def checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+    async def validated(self) -> None: ...
+
+    def validate(self, version: int) -> None: ...
+
+
+def simulate(
+    mode: str, trainers: int, rollouts: int, *, slots: int, staleness: float, versions: int = 16
+) -> tuple[float, float, float]:
+    """(seconds of a version, idle shares of the trainer and of the rollouts), of versions that neither fill nor drain the pipeline."""
+    fixed = MODES[mode]
+    colocated = fixed["placement"] == "colocated"
+    schedule = Schedule(
+        ppo_mini_batch_size=WINDOW,
+        trigger_parameter_sync_step=1,
+        staleness_threshold=fixed.get("staleness_threshold", staleness),
+        on_sync=OnSync(fixed["on_sync"]),
+        placement=Placement(fixed["placement"]),
+    )
+    busy = min(slots, math.ceil(schedule.capacity * N / rollouts))
+    cost = CostModel(
+        token_s=0.0045 + 2.5e-5 * (busy / 3 if schedule.on_sync is OnSync.DRAIN else busy),
+        prefill_token_s=2.8e-5 * busy / 2,
+        train_token_s=7.3e-5 / trainers,
+        step_s=0.4,
+        transfer_s=0.28 if colocated else 0.08,
+        pause_s=0.02,
+        switch_s=0.0,
+    )
+
+    async def run() -> list[dict[str, float]]:
+        ledger = Ledger(schedule, versions * WINDOW)
+        queue, kept = SampleQueue(ledger, deadline_s=1e8), Rows()
+        engines = [SimRolloutEngine(cost, slots=slots) for _ in range(rollouts)]
+        params = SamplingParams(max_tokens=LENGTHS.limit)
+        roller = SampleRoller(lambda _: SingleTurn(), SimReward(cost), lambda _: "", params, N, seed=0, lengths=LENGTHS)
+        rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller)
+        stopwatch = Stopwatch(asyncio.get_running_loop().time)
+        trainer = Trainer(queue, rollouter, SimTrainEngine(cost), SimWeightSync(cost, engines), kept, stopwatch)
+        await trainer.begin()
+        await run_pipeline(rollouter, trainer)
+        return [row for row in kept.rows if "perf/time_per_version" in row]
+
+    rows = clock.run(run())
+    ahead = math.ceil(schedule.capacity / schedule.window) - 1
+    rows = rows[ahead + 1 : len(rows) - ahead]
+    wall = sum(row["perf/time_per_version"] for row in rows)
+    idle = [
+        sum(row[name] * row["perf/time_per_version"] for row in rows) / wall
+        for name in ("trainer/idle_ratio", "rollouter/idle_ratio")
+    ]
+    return wall / len(rows), idle[0], idle[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--modes", default="async_partial,async_swap")
+    parser.add_argument("--staleness", default="2,3,4")
+    parser.add_argument("--slots", default="48,64,96,128,192,320")
+    parser.add_argument("--best", type=int, default=5, help="rows of each mode")
+    parser.add_argument("--check", action="store_true", help="simulate what was measured on four GPUs instead")
+    options = parser.parse_args()
+    if options.check:
+        print("| arm | seconds of a version, measured | simulated |\n|---|--:|--:|")
+        for mode, trainers, rollouts, measured in MEASURED:
+            seconds = simulate(mode, trainers, rollouts, slots=320, staleness=4)[0]
+            print(f"| {mode} {trainers}+{rollouts} | {measured:.2f} | {seconds:.2f} |")
+        return
+    base = simulate("colocate_sync", options.gpus, options.gpus, slots=320, staleness=0)[0]
+    print(f"colocate_sync on {options.gpus}: {base:.2f} s\n")
+    print(
+        "| arm | slots | staleness | of colocate_sync | version s | trainer idle | rollouts idle |\n|---|--:|--:|--:|--:|--:|--:|"
+    )
+    for mode in options.modes.split(","):
+        found = []
+        cases = itertools.product(
+            range(1, options.gpus), map(int, options.slots.split(",")), map(float, options.staleness.split(","))
+        )
+        for rollouts, slots, staleness in track(list(cases), mode, console=Console(stderr=True), transient=True):
+            arm = f"{mode} {options.gpus - rollouts}+{rollouts} | {slots} | {staleness:g}"
+            found.append((simulate(mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness), arm))
+        for (seconds, trainer, rollout), arm in sorted(found)[: options.best]:
+            print(f"| {arm} | {base / seconds:.2f} | {seconds:.2f} | {trainer:.0%} | {rollout:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
