@@ -122,7 +122,7 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
 def test_bench_modes_that_ends_early_tells_what_it_has(tmp_path: Path, cause: str) -> None:
     folder, output = tmp_path / "bench", tmp_path / "output"
     size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4"]
-    options = ["--modes", "colocate_sync", "--repeats", "1000", "--folder", str(folder), "--json"]
+    options = ["--modes", "async_partial", "--repeats", "1000", "--folder", str(folder), "--json"]
     process = runs.start_command("bench", "modes", str(runs.RECIPE), *size, *options, output=output)
     while process.poll() is None and not (folder / "figures.jsonl").exists():
         time.sleep(0.1)
@@ -133,7 +133,7 @@ def test_bench_modes_that_ends_early_tells_what_it_has(tmp_path: Path, cause: st
     assert process.wait(60) == (128 + signal.SIGINT if cause == "stopped" else 1), output.read_text()
     lines = output.read_text().splitlines()
     told = next(json.loads(line) for line in lines if line.startswith("{"))
-    assert told["runs"][0]["arm"] == "colocate_sync on 2" and told["complete"] is False
+    assert told["runs"][0]["arm"] == "async_partial 1+1" and told["complete"] is False
     assert cause == "stopped" or (lines[-1].startswith("error: ") and "was killed by SIGKILL" in lines[-1]), lines[-1]
 
 
