@@ -53,8 +53,8 @@ for one in $PARTS; do
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # Slots and staleness: what benchmarks/simulate_modes.py finds best. More slots on an engine are more to read again at each sync of
-        # async_partial; the longest responses take several versions.
+        # Slots and staleness of 7B: what benchmarks/simulate_modes.py finds best. More slots on an engine are more to read again at each
+        # sync of async_partial; the longest responses take several versions.
         case $GPUS in
         2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=416 rollout.max_num_seqs=96" ;;

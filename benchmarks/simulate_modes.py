@@ -17,21 +17,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from command import ROOT
 from rich.console import Console
 from rich.progress import track
 
+from millrace import recipe
+from millrace.bench.modes import counted
 from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
+from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
-from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
@@ -41,14 +47,12 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, SamplingParams, tokens_of
 
-WINDOW, N = 32, 8
-LENGTHS = DrawnLengths(median=250, sigma=0.8, limit=1024)
-MEASURED = [  # seconds of a version in results/gpu_modes.jsonl, "7B, four GPUs, slots 320, staleness 4.0"
-    ("colocate_sync", 4, 4, 7.82),
-    ("async_swap", 3, 1, 3.46),
-    ("async_partial", 3, 1, 6.12),
-    ("one_step_off", 3, 1, 6.51),
-]
+CONFIG = recipe.load(ROOT / "recipes" / "shapes" / "qwen2_7b.yaml", [])
+WINDOW, N, LENGTHS = CONFIG.actor.ppo_mini_batch_size, CONFIG.rollout.n, drawn_lengths(CONFIG)
+MEASURED = Path(__file__).parent / "results" / "gpu_modes.jsonl"
+MEASURED_RUN = "7B, four GPUs, slots 320, staleness 4.0"
+FIRST_LIKE_THE_REST = 3
+"""Version of an arm that has no figures of its own, because a time limit ended it."""
 
 
 class Prompts:
@@ -107,7 +111,7 @@ def simulate(
         ledger = Ledger(schedule, versions * WINDOW)
         queue, kept = SampleQueue(ledger, deadline_s=1e8), Rows()
         engines = [SimRolloutEngine(cost, slots=slots) for _ in range(rollouts)]
-        params = SamplingParams(max_tokens=LENGTHS.limit)
+        params = SamplingParams(max_tokens=CONFIG.rollout.max_response_length)
         roller = SampleRoller(lambda _: SingleTurn(), SimReward(cost), lambda _: "", params, N, seed=0, lengths=LENGTHS)
         rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller)
         stopwatch = Stopwatch(asyncio.get_running_loop().time)
@@ -117,14 +121,23 @@ def simulate(
         return [row for row in kept.rows if "perf/time_per_version" in row]
 
     rows = clock.run(run())
-    ahead = math.ceil(schedule.capacity / schedule.window) - 1
-    rows = rows[ahead + 1 : len(rows) - ahead]
+    rows = [rows[k] for k in counted(len(rows), 1, schedule)]
     wall = sum(row["perf/time_per_version"] for row in rows)
     idle = [
         sum(row[name] * row["perf/time_per_version"] for row in rows) / wall
         for name in ("trainer/idle_ratio", "rollouter/idle_ratio")
     ]
     return wall / len(rows), idle[0], idle[1]
+
+
+def measured() -> dict[str, float]:
+    """Seconds of a version, by arm."""
+    lines = [line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == MEASURED_RUN]
+    rows: dict[str, list[float]] = {}
+    for line in lines:
+        if line.get("row of version", 0) >= FIRST_LIKE_THE_REST:
+            rows.setdefault(line["arm"], []).append(line["perf/time_per_version"])
+    return {arm: mean(seconds) for arm, seconds in rows.items()} | {f["arm"]: f["version_s"] for f in lines if "version_s" in f}
 
 
 def main() -> None:
@@ -138,9 +151,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.check:
         print("| arm | seconds of a version, measured | simulated |\n|---|--:|--:|")
-        for mode, trainers, rollouts, measured in MEASURED:
-            seconds = simulate(mode, trainers, rollouts, slots=320, staleness=4)[0]
-            print(f"| {mode} {trainers}+{rollouts} | {measured:.2f} | {seconds:.2f} |")
+        for arm, seconds in measured().items():
+            mode, split = arm.replace(" on 4", " 4+4").split()
+            trainers, rollouts = map(int, split.split("+"))
+            simulated = simulate(mode, trainers, rollouts, slots=320, staleness=4)[0]
+            print(f"| {arm} | {seconds:.2f} | {simulated:.2f} |")
         return
     base = simulate("colocate_sync", options.gpus, options.gpus, slots=320, staleness=0)[0]
     print(f"colocate_sync on {options.gpus}: {base:.2f} s\n")

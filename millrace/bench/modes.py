@@ -158,7 +158,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "samples_per_s": samples / wall,
         "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
         "drawn_tokens_per_s": drawn,
-        # Prompts, and again all of what was interrupted.
+        # Tokens read into KV caches: prompts, and again what was interrupted.
         "read_per_drawn": over_time("rollouter/prefill_tokens_per_s") / drawn if drawn else 0.0,
         "version_s": wall / len(rows),
         "step_s": seconds("step"),
