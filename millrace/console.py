@@ -115,7 +115,7 @@ async def _with_signals(work: Coroutine[Any, Any, T], progress: Progress, reques
         if request_stop():
             progress.note(f"{number.name}: saving a checkpoint, then ending. Once more ends at once, without saving.")
         else:
-            progress.note(f"{number.name}: ending; there is no training to save yet.")
+            progress.note(f"{number.name}: ending; no training is under way that could be saved.")
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
