@@ -12,8 +12,9 @@ whatever else the host does, it does to both. Overrides go to everything. Where 
 would not end in it, judging by the longest of its mode so far, and `--run-timeout-s` ends all where one hangs.
 
 Writes PATH.jsonl, a line for each run as soon as it ends: held-out reward before and after, and of each version the seconds
-since RL began and the training reward. Tables and plot are made of that file, on any machine; a line {"note": TEXT} that is added to
-it stands over the tables. All of it on two cores, small, in about four minutes:
+since RL began and the training reward. Tables and plot are made of that file, on any machine; seeds may come from several
+processes (`--first-seed`), and a line {"note": TEXT} that is added stands over the tables. All of it on two cores, small, in about
+four minutes:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
     python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning --folder build/small \\
@@ -186,11 +187,12 @@ async def measure(options: argparse.Namespace) -> None:
                 window = (await arms.session(mode)).config.schedule.window
                 ready = time.perf_counter()
                 few = [f"rollout.total_rollout_steps={REHEARSED * window}", "trainer.val_before_train=false"]
-                await arms.run(mode, options.seeds, "rehearsal", *few)
+                await arms.run(mode, options.first_seed + options.seeds, "rehearsal", *few)
                 seconds = {"start_seconds": round(ready - start, 1), "rehearsal_seconds": round(time.perf_counter() - ready, 1)}
                 write({"engines_of": mode} | seconds)
             longest = dict.fromkeys(MODES, 0.0)
-            turns = [(seed, mode) for seed in range(options.seeds) for mode in options.modes[:: 1 if seed % 2 == 0 else -1]]
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
+            turns = [(seed, mode) for seed in seeds for mode in options.modes[:: 1 if seed % 2 == 0 else -1]]
             for seed, mode in turns:
                 start = time.perf_counter()
                 if options.budget_s and start - begin + longest[mode] > options.budget_s:
@@ -331,6 +333,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, help="an even number; 0 is the CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "async"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="so that seeds may run beside each other")
     parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_learning", help="of the warm-up and the runs")
     parser.add_argument(
