@@ -30,6 +30,7 @@ ALIASES = {
     "data.max_response_length": "rollout.max_response_length",
     "custom_reward_function.path": "reward.function",
     "actor.fsdp_config.fsdp_size": "trainer.fsdp_size",
+    "actor.fsdp_config.offload_policy": "trainer.offload_policy",
     "trainer.default_local_dir": "trainer.run_dir",
     "trainer.resume_mode": "trainer.resume",
     "algorithm.rollout_correction.bypass_mode": "async_training.use_rollout_log_probs",

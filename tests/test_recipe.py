@@ -151,7 +151,15 @@ def test_the_prefix_of_verl_is_stripped(write, key):
 
 @pytest.mark.parametrize(("theirs", "ours"), recipe.ALIASES.items())
 def test_aliases(write, theirs, ours):
-    numbers = {"length": "64", "len": "3", "penalty_factor": "0.5", "enable": "false", "bypass_mode": "false", "size": "1"}
+    numbers = {
+        "length": "64",
+        "len": "3",
+        "penalty_factor": "0.5",
+        "enable": "false",
+        "bypass_mode": "false",
+        "size": "1",
+        "policy": "true",
+    }
     value = next((v for end, v in numbers.items() if theirs.endswith(end)), "x.py:f")
     assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(write("name: r"), [f"{ours}={value}"])
 

@@ -212,7 +212,7 @@ class FsdpTrainEngine:
             yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
 
     async def sleep(self) -> None:
-        """On a GPU, with trainer.offload: weights and optimizer state to the host. On a CPU there is nothing to give back."""
+        """On a GPU, with trainer.offload: weights and optimizer state to the host, if they are not there already."""
         self._move(torch.device("cpu"))
 
     async def wake(self) -> None:
@@ -267,7 +267,8 @@ class FsdpTrainEngine:
         return {"actor/reward_kl_penalty": data.kl_to_reference, "actor/reward_kl_penalty_coeff": used}
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or not self.config.trainer.offload:
+        trainer = self.config.trainer
+        if self.device.type == "cpu" or not trainer.offload or trainer.offload_policy:
             return
         for model in (self.actor, self.critic, self.reference):
             if isinstance(model, Trainable):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from millrace.config import Config
@@ -51,7 +51,9 @@ def load(
         return shard(make(source()), config, mesh, device)
     full = make(source()) if rank == 0 else None
     module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, mesh, device)
-    module.to_empty(device=device)
+    module.to_empty(device="cpu" if offloads(config, device) else device)
+    for part in module.modules():
+        part._buffers.update({name: buffer.to(device) for name, buffer in part._buffers.items() if buffer is not None})
     # What no state dict holds: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
     for name, buffer in module.named_buffers():
@@ -83,11 +85,11 @@ def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh
 
     All models of an engine share one mesh: every further one would have process groups of its own.
     """
-    if world_size == 1 and config.model.dtype == "float32":
+    if world_size == 1 and config.model.dtype == "float32" and not offloads(config, device):
         # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
         return None
     if not dist.is_initialized():
-        # One rank in bfloat16: FSDP casts the weights layer by layer, and wants a group to do so.
+        # One rank: FSDP casts the weights layer by layer, or brings them to the GPU, and wants a group to do so.
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     size = config.trainer.fsdp_size or world_size
     if size == world_size:
@@ -105,7 +107,13 @@ def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.devi
         return module.to(device)
     bf16 = config.model.dtype == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
+    home = CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
     return module
+
+
+def offloads(config: Config, device: torch.device) -> bool:
+    """Whether weights live in host memory. On a CPU they do anyway."""
+    return config.trainer.offload_policy and device.type == "cuda"

@@ -84,7 +84,7 @@ class Trainable:
         gradients = gradients_of(self.parameters)
         sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
         # The one place in a step where the host waits for the device.
-        *values, norm = torch.cat([sums, gradient_norm(gradients).double().reshape(1)]).tolist()
+        *values, norm = torch.cat([sums, gradient_norm(gradients).to(sums).reshape(1)]).tolist()
         self.steps += 1
         if math.isfinite(norm) and math.isfinite(values[0]):
             self.nonfinite_in_a_row = 0

@@ -37,6 +37,11 @@ Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
 class WeightSource(Protocol):
     """The train engine as a sender sees it."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes. Its weights may be in host memory."""
+        ...
+
     def shards(self) -> Shards:
         """Every tensor that is served, in model order and in the serving dtype; without what adapters add."""
         ...
@@ -75,7 +80,7 @@ class Sender:
 
         buckets = planned(tell_specs(source.shards(), store, rank))
         adapters = planned(tell_specs(source.adapters(), store, rank, ADAPTERS)) if config.model.lora_rank else None
-        wire = wire_device(config, next(source.shards())[3].device)
+        wire = wire_device(config, source.device)
         size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
         group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
         return cls(source, group, buckets, wire, adapters)
@@ -153,7 +158,8 @@ class Sender:
             name, _, _, own = next(shards)
             if name != spec.name:
                 raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
-            rows.append(own)
+            # From the host as they are: a cast is the GPU's.
+            rows.append(own.to(self._wire) if self._wire.type == "cuda" else own)
         torch._foreach_copy_(list(views.values()), rows)
 
     async def link(self) -> TransferReport:

@@ -49,7 +49,7 @@ class IpcSender:
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> IpcSender:
         """Say where the slots are, and wait for who maps them."""
-        device = next(source.shards())[3].device
+        device = source.device
         buckets = plan(tell_specs(source.shards(), store, rank), config.sync.bucket_mb << 20)
         largest = max(b.num_bytes for b in buckets)
         slots = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]

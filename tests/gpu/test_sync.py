@@ -34,6 +34,8 @@ def model(seed: int) -> dict[str, Tensor]:
 
 
 class Source:
+    device = CUDA
+
     def __init__(self) -> None:
         self.tensors = model(0)
 

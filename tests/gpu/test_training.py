@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,38 @@ def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) 
         )
     assert np.isfinite(asyncio.run(engine.step(batch)).metrics["actor/grad_norm"])
     assert not torch.equal(next(iter(weights(engine).values())), next(iter(after.values())))
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"dtype": "float32"}},
+        {"model": {"dtype": "bfloat16", "gradient_checkpointing": True, "compile": True}},
+        {"model": {"dtype": "bfloat16", "lora_rank": 4}},
+        {
+            "model": {"dtype": "bfloat16"},
+            "algorithm": {"adv_estimator": "gae"},
+            "actor": {"entropy_coeff": 0.01, "use_kl_loss": True, "ppo_mini_batch_size": 1},
+        },
+    ],
+)
+def test_weights_that_live_in_host_memory_train_the_same_policy(folder: str, tmp_path: Path, sections: dict[str, Any]) -> None:
+    """With a critic and a reference too; and a checkpoint brings all of it back."""
+    batch = TrainBatch(random_samples(0, [4, 3]), 0)
+    engine, found = built(folder, **sections, trainer={"device": "cuda", "offload_policy": True}), []
+    for _ in range(2):
+        found.append(asyncio.run(engine.step(batch)).metrics)
+        asyncio.run(engine.sleep())
+        asyncio.run(engine.wake())
+    home = [*engine.policy.parameters(), *(t for s in engine.actor.optimizer.state.values() for t in s.values())]
+    home += list(engine.critic.module.parameters()) if engine.critic else []
+    assert not any(t.is_cuda for t in home) and all(b.is_cuda for b in engine.policy.buffers())
+    asyncio.run(engine.save(str(tmp_path)))
+    ahead = asyncio.run(engine.step(batch)).metrics
+    asyncio.run(engine.load(str(tmp_path)))
+    alike([asyncio.run(engine.step(batch)).metrics], [ahead], 1e-3)
+    alike(found, steps(built(folder, **sections), seeds=(0, 0)), 0.02)
     asyncio.run(engine.close())
 
 

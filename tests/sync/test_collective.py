@@ -52,6 +52,7 @@ class Source:
 
     tensors: dict[str, Tensor]
     rank: int
+    device = torch.device("cpu")
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
         for name, tensor in self.tensors.items():

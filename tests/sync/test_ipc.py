@@ -30,6 +30,7 @@ def model(seed: int) -> dict[str, Tensor]:
 @dataclass
 class Source:
     tensors: dict[str, Tensor]
+    device = torch.device("cpu")
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()

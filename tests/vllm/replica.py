@@ -28,6 +28,8 @@ PROMPT = [3 + i * 7 % 40 for i in range(150)]
 class Replica:
     """One engine with a trainer of one rank beside it, on one event loop for all tests."""
 
+    device = torch.device("cpu")
+
     def __init__(self, folder: Path) -> None:
         write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
         self.folder = folder
