@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -253,19 +254,21 @@ def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
     asyncio.run(main())
 
 
-def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer() -> None:
-    """A replica that waited 0.2 s for its turn, and stood still for none of it, does not report it as a pause."""
+def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that waited 200 s for its turn, and stood still for none of it, does not report it as a pause."""
+    now = [0.0]
 
     class Waiting(Holder):
         async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
-            await asyncio.sleep(0.2)
+            now[0] += 200.0
             await super().swap(version, staged)
             return 0.001
 
     async def main() -> None:
         async with fleet(lambda i: Waiting(model(i))) as f:
             await f.transfer(1)
-            assert max(await f.activate(1)) < 0.15
+            monkeypatch.setattr(collective, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+            assert await f.activate(1) == pytest.approx([0.001] * REPLICAS)
 
     asyncio.run(main())
 
