@@ -85,8 +85,8 @@ class TrainerConfig(Section):
     """Colocated, on GPUs: weights and optimizer state wait in host memory while rollouts run. false leaves them on the GPU: no
     time is lost, and rollout.gpu_memory_utilization must leave room for them."""
     offload_policy: bool = False
-    """On GPUs: weights, gradients and optimizer state live in pinned host memory, 16 bytes a parameter of a rank's share; a layer's
-    weights come to the GPU for its passes, and AdamW steps on the CPU. For models that do not fit otherwise: it is slower."""
+    """On GPUs: weights, gradients and optimizer state live in host memory, 16 to 24 bytes a parameter (pinned blocks come in powers
+    of two); a layer's weights come to the GPU for its passes, and AdamW steps on the CPU. Slower: for models that do not fit otherwise."""
     wait_deadline_s: float = Field(1800.0, gt=0)
     """Seconds any wait may take before the run fails and names who waited for what."""
     stop_grace_s: float = Field(8.0, ge=0)

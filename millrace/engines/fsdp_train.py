@@ -30,7 +30,7 @@ from millrace.engines.model import DTYPES
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
-from millrace.engines.sharding import load, mesh_of
+from millrace.engines.sharding import load, mesh_of, on_device
 from millrace.engines.state_writer import StateWriter
 from millrace.engines.trainable import Outputs, Trainable
 from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
@@ -194,7 +194,7 @@ class FsdpTrainEngine:
         """
         dtype = DTYPES[self.config.model.dtype]
         for name, own in lora.merged_weights(self.policy.model, self.scale):
-            weight = own.to(dtype)  # before it is gathered: half the bytes
+            weight = on_device(own, self.device).to(dtype)  # before it is gathered: half the bytes
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
@@ -267,11 +267,10 @@ class FsdpTrainEngine:
         return {"actor/reward_kl_penalty": data.kl_to_reference, "actor/reward_kl_penalty_coeff": used}
 
     def _move(self, device: torch.device) -> None:
-        trainer = self.config.trainer
-        if self.device.type == "cpu" or not trainer.offload or trainer.offload_policy:
+        if self.device.type == "cpu" or not self.config.trainer.offload:
             return
         for model in (self.actor, self.critic, self.reference):
-            if isinstance(model, Trainable):
+            if isinstance(model, Trainable) and not self.config.trainer.offload_policy:
                 model.move(device)
         torch.cuda.empty_cache()
 

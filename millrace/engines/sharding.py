@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.config import Config
@@ -44,7 +45,7 @@ def load(
     """
 
     def source() -> PreTrainedModel:
-        trust, where = config.model.trust_remote_code, "cpu" if on_host else device
+        trust, where = config.model.trust_remote_code, "cpu" if on_host or offloads(config, device) else device
         return load_model(folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust)
 
     if mesh is None or mesh.size() == 1:
@@ -52,8 +53,6 @@ def load(
     full = make(source()) if rank == 0 else None
     module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, mesh, device)
     module.to_empty(device="cpu" if offloads(config, device) else device)
-    for part in module.modules():
-        part._buffers.update({name: buffer.to(device) for name, buffer in part._buffers.items() if buffer is not None})
     # What no state dict holds: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
     for name, buffer in module.named_buffers():
@@ -62,6 +61,8 @@ def load(
         dist.broadcast(buffer, 0)
     weights: dict[str, Any] = dict(full.state_dict()) if full is not None else {}
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for part in module.modules():  # layers' inputs are there, wherever their weights are
+        part._buffers.update({name: buffer.to(device) for name, buffer in part._buffers.items() if buffer is not None})
     return module
 
 
@@ -112,6 +113,13 @@ def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.devi
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
     return module
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, or its shard, where the engine computes: from there ranks gather it over the fast links."""
+    if isinstance(tensor, DTensor):
+        return DTensor(tensor.to_local().to(device), tensor._spec, requires_grad=False)
+    return tensor.to(device)
 
 
 def offloads(config: Config, device: torch.device) -> bool:
