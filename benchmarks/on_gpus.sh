@@ -57,11 +57,11 @@ for one in $PARTS; do
         # sync of async_partial; the longest responses take several versions.
         case $GPUS in
         2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256" ;;
-        4) shape=7b splits=2+2 size="rollout.total_rollout_steps=416 rollout.max_num_seqs=96" ;;
-        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=448 rollout.max_num_seqs=64" ;;
+        4) shape=7b splits=2+2 size="rollout.total_rollout_steps=448 rollout.max_num_seqs=88 model.gradient_checkpointing_share=0.3" ;;
+        *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=480 rollout.max_num_seqs=64" ;;
         esac
         compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size async_training.staleness_threshold=4 --skip 2 --json"
-        part modes 590 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
+        part modes 900 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --splits $splits --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
         # One engine for three trainers needs more slots, and then interruptions cost it the most.

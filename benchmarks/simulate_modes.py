@@ -3,7 +3,8 @@
     python benchmarks/simulate_modes.py --gpus 8 [--modes async_partial,async_swap] [--staleness 2,3,4] [--slots 48,64,96] [--best 5]
 
 Every split with each of the slots and stalenesses, against colocate_sync on all GPUs; the best of each mode. The workload is that of
-recipes/shapes/qwen2_7b.yaml. Costs are those of its runs on H200s (results/gpus.md), and `--check` holds the simulation against those runs:
+recipes/shapes/qwen2_7b.yaml. Costs are those of its run on 3+1 H200s (results/gpus.md). `--check` holds the simulation against that run and against
+one on 2+2, which came after it:
 
 decoding   4.5 ms for a step of an engine, and 25 microseconds for each of its slots; where a whole window is awaited a third of them is
            busy on average, as the longest response has three times the mean length
@@ -30,7 +31,6 @@ from rich.progress import track
 
 from millrace import recipe
 from millrace.bench.modes import counted
-from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
@@ -41,16 +41,18 @@ from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
-from millrace.schedule.schedule import OnSync, Placement, Schedule
+from millrace.schedule.schedule import OnSync
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, SamplingParams, tokens_of
 
-CONFIG = recipe.load(ROOT / "recipes" / "shapes" / "qwen2_7b.yaml", [])
+RECIPE = ROOT / "recipes" / "shapes" / "qwen2_7b.yaml"
+CONFIG = recipe.load(RECIPE, [])
 WINDOW, N, LENGTHS = CONFIG.actor.ppo_mini_batch_size, CONFIG.rollout.n, drawn_lengths(CONFIG)
 MEASURED = Path(__file__).parent / "results" / "gpu_modes.jsonl"
-MEASURED_RUN = "7B, four GPUs, slots 320, staleness 4.0"
+MEASURED_RUNS = {"7B, four GPUs, slots 320, staleness 4.0": 320, "7B, four GPUs, 2+2, slots 88, staleness 4.0": 88}
+"""Slots of each."""
 FIRST_LIKE_THE_REST = 3
 """Version of an arm that has no figures of its own, because a time limit ended it."""
 
@@ -86,16 +88,11 @@ class Rows:
 def simulate(
     mode: str, trainers: int, rollouts: int, *, slots: int, staleness: float, versions: int = 16
 ) -> tuple[float, float, float]:
-    """(seconds of a version, idle shares of the trainer and of the rollouts), of versions that neither fill nor drain the pipeline."""
-    fixed = MODES[mode]
-    colocated = fixed["placement"] == "colocated"
-    schedule = Schedule(
-        ppo_mini_batch_size=WINDOW,
-        trigger_parameter_sync_step=1,
-        staleness_threshold=fixed.get("staleness_threshold", staleness),
-        on_sync=OnSync(fixed["on_sync"]),
-        placement=Placement(fixed["placement"]),
-    )
+    """(seconds for a window's samples, idle shares of the trainer and of the rollouts), of versions that neither fill nor drain the
+    pipeline.
+    """
+    schedule = recipe.load(RECIPE, [f"async_training.staleness_threshold={staleness}"], [f"mode={mode}"]).schedule
+    colocated = schedule.colocated
     busy = min(slots, math.ceil(schedule.capacity * N / rollouts))
     cost = CostModel(
         token_s=0.0045 + 2.5e-5 * (busy / 3 if schedule.on_sync is OnSync.DRAIN else busy),
@@ -121,23 +118,24 @@ def simulate(
         return [row for row in kept.rows if "perf/time_per_version" in row]
 
     rows = clock.run(run())
-    rows = [rows[k] for k in counted(len(rows), 1, schedule)]
+    rows = [rows[k] for k in counted(versions * WINDOW, 1, schedule)]
     wall = sum(row["perf/time_per_version"] for row in rows)
     idle = [
         sum(row[name] * row["perf/time_per_version"] for row in rows) / wall
         for name in ("trainer/idle_ratio", "rollouter/idle_ratio")
     ]
-    return wall / len(rows), idle[0], idle[1]
+    return wall / len(rows) * WINDOW / schedule.window, idle[0], idle[1]
 
 
-def measured() -> dict[str, float]:
-    """Seconds of a version, by arm."""
-    lines = [line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == MEASURED_RUN]
+def measured(run: str) -> dict[str, float]:
+    """Seconds for a window's samples, by arm."""
+    lines = [line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == run]
     rows: dict[str, list[float]] = {}
     for line in lines:
         if line.get("row of version", 0) >= FIRST_LIKE_THE_REST:
             rows.setdefault(line["arm"], []).append(line["perf/time_per_version"])
-    return {arm: mean(seconds) for arm, seconds in rows.items()} | {f["arm"]: f["version_s"] for f in lines if "version_s" in f}
+    whole = {f["arm"]: WINDOW / f["samples_per_s"] for f in lines if "samples_per_s" in f}
+    return {arm: seconds for arm, seconds in ({arm: mean(s) for arm, s in rows.items()} | whole).items() if "uniform" not in arm}
 
 
 def main() -> None:
@@ -150,12 +148,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="simulate what was measured on four GPUs instead")
     options = parser.parse_args()
     if options.check:
-        print("| arm | seconds of a version, measured | simulated |\n|---|--:|--:|")
-        for arm, seconds in measured().items():
-            mode, split = arm.replace(" on 4", " 4+4").split()
-            trainers, rollouts = map(int, split.split("+"))
-            simulated = simulate(mode, trainers, rollouts, slots=320, staleness=4)[0]
-            print(f"| {arm} | {seconds:.2f} | {simulated:.2f} |")
+        print(f"| arm | slots | seconds for {WINDOW} samples, measured | simulated |\n|---|--:|--:|--:|")
+        for run, slots in MEASURED_RUNS.items():
+            for arm, seconds in measured(run).items():
+                mode, split = arm.replace(" on 4", " 4+4").split()
+                trainers, rollouts = map(int, split.split("+"))
+                simulated = simulate(mode, trainers, rollouts, slots=slots, staleness=4)[0]
+                print(f"| {arm} | {slots} | {seconds:.2f} | {simulated:.2f} |")
         return
     base = simulate("colocate_sync", options.gpus, options.gpus, slots=320, staleness=0)[0]
     print(f"colocate_sync on {options.gpus}: {base:.2f} s\n")

@@ -142,7 +142,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     await s.engines.trainers_turn()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "reward/mean" in row]
-    rows = [rows[k] for k in counted(len(rows), skip, s.config.schedule)]
+    rows = [rows[k] for k in counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)]
     wall = sum(row["perf/time_per_version"] for row in rows)
 
     def over_time(name: str) -> float:
@@ -175,20 +175,23 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     }
 
 
-def counted(versions: int, skip: int, schedule: Schedule) -> range:
-    """Which of a run's versions are like those of a long run. Not those of the first `skip` optimizer steps; not the first ones, for
-    which samples were drawn ahead while the trainer had nothing to do; nor the last, whose samples were all admitted before.
+def counted(samples: int, skip: int, schedule: Schedule) -> range:
+    """Which versions of a run of so many samples are like those of a long run. Not those of the first `skip` optimizer steps; not the
+    first ones, for which samples were drawn ahead while the trainer had nothing to do; nor the last, whose samples were all admitted
+    before, or which have less than a window of them.
     """
     ahead = math.ceil(schedule.capacity / schedule.window) - 1
     steps = schedule.trigger_parameter_sync_step * schedule.require_batches
-    return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), versions - ahead)
+    end = min(schedule.versions(samples) - ahead, samples // schedule.window)
+    return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
 def check_size(config: Config, skip: int) -> None:
     """Raises ConfigError where no version of a run would be counted."""
     total, schedule = config.rollout.total_rollout_steps, config.schedule
-    if not counted(versions := math.ceil(total / schedule.window), skip, schedule):
-        least = next(n for n in itertools.count(versions + 1) if counted(n, skip, schedule)) * schedule.window
+    if not counted(total, skip, schedule):
+        versions, window = schedule.versions(total), schedule.window
+        least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
         rule = f"{versions} versions in mode {config.mode}: all are among those that fill or drain the pipeline"
         raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
 

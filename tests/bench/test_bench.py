@@ -74,7 +74,11 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
 )
 def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, expected: range) -> None:
     layers = [{"async_training": {"staleness_threshold": 2.5}}, {"mode": mode}]
-    assert counted(9, 2, recipe.parse(recipe.resolve(layers)).schedule) == expected
+    schedule = recipe.parse(recipe.resolve(layers)).schedule
+    assert counted(9 * schedule.window, 2, schedule) == expected
+    # A last version of fewer samples is not like the others, and where the end is left out anyway it is part of that.
+    short = range(expected.start, expected.stop if schedule.staleness_threshold else expected.stop - 1)
+    assert counted(9 * schedule.window - 1, 2, schedule) == short
 
 
 def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> None:
