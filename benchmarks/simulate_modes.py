@@ -31,6 +31,7 @@ from rich.progress import track
 
 from millrace import recipe
 from millrace.bench.modes import counted
+from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
@@ -159,13 +160,13 @@ def main() -> None:
     base = simulate("colocate_sync", options.gpus, options.gpus, slots=320, staleness=0)[0]
     print(f"colocate_sync on {options.gpus}: {base:.2f} s\n")
     print(
-        "| arm | slots | staleness | of colocate_sync | version s | trainer idle | rollouts idle |\n|---|--:|--:|--:|--:|--:|--:|"
+        "| arm | slots | staleness | of colocate_sync | seconds for 32 samples | trainer idle | rollouts idle |\n|---|--:|--:|--:|--:|--:|--:|"
     )
     for mode in options.modes.split(","):
         found = []
-        cases = itertools.product(
-            range(1, options.gpus), map(int, options.slots.split(",")), map(float, options.staleness.split(","))
-        )
+        fixed = MODES[mode].get("staleness_threshold")
+        ages = options.staleness.split(",") if fixed is None else [fixed]
+        cases = itertools.product(range(1, options.gpus), map(int, options.slots.split(",")), map(float, ages))
         for rollouts, slots, staleness in track(list(cases), mode, console=Console(stderr=True), transient=True):
             arm = f"{mode} {options.gpus - rollouts}+{rollouts} | {slots} | {staleness:g}"
             found.append((simulate(mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness), arm))

@@ -177,12 +177,12 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
 
 def counted(samples: int, skip: int, schedule: Schedule) -> range:
     """Which versions of a run of so many samples are like those of a long run. Not those of the first `skip` optimizer steps; not the
-    first ones, for which samples were drawn ahead while the trainer had nothing to do; nor the last, whose samples were all admitted
-    before, or which have less than a window of them.
+    first ones, for which samples were drawn ahead while the trainer had nothing to do; nor the last, beside which no window of samples
+    was admitted any more.
     """
     ahead = math.ceil(schedule.capacity / schedule.window) - 1
     steps = schedule.trigger_parameter_sync_step * schedule.require_batches
-    end = min(schedule.versions(samples) - ahead, samples // schedule.window)
+    end = (samples - schedule.capacity) // schedule.window + 1
     return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
@@ -192,7 +192,7 @@ def check_size(config: Config, skip: int) -> None:
     if not counted(total, skip, schedule):
         versions, window = schedule.versions(total), schedule.window
         least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
-        rule = f"{versions} versions in mode {config.mode}: all are among those that fill or drain the pipeline"
+        rule = f"{versions} versions in mode {config.mode}: all are skipped, or fill or drain the pipeline"
         raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
 
 
@@ -225,7 +225,9 @@ def _lengths(s: Session, config: Config) -> list[int]:
 
 
 async def _alone(s: Session, config: Config) -> float:
-    """Tokens a second of the same engines with nothing but requests: a window's, all at once, of the lengths that they have."""
+    """Tokens a second of the same engines with nothing but requests: all that the mode may have under way, at once, of the lengths that
+    they have.
+    """
     drawn, rollout = drawn_lengths(config), config.rollout
 
     def one(i: int, k: int) -> Any:
