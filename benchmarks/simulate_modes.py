@@ -159,9 +159,8 @@ def main() -> None:
         return
     base = simulate("colocate_sync", options.gpus, options.gpus, slots=320, staleness=0)[0]
     print(f"colocate_sync on {options.gpus}: {base:.2f} s\n")
-    print(
-        "| arm | slots | staleness | of colocate_sync | seconds for 32 samples | trainer idle | rollouts idle |\n|---|--:|--:|--:|--:|--:|--:|"
-    )
+    head = f"| arm | slots | staleness | of colocate_sync | seconds for {WINDOW} samples | trainer idle | rollouts idle |"
+    print(f"{head}\n|---|--:|--:|--:|--:|--:|--:|")
     for mode in options.modes.split(","):
         found = []
         fixed = MODES[mode].get("staleness_threshold")

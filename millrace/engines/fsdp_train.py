@@ -30,9 +30,9 @@ from millrace.engines.model import DTYPES
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
-from millrace.engines.sharding import load, mesh_of, on_device
+from millrace.engines.sharding import load, mesh_of
 from millrace.engines.state_writer import StateWriter
-from millrace.engines.trainable import Outputs, Trainable
+from millrace.engines.trainable import Outputs, Trainable, moved
 from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
 from millrace.ports import StepReport, TrainBatch
 from millrace.types import Sample, Tokens
@@ -194,7 +194,8 @@ class FsdpTrainEngine:
         """
         dtype = DTYPES[self.config.model.dtype]
         for name, own in lora.merged_weights(self.policy.model, self.scale):
-            weight = on_device(own, self.device).to(dtype)  # before it is gathered: half the bytes
+            # Where ranks gather over fast links, and cast before that: half the bytes.
+            weight = moved(own, self.device).to(dtype)
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:

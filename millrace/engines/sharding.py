@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.config import Config
@@ -113,13 +112,6 @@ def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.devi
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
     return module
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, or its shard, where the engine computes: from there ranks gather it over the fast links."""
-    if isinstance(tensor, DTensor):
-        return DTensor(tensor.to_local().to(device), tensor._spec, requires_grad=False)
-    return tensor.to(device)
 
 
 def offloads(config: Config, device: torch.device) -> bool:

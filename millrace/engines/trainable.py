@@ -133,19 +133,19 @@ class Trainable:
     def move(self, device: torch.device) -> None:
         """Weights and moments to the host, or back. What is on the host is pinned: copies run at the link's speed."""
         states = list((self.optimizer.state if self.optimizer else {}).values())
-        self.module._apply(lambda t: _moved(t, device))  # nn.Module.to, but for the pinned memory
+        self.module._apply(lambda t: moved(t, device))  # nn.Module.to, but for the pinned memory
         for state in states:
             for key, value in state.items():
-                state[key] = _moved(value, device)
+                state[key] = moved(value, device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`; the copy may still be under way. Host memory comes from torch's cache of pinned blocks."""
     if isinstance(tensor, DTensor):
         # Not from_local: it would take the shard back to its mesh's device.
-        return DTensor(_moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
+        return DTensor(moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
     if tensor.device == device:
         return tensor
     host = device.type == "cpu"

@@ -158,8 +158,7 @@ class Sender:
             name, _, _, own = next(shards)
             if name != spec.name:
                 raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
-            # From the host as they are: a cast is the GPU's.
-            rows.append(own.to(self._wire) if self._wire.type == "cuda" else own)
+            rows.append(own.to(self._wire))
         torch._foreach_copy_(list(views.values()), rows)
 
     async def link(self) -> TransferReport:
