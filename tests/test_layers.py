@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "summary": {"launch", "pipeline"},
     "console": {"recipe", "config", "observe", "problems"},
-    "bench": {"config", "console", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
+    "bench": {"config", "console", "engines", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
     "checkup": set(),
     "testing": {"ports"},
     "cli": {"console", "launch", "summary", "bench", "pipeline", "exporting", "checkup"},

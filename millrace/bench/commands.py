@@ -27,10 +27,10 @@ def bench_sync(
     from millrace.bench.sync import bench_sync as work
 
     found = run_async(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
-    lines = [f"{found['bytes'] / 1e9:.3f} GB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.1f} GB/s"]
+    lines = [f"{found['bytes'] / 1e6:,.1f} MB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.4g} GB/s"]
     for load, f in ((load, found[load]) for load in ("idle", "busy") if load in found):
         lines.append(
-            f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.1f} GB/s, {f['share_of_link']:.0%} of the link), "
+            f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.4g} GB/s, {f['share_of_link']:.0%} of the link), "
             f"pause {f['pause_s'] * 1e3:.1f} ms"
         )
     report(json_, found, "\n".join(lines))
@@ -60,8 +60,8 @@ def bench_train(
         json_,
         found,
         f"{found['tokens_per_step']} tokens in {found['step_s']:.3f} s on {found['ranks']} ranks: "
-        f"{found['tokens_per_s_per_device']:.0f} tokens/s and {found['model_tflops_per_device']:.1f} TFLOP/s a device, "
-        f"MFU {found['mfu']:.1%} of {found['matmul_tflops']:.1f}; {found['peak_memory_gib']:.1f} GiB",
+        f"{found['tokens_per_s_per_device']:.0f} tokens/s and {found['model_tflops_per_device']:.4g} TFLOP/s a device, "
+        f"MFU {found['mfu']:.1%} of {found['matmul_tflops']:.4g}; {found['peak_memory_gib']:.1f} GiB",
     )
 
 

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from millrace.config import Config
 
-def train_flops(model_folder: Path, lengths: list[int]) -> float:
+
+def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float:
     """Multiplications and additions, forward and backward, of training on rows of `lengths` tokens: 6 for each weight that a token meets,
-    and 12 x layers x heads x head size for each pair of tokens that see each other, half of which a causal mask leaves out.
+    and 12 x layers x heads x head size for each pair of tokens that see each other, half of which a causal mask leaves out. With adapters
+    (model.lora_rank) 6 for each weight of theirs, and 4 for one of the model's, which has no gradient.
 
     Dense models with gated MLPs (Qwen2, Qwen3, Llama, Mistral). Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
     """
@@ -19,4 +22,9 @@ def train_flops(model_folder: Path, lengths: list[int]) -> float:
     keys = shape.get("num_key_value_heads") or heads
     layer = hidden * head * (2 * heads + 2 * keys) + 3 * hidden * shape["intermediate_size"]
     weights = layers * layer + hidden * shape["vocab_size"]
-    return sum(6.0 * weights * n + 6.0 * layers * heads * head * n * n for n in lengths)
+    per_token = 6.0 * weights
+    if config.model.lora_rank:
+        from millrace.engines.lora import num_trained
+
+        per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config)
+    return sum(per_token * n + 6.0 * layers * heads * head * n * n for n in lengths)

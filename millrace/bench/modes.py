@@ -200,7 +200,7 @@ def _with_ceilings(
     found: dict[str, float], arm: Arm, turn: int, s: Session, config: Config, rate: float, alone: float
 ) -> dict[str, Any]:
     """The figures, against what the devices can do."""
-    flops = train_flops(s.run.model, _lengths(s, config))
+    flops = train_flops(s.run.model, _lengths(s, config), config)
     per_sample = flops / config.rollout.total_rollout_steps
     stepping = found["step_s"] / found["version_s"]
     mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping

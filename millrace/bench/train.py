@@ -36,7 +36,7 @@ async def bench_train(config: Config, progress: Progress, *, length: int, steps:
             seconds.append(perf_counter() - start)
             progress.phase("training", k + 1, steps + WARM_UP_STEPS, f"{seconds[-1]:.2f} s")
         memory = max(await engine.peak_memory())
-        flops = train_flops(s.run.model, [length - 1] * rows)
+        flops = train_flops(s.run.model, [length - 1] * rows, config)
     middle = statistics.median(seconds[WARM_UP_STEPS:])
     return {
         "ranks": config.trainer_ranks,

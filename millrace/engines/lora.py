@@ -8,6 +8,7 @@ policy is the base. Everything that leaves the train engine has the model's own 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import Config
 from millrace.engines.attention import Ints
-from millrace.engines.model import DTYPES
+from millrace.engines.model import DTYPES, empty_model
 from millrace.engines.packing import Rows
 from millrace.engines.policy import layers_of
 from millrace.errors import MissingDependency, bad_value
@@ -52,6 +53,12 @@ def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         if not _is_adapter(name) and parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(DTYPES[config.model.dtype])
     return model
+
+
+def num_trained(model_folder: str | Path, config: Config) -> int:
+    """How many weights all adapters have together."""
+    model = inject(empty_model(model_folder, trust_remote_code=config.model.trust_remote_code), config)
+    return sum(weight.numel() for _, weight in adapters(model))
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:

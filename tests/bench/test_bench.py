@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from millrace import recipe
 from millrace.bench.flops import train_flops
 from millrace.bench.modes import Arm, arms_of, check_size, counted, table
-from millrace.config import ModelShape
+from millrace.config import Config, ModelShape
+from millrace.engines import lora
 from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError
 from tests.e2e import runs
@@ -41,8 +42,15 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
         model(torch.arange(length)[None] % 50).logits.sum().backward()
     attention = 6 * 3 * 4 * 8 * length**2
     # Of the first layer's input nothing is asked but the embeddings' gradient: torch counts it whole.
-    assert train_flops(tmp_path, [length]) + attention == counter.get_total_flops()
-    assert train_flops(tmp_path, [length, length]) == 2 * train_flops(tmp_path, [length])
+    assert train_flops(tmp_path, [length], Config()) + attention == counter.get_total_flops()
+    assert train_flops(tmp_path, [length, length], Config()) == 2 * train_flops(tmp_path, [length], Config())
+    config = Config.model_validate({"model": {"lora_rank": 4}})
+    model = lora.inject(model, config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None] % 50).logits.sum().backward()
+    # Nothing below the first layer is trained: it has no gradients of its input, by its q, k and v or their adapters.
+    first = 2 * length * (32 * 8 * (4 + 2 * 2) + 4 * 32 * 3)
+    assert train_flops(tmp_path, [length], config) + attention == counter.get_total_flops() + first
 
 
 def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
@@ -165,7 +173,7 @@ def test_bench_train_counts_what_a_step_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = runs.last_json(done.stdout)
     assert found["tokens_per_step"] == 2 * 4 * 59 and len(found["steps_s"]) == 5
-    per_step = train_flops(tmp_path / "run" / "model", [59] * 8)
+    per_step = train_flops(tmp_path / "run" / "model", [59] * 8, Config())
     assert found["model_tflops_per_device"] * 1e12 * 2 * found["step_s"] == pytest.approx(per_step)
     assert 0 < found["mfu"] < 1 and 0.05 < found["peak_memory_gib"] < 24
     long = runs.command("bench", "train", str(runs.RECIPE), *size, "--length", "300")
