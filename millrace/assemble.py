@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from millrace.ports import TransferReport
 from millrace.problems import weights_folder
 from millrace.rollout.pool import RolloutPool
 from millrace.run_dir import RunDir
-from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
+from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync, first_error
 from millrace.runtime.rpc import Peer, Runtime
 from millrace.types import PolicyVersion
 
@@ -94,20 +94,23 @@ async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollou
     tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
     train, pool = RemoteTrainEngine(trainers), RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
     engines = Engines(train, pool, RemoteWeightSync(trainers, rollouts), config.schedule.colocated and rollout)
-    ours = [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
-    theirs = [_build(p, tree, folder) for p in rollouts]
+
+    def ours() -> list[Coroutine[Any, Any, None]]:
+        return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
+
+    def theirs() -> list[Coroutine[Any, Any, None]]:
+        return [_build(p, tree, folder) for p in rollouts]
+
     if engines.colocated and config.rollout.engine == "vllm":
-        await _first_error(*ours)
+        await first_error(trainers, ours())
         await train.sleep()
-        await _first_error(*theirs)
+        await first_error(rollouts, theirs())
         await engines.trainers_turn()
     else:
-        await _first_error(*ours, *theirs)
+        await first_error(peers, [*ours(), *theirs()])
     if rollout:
-        await _first_error(
-            *(p.call("connect", (tree, r, address)) for r, p in enumerate(trainers)),
-            *(p.call("connect", (tree, r, address)) for r, p in enumerate(rollouts)),
-        )
+        ends = [*enumerate(trainers), *enumerate(rollouts)]
+        await first_error(peers, [p.call("connect", (tree, r, address)) for r, p in ends])
     return engines
 
 
@@ -126,9 +129,3 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return leaves
-
-
-async def _first_error(*calls: Any) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for call in calls:
-            tasks.create_task(call)

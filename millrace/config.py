@@ -57,7 +57,8 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Same seed, same bits, whatever the timing: fixed shapes, one thread. Needs on_sync=drain; slower."""
     total_epochs: int = Field(0, ge=0)
-    """Most passes over the training data; 0 sets no limit (rollout.total_rollout_steps does)."""
+    """At most so many samples are trained as that many passes over the training data have; for a sample that is dropped a later one is
+    trained. 0 sets no limit (rollout.total_rollout_steps does)."""
     save_freq: int = Field(0, ge=0)
     """Versions between two checkpoints; 0 saves at the end alone. A run that is told to stop always saves."""
     async_save: bool = True

@@ -113,11 +113,15 @@ async def open_session(
     try:
         if rollout:
             await reward.start()
-        run = run or open_run_dir(config)
+        trains = run is None
+        if run is None:  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
+            run = await asyncio.to_thread(open_run_dir, config)
         for note in run.notes:
             progress.note(f"passed over a checkpoint: {note}")
         try:
             problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
+            if trains and run.resume_from is not None:
+                _check_end(config, config.derived(len(problems.train)).samples, run.resume_from)
         except MillraceError:
             run.discard()
             raise
@@ -135,6 +139,17 @@ async def open_session(
             yield Session(config, run, problems, engines, reward, progress)
     finally:
         await reward.close()
+
+
+def _check_end(config: Config, samples: int, checkpoint: Path) -> None:
+    """A run that has trained more than it is to train would have no end."""
+    trained = read_ledger(checkpoint).retired
+    if trained > samples:
+        key, value = "rollout.total_rollout_steps", config.rollout.total_rollout_steps
+        if samples < value:
+            key, value = "trainer.total_epochs", config.trainer.total_epochs
+        rule = f"the run would end after {samples} samples, and the checkpoint {checkpoint} has trained {trained}"
+        raise bad_value(key, value, rule, f"a larger one, or millrace export {checkpoint} FOLDER to keep what there is")
 
 
 async def warm_up(s: Session) -> float:
@@ -268,9 +283,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             if complete:
                 await record.validated()
                 await record.checkpointed()
-                if trainer_config.save_last:
+                if trainer_config.save_last or stop.requested:
                     await trainer.stop()
+                complete = not stop.requested
                 stop.detach()
+            if complete:
                 s.progress.phase("validating the final weights")
                 await record.validate_now(ledger.version)
             else:
@@ -289,7 +306,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         first=record.first,
         last=record.last if complete else None,
         complete=complete,
-        checkpoint=s.checkpoints.newest()[0],
+        checkpoint=next(reversed(s.checkpoints.all()), None),
     )
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from millrace.sync.ipc import IpcSender
     from millrace.sync.vllm_receiver import VllmReceiver
 
+_CONNECT_S = 60.0
+
 
 class Worker:
     """What both roles share: a meeting point for process groups."""
@@ -39,11 +41,13 @@ class Worker:
         self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
         return host, self._store.port
 
-    def _meet(self, address: tuple[str, int]) -> Any:
+    def _meet(self, address: tuple[str, int], config: Config) -> Any:
+        """The store that trainer rank 0 listens at. What waits in it, waits for a rank that loads a model, perhaps from the hub."""
         from torch.distributed import TCPStore
 
         if self._store is None:
-            self._store = TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=60))
+            self._store = TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=_CONNECT_S))
+        self._store.set_timeout(timedelta(seconds=config.trainer.wait_deadline_s))
         return self._store
 
 
@@ -63,7 +67,7 @@ class TrainWorker(Worker):
         world_size = resolved.trainer_ranks
         prepare(resolved)
         if world_size > 1:
-            join_group(self._meet(address), rank, world_size, resolved)
+            join_group(self._meet(address, resolved), rank, world_size, resolved)
         self.config = resolved
         self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
         return self.engine.config.model_dump(mode="json")
@@ -83,7 +87,7 @@ class TrainWorker(Worker):
         from millrace.sync.collective import join_sender
 
         resolved = Config.model_validate(config)
-        where = (self.engine, self._meet(address), rank, resolved)
+        where = (self.engine, self._meet(address, resolved), rank, resolved)
         by_ipc = ipc.fits(resolved, self.engine.device)
         self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
@@ -128,12 +132,12 @@ class RolloutWorker(Worker):
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver
 
-            join = VllmReceiver.join(self.engine, self._meet(address), address, replica, config, resolved)  # type: ignore[arg-type]
+            join = VllmReceiver.join(self.engine, self._meet(address, resolved), address, replica, config, resolved)  # type: ignore[arg-type]
             self.receiver = await join
         else:
             from millrace.sync.collective import Receiver
 
-            self.receiver = await Receiver.join(self.engine, self._meet(address), replica, resolved)  # type: ignore[arg-type]
+            self.receiver = await Receiver.join(self.engine, self._meet(address, resolved), replica, resolved)  # type: ignore[arg-type]
 
 
 def _vllm_environment(model_folder: str) -> None:

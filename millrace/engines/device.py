@@ -23,11 +23,13 @@ def pick(config: Config) -> torch.device:
 
 
 def join_group(store: dist.Store, rank: int, world_size: int, config: Config) -> None:
-    """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too."""
+    """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too. The others wait in it while
+    the first loads a model or writes an export.
+    """
     backend = "gloo" if pick(config).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
     dist.init_process_group(
-        backend, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=config.sync.timeout_s)
+        backend, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=config.trainer.wait_deadline_s)
     )
 
 

@@ -131,7 +131,7 @@ def _from_config(folder: str | Path, attn_implementation: str, trust_remote_code
 def _random_model(
     path: Path, seed: int, device: torch.device, attn_implementation: str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    on_gpu = device.type == "cuda" and _fits(empty_model(path, trust_remote_code=trust_remote_code), device)
+    on_gpu = fits(path, device, trust_remote_code=trust_remote_code)
     with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.device(device if on_gpu else "cpu"):
         torch.manual_seed(seed)
         model = _from_config(path, attn_implementation, trust_remote_code)
@@ -140,5 +140,9 @@ def _random_model(
     return model
 
 
-def _fits(model: PreTrainedModel, device: torch.device) -> bool:
+def fits(folder: str | Path, device: torch.device, *, trust_remote_code: bool = False) -> bool:
+    """Whether the model in float32 takes at most half of what is free of a GPU's memory. Never on a CPU."""
+    if device.type == "cpu":
+        return False
+    model = empty_model(folder, trust_remote_code=trust_remote_code)
     return sum(4 * p.numel() for p in model.parameters()) * 2 <= torch.cuda.mem_get_info(device)[0]

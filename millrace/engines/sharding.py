@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import PreTrainedModel
 
 from millrace.config import Config
-from millrace.engines.model import empty_model, load_model
+from millrace.engines.model import empty_model, fits, load_model
 
 
 class Layered(Protocol):
@@ -40,17 +40,19 @@ def load(
     """`make` of the model in `folder`, sharded over `mesh`. Of several ranks the first alone loads weights, or draws them; the
     others get theirs from it.
 
-    `on_host`: it is loaded or drawn, and made, on the CPU.
+    `on_host`: it is loaded or drawn, and made, on the CPU. That is so too where its GPU has no room for the whole model and its share.
     """
+    trust = config.model.trust_remote_code
 
     def source() -> PreTrainedModel:
-        trust, where = config.model.trust_remote_code, "cpu" if on_host or offloads(config, device) else device
+        host = on_host or offloads(config, device) or not fits(folder, device, trust_remote_code=trust)
+        where = torch.device("cpu") if host else device
         return load_model(folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust)
 
     if mesh is None or mesh.size() == 1:
         return shard(make(source()), config, mesh, device)
     full = make(source()) if rank == 0 else None
-    module = shard(make(empty_model(folder, trust_remote_code=config.model.trust_remote_code)), config, mesh, device)
+    module = shard(make(empty_model(folder, trust_remote_code=trust)), config, mesh, device)
     module.to_empty(device="cpu" if offloads(config, device) else device)
     # What no state dict holds: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}

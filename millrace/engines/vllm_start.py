@@ -18,6 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from millrace.errors import WorkerError
 
+HOST_PID = "MILLRACE_VLLM_HOST"
+"""Environment of vLLM's processes, for sync/vllm_worker.py: they end with this one."""
 _STDERR = "/proc/self/fd/2"
 _FAILED = "EngineCore failed to start."
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
@@ -28,6 +30,7 @@ _GRACE_S = 5.0
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
     """Raises WorkerError with what vLLM's processes last called an error."""
+    os.environ[HOST_PID] = str(os.getpid())
     log, over = _Log(), threading.Event()
     threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
     try:

@@ -14,6 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from millrace.errors import RewardError
@@ -23,7 +24,7 @@ from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import OnSync
-from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Segment, Tokens
+from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory
 
 _RECENT = 50  # samples over which the share of reward errors is taken
 
@@ -84,7 +85,7 @@ class Rollouter:
                 held.prompt,
                 held.version,
                 progress=held.progress,
-                on_progress=lambda trajectories: ledger.record(sample_id, trajectories),
+                on_progress=partial(self._record, sample_id),
                 on_drawn=self._drawn,
             )
         except RewardError as error:
@@ -94,6 +95,13 @@ class Rollouter:
         finally:
             for i in range(self.roller.num_responses):
                 self.pool.forget(f"{held.prompt.index}/{i}")
+
+    def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
+        """For a restart. In drain mode a trajectory has one version: what a stop has cut short is drawn again, from its first token."""
+        ledger = self.queue.ledger
+        if ledger.schedule.on_sync is OnSync.DRAIN:
+            trajectories = tuple(t if t.finished else Trajectory() for t in trajectories)
+        ledger.record(sample_id, trajectories)
 
     def _drawn(self) -> None:
         self.undrawn -= 1
@@ -154,7 +162,7 @@ class Rollouter:
                     lambda: (not self.undrawn and not ledger.count(State.WAITING)) or self.queue.out_of_grace,
                 )
             if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
-                # Undrawn in drain mode: the run was told to stop, and they take too long. After a restart they are drawn again.
+                # Undrawn in drain mode: the run was told to stop, and they take too long.
                 await self._interrupt(who)
             yield
 

@@ -7,14 +7,19 @@ a log file, whose last lines are part of the error if it dies by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from millrace.config import Config, nodes_needed
 from millrace.errors import bad_value
@@ -23,6 +28,7 @@ from millrace.runtime.rpc import Peer
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
+_LOOK_S = 0.01
 
 
 def visible_gpus() -> list[str]:
@@ -109,27 +115,60 @@ class LocalRuntime:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 peer.receive(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await asyncio.to_thread(process.wait)
-            peer.lose("the run is over" if self._closing else _obituary(peer.name, code, log))
+            await _ended([process.poll], GOODBYE_S)
+            peer.lose("the run is over" if self._closing else _obituary(peer.name, process.poll(), log))
 
     async def close(self) -> None:
-        """Close every socket: workers exit at end of file. One that does not within GOODBYE_S is killed."""
+        """Close every socket: workers exit at end of file, and what they started with them. What does not within GOODBYE_S is killed."""
         self._closing = True
+        processes = [process for _, process, _ in self._workers]
+        started = [child for process in processes for child in _children(process.pid)]
         for _, _, writer in self._workers:
             writer.close()
-        for _, process, _ in self._workers:
-            try:
-                await asyncio.to_thread(process.wait, GOODBYE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        looks = [process.poll for process in processes] + [partial(_end_of, child) for child in started]
+        await _ended(looks, GOODBYE_S)
+        for one in [*processes, *started]:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                one.kill()
+        if not await _ended(looks, GOODBYE_S):
+            left = [one.pid for one, look in zip([*processes, *started], looks, strict=True) if look() is None]
+            warnings.warn(
+                f"processes {left} were killed and do not end: what they have of a GPU is lost", RuntimeWarning, stacklevel=2
+            )
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         self._workers.clear()
 
 
-def _obituary(name: str, code: int, log: Path) -> str:
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _children(pid: int) -> list[psutil.Process]:
+    """What a worker has started: vLLM's processes."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end_of(process: psutil.Process) -> int | None:
+    """As Popen.poll, of a process that is no child of this one."""
+    try:
+        return None if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else 0
+    except psutil.NoSuchProcess:
+        return 0
+
+
+async def _ended(looks: Sequence[Callable[[], int | None]], limit_s: float) -> bool:
+    """Whether all have ended, within the limit. A process whose GPU is lost may never."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + limit_s
+    while not (done := all(look() is not None for look in looks)) and clock() < end:  # noqa: ASYNC110 (a process has no event)
+        await asyncio.sleep(_LOOK_S)
+    return done
+
+
+def _obituary(name: str, code: int | None, log: Path) -> str:
+    cause = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+    if code is None:
+        cause = "hung up, and its process does not end"
     with log.open(errors="replace") as lines:
         tail = "".join(deque(lines, maxlen=5)).strip()
     return f"worker {name} {cause}; its log is {log}" + (f"\n{tail}" if tail else "")

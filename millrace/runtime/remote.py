@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
 
-_OBITUARY_S = 0.3  # how long after a failed call a dead worker's process may still be unreaped
+_OBITUARY_S = 3.0
+"""How long after a failed call a dead worker's process may still give back its memory. Until then it is not known to be dead."""
+_LOOK_S = 0.01
 
 
 class RemoteRolloutEngine:
@@ -117,18 +119,31 @@ class RemoteWeightSync:
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         begun, self._sending = self._sending, None
         if begun == version:
-            # What has arrived, and is proven, was sent. The senders themselves are busy with their next step.
-            try:
-                received = await all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
-            except SyncError:
-                await all_of(self._trainers, "sender.sent")  # if it is they who failed, or died, that is the error
-                raise
-            return TransferReport(received[0].bytes, max(r.seconds for r in received))
+            return await self._arrival(version)
         sent, received = await asyncio.gather(
             all_of(self._trainers, "sender.transfer", (version,), TransferReport),
             all_of(self._replicas, "receiver.transfer", (version,), TransferReport),
         )
         return TransferReport(received[0].bytes, max(r.seconds for r in [*sent, *received]))
+
+    async def _arrival(self, version: PolicyVersion) -> TransferReport:
+        """Until all replicas have what is on its way to them: what has arrived, and is proven, was sent. The senders are busy with their
+        next step, and answer after it; but if it is they who failed, or died, that is the error.
+        """
+        arrived = asyncio.ensure_future(all_of(self._replicas, "receiver.transfer", (version,), TransferReport))
+        sent = asyncio.ensure_future(all_of(self._trainers, "sender.sent"))
+        try:
+            await asyncio.wait([arrived, sent], return_when=asyncio.FIRST_COMPLETED)
+            if sent.done():
+                sent.result()
+            await asyncio.wait([arrived])
+            if arrived.exception() and not any(p.lost for p in self._replicas):
+                await sent
+            received = arrived.result()
+            return TransferReport(received[0].bytes, max(r.seconds for r in received))
+        finally:
+            arrived.cancel()
+            sent.cancel()
 
     async def link(self) -> TransferReport:
         """The bytes of a transfer, and the seconds of sending them with nothing around it."""
@@ -155,19 +170,32 @@ def _absolute(folder: str) -> str:
 
 
 async def all_of(peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None) -> list[Any]:
-    """The call on every peer at once; the first failure ends it.
+    """The call on every peer at once; the first failure ends it."""
+    return await first_error(peers, [p.call(method, args, result) for p in peers])
+
+
+async def first_error(peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results of calls on `peers`; the first failure ends them.
 
     A lost worker is the error, not the peers whose collectives it broke: they fail within the same moment.
     """
-    calls = [asyncio.ensure_future(p.call(method, args, result)) for p in peers]
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [c for c in calls if c.done() and c.exception()]
-        if failed and not any(p.lost for p in peers):
-            await asyncio.sleep(_OBITUARY_S)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and task.exception()]
+        if any(isinstance(task.exception(), (WorkerError, SyncError)) for task in failed):
+            await _known_dead(peers)
         if lost := [p.lost for p in peers if failed and p.lost]:
             raise WorkerError(lost[0])
-        return [c.result() for c in [*failed, *calls]]
+        return [task.result() for task in [*failed, *tasks]]
     finally:
-        for call in calls:
-            call.cancel()
+        for task in tasks:
+            task.cancel()
+
+
+async def _known_dead(peers: Sequence[Peer]) -> None:
+    """Until one of them is known to be dead, or none is."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + _OBITUARY_S
+    while not any(p.lost for p in peers) and clock() < end:  # noqa: ASYNC110 (a peer has no event to wait for)
+        await asyncio.sleep(_LOOK_S)

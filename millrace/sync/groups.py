@@ -1,4 +1,8 @@
-"""Process groups of the weight sync, apart from the default one: gloo on CPUs, NCCL on GPUs. What breaks off is a SyncError."""
+"""Process groups of the weight sync, apart from the default one: gloo on CPUs, NCCL on GPUs.
+
+What breaks off is a SyncError with gloo. With NCCL a peer that is gone shows at the timeout (`sync.timeout_s`), when NCCL's watchdog ends
+this process: a lost worker, whose log says so.
+"""
 
 from __future__ import annotations
 

@@ -212,27 +212,34 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
 
-def _die_with_parent() -> None:
-    """An engine whose host is gone would hold its memory for ever. With several workers vLLM's core is between the two, and knows
-    nothing of this module: a worker ends it.
+def _die_with_host() -> None:
+    """An engine whose host is gone would hold its GPU's memory for ever. The host may be gone already, so that no signal comes. With
+    several workers vLLM's core is between the two, and knows nothing of this module: a worker ends it.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-        threading.Thread(target=_end_orphan, args=(psutil.Process(os.getppid()),), name="orphan", daemon=True).start()
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    try:
+        host, parent = psutil.Process(int(os.environ["MILLRACE_VLLM_HOST"])), psutil.Process(os.getppid())
+        core = parent if parent.ppid() == host.pid else None
+    except psutil.NoSuchProcess:
+        os._exit(1)
+    threading.Thread(target=_outlive_no_host, args=(host, core), name="orphan", daemon=True).start()
 
 
-def _end_orphan(parent: psutil.Process) -> None:
-    """Kill `parent` when its own parent is no more."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
-        host = parent.ppid()
-        while parent.ppid() == host:
+def _outlive_no_host(host: psutil.Process, core: psutil.Process | None) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while host.is_running() and host.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_WATCH_S)
-        parent.kill()
+    if core is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.kill()
+    os._exit(1)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
-    _die_with_parent()
+    _die_with_host()
     if current_platform.is_cpu():
         # vLLM packs linear weights for the CPU when it has loaded them, and serves the packed ones: an update of the weights
         # would change nothing, silently.

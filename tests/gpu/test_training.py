@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines import attention, fsdp_train
+from millrace.engines import attention, fsdp_train, sharding
 from millrace.engines.fsdp_train import FsdpTrainEngine
 from millrace.engines.logprob import log_probs_and_entropy
 from millrace.engines.model import write_shape
@@ -171,6 +171,20 @@ def test_weights_that_live_in_host_memory_train_the_same_policy(folder: str, tmp
     alike([asyncio.run(engine.step(batch)).metrics], [ahead], 5e-3)
     alike(found, steps(built(f"{tmp_path}/start", **sections), seeds=(0, 0)), 0.02)
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_a_gpu_has_no_room_for_twice_comes_by_the_host(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    start = built(folder, "cpu")
+    asyncio.run(start.export(f"{tmp_path}/start"))
+    asyncio.run(start.close())
+    straight = steps(built(f"{tmp_path}/start", model={"dtype": dtype}))
+    monkeypatch.setattr(sharding, "fits", lambda *_, **__: False)
+    engine = built(f"{tmp_path}/start", model={"dtype": dtype})
+    assert all(t.is_cuda for t in (*engine.policy.parameters(), *engine.policy.buffers()))
+    alike(steps(engine), straight, 1e-5)
 
 
 def test_a_train_engine_that_is_not_to_leave_stays(folder: str) -> None:

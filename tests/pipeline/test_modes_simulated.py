@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from millrace.schedule.schedule import OnSync
@@ -134,6 +136,22 @@ def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at
     second = simulate(schedule, 40, cost=COST, start=saved)
     ids = [s.prompt.index for _, s in first.trained + second.trained]
     assert sorted(ids) == list(range(40)) and second.ledger.done()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in RUNS if schedule_of(mode).on_sync is OnSync.DRAIN])
+def test_where_running_trajectories_are_awaited_a_stop_leaves_none_of_two_versions(mode: str) -> None:
+    """The stop's grace of a second is too short for these: they are cut, and drawn again from their first token."""
+    slow = replace(COST, token_s=0.3)
+    cut, trained = 0, []
+    for stop_at in range(1, 30, 3):
+        first = simulate(schedule_of(mode), 40, cost=slow, stop_at=stop_at)
+        assert first.record.saved is not None
+        held = [t for _, h in first.record.saved.held for t in h.progress]
+        cut += sum(not t.finished for t in held)
+        assert all(t.finished or not t.segments for t in held)
+        trained += simulate(schedule_of(mode), 40, cost=slow, start=first.record.saved).trained
+    assert cut, "no stop came while tokens were drawn"
+    assert all(len(set(t.versions)) <= 1 for _, sample in trained for t in sample.trajectories)
 
 
 @pytest.mark.parametrize("mode", RUNS)

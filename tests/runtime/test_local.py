@@ -17,6 +17,7 @@ from millrace.errors import WorkerError
 from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import all_of
+from millrace.runtime.rpc import Peer
 
 THREADS = {"trainer": 1, "rollout": 1}
 
@@ -67,13 +68,48 @@ def test_after_close_no_worker_is_left_not_even_a_stopped_one(tmp_path: Path, mo
         workers = runtime(tmp_path)
         peers = await asyncio.gather(*(workers.start(f"rollout-{i}", "rollout", i) for i in range(2)))
         assert len(children()) == 2
-        children()[0].send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
+        for child in children():
+            child.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
         pending = asyncio.create_task(peers[0].call("listen"))
         await asyncio.sleep(0)
         await workers.close()
         assert not children()
         with pytest.raises(WorkerError, match="the run is over"):
             await pending
+
+    asyncio.run(main())
+
+
+class Unending:
+    """A process that the kernel cannot end: its driver waits for a GPU that is lost."""
+
+    pid, killed = 1 << 30, False
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GOODBYE_S", 0.2)
+
+    async def main() -> None:
+        workers, process, peer = runtime(tmp_path), Unending(), Peer("rollout-0", lambda frame: None, deadline_s=60)
+        reader = asyncio.StreamReader()
+        reader.feed_eof()
+        (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
+        await workers._read(peer, reader, process, tmp_path / "rollout-0.log")  # type: ignore[arg-type]
+        assert peer.lost is not None and peer.lost.startswith(
+            "worker rollout-0 hung up, and its process does not end; its log is"
+        )
+        assert peer.lost.endswith("a GPU fell off the bus")
+        _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
+        workers._workers.append((peer, process, writer))  # type: ignore[arg-type]
+        with pytest.warns(RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"):
+            await workers.close()
+        assert process.killed
 
     asyncio.run(main())
 
