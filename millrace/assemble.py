@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,18 +47,6 @@ class Engines:
         return report, pause_s
 
 
-def threads(config: Config) -> dict[str, int]:
-    """Torch threads of each worker of a role on a CPU."""
-    cores = os.cpu_count() or 1
-    if config.trainer.threads:
-        return dict.fromkeys(("trainer", "rollout"), config.trainer.threads)
-    if config.trainer.deterministic:
-        return dict.fromkeys(("trainer", "rollout"), 1)
-    if config.schedule.colocated:  # sides take turns: each has all the cores in its turn
-        return dict.fromkeys(("trainer", "rollout"), max(1, cores // config.trainer_ranks))
-    return dict.fromkeys(("trainer", "rollout"), max(1, cores // (config.trainer_ranks + config.rollout_devices)))
-
-
 @asynccontextmanager
 async def open_runtime(config: Config, run: RunDir, *, rollout: bool = True) -> AsyncIterator[Runtime]:
     """The runtime that the configuration names, with its workers ended at the end. Imported here, at first use."""
@@ -67,13 +54,13 @@ async def open_runtime(config: Config, run: RunDir, *, rollout: bool = True) -> 
     if config.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
 
-        runtime = await RayRuntime.open(config, run.logs, threads(config))
+        runtime = await RayRuntime.open(config, run.logs)
     else:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
         gpus = visible_gpus() if config.trainer.device != "cpu" else []
         check_devices(config, gpus, rollout=rollout)
-        runtime = LocalRuntime(run.logs, config, threads=threads(config), gpus=gpus)
+        runtime = LocalRuntime(run.logs, config, gpus=gpus)
     try:
         yield runtime
     finally:

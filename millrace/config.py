@@ -50,8 +50,7 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     threads: int = Field(0, ge=0)
-    """Torch threads of each engine process on a CPU; 0 shares the cores: all of them in colocated placement, where sides
-    take turns, otherwise one for each process."""
+    """Torch threads of each engine process; 0 shares a node's cores among its devices (sides that share devices take turns)."""
     seed: int = Field(0, ge=0)
     """Seed of the model, the order of the data and every random stream of sampling."""
     deterministic: bool = False

@@ -100,15 +100,17 @@ async def bench_modes(
         config = recipe.load(path, overrides, [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
         async with open_session(config, progress) as s:
             rate = (await s.engines.train.matmul_rates())[0]
-            alone = 0.0
+            alone: dict[tuple[bool, int], float] = {}
             for turn in range(repeats):
                 for arm in group:
                     # A layer over the user's: what a mode fixes is not theirs to change for all of them.
                     said = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
                     own = recipe.load(path, overrides, [*said, *(_uniform(s, config) if arm.uniform else ())])
                     found = await _run(replace(s, config=own, run=folder_of_run(own, s)), skip)
-                    alone = alone or await _alone(s, own)
-                    figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone))
+                    requests = (arm.uniform, own.schedule.capacity)
+                    if requests not in alone:
+                        alone[requests] = await _alone(s, own)
+                    figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone[requests]))
                     with (folder / "figures.jsonl").open("a") as lines:  # at once: a later arm may fail
                         lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from millrace.config import Config
+from millrace.errors import DeadlineError
 from millrace.launch import Session, open_session
 from millrace.observe.progress import Progress
 from millrace.types import SamplingParams
@@ -77,7 +79,7 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     tasks = [asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)]
     try:
         for k in range(repeats):
-            await _drawn(s, len(tasks))
+            await _drawn(s, len(tasks), tasks)
             found.append(await _sync(s, first + k, "busy"))
     finally:
         for task in tasks:
@@ -88,8 +90,15 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     return found
 
 
-async def _drawn(s: Session, tokens: int) -> None:
-    """Until the engines have drawn that many more."""
+async def _drawn(s: Session, tokens: int, by: Sequence[asyncio.Task[None]]) -> None:
+    """Until the engines have drawn that many more. Raises what one of those who ask for them failed with."""
     goal = (await s.engines.pool.stats()).tokens + tokens
-    while (await s.engines.pool.stats()).tokens < goal:  # noqa: ASYNC110 (a port has no event to wait for)
+    clock, limit_s = asyncio.get_running_loop().time, s.config.trainer.wait_deadline_s
+    end = clock() + limit_s
+    while (await s.engines.pool.stats()).tokens < goal:
+        for task in by:
+            if task.done():
+                task.result()
+        if clock() > end:
+            raise DeadlineError(f"the rollout engines drew less than {tokens} tokens in trainer.wait_deadline_s = {limit_s:g}")
         await asyncio.sleep(0.01)

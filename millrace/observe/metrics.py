@@ -9,12 +9,26 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
 
 WAITS = ("wait_samples", "wait_rollouts", "wait_validation", "wait_publish")
 """Parts of the trainer's time in which its devices have nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """How a version became live."""
+
+    transfer: TransferReport
+    pause_s: float
+    """Seconds in which the replica that took longest changed its weights."""
+    hold_s: float | None = None
+    """Seconds from when rollouts were told to hold still until they might go on: waiting for them, the change, and what follows from a
+    version. None where they are not held, or stand still for the trainer's whole turn.
+    """
 
 
 class VersionMetrics:
@@ -42,8 +56,7 @@ class VersionMetrics:
         before: RolloutStats,
         after: RolloutStats,
         usable_slots: int,
-        transfer: TransferReport,
-        pause_s: float,
+        synced: Synced,
     ) -> dict[str, float]:
         """Every metric of this version. `timing` are the trainer's seconds by part; stats are the rollout side's totals."""
         wall = sum(timing.values())
@@ -52,7 +65,13 @@ class VersionMetrics:
         drawn = after.tokens - before.tokens
         busy = after.busy_slot_s - before.busy_slot_s
         trained = sum(t.num_tokens for s, _ in self._samples for t in s.trajectories)
+        if synced.hold_s is not None:
+            row["sync/hold_s"] = synced.hold_s
         return row | {
+            # Weight sync: bytes to each replica, seconds on the way, and of Synced.
+            "sync/bytes": float(synced.transfer.bytes),
+            "sync/transfer_s": synced.transfer.seconds,
+            "sync/pause_s": synced.pause_s,
             # Seconds from the flush of the last version to this one; the timing_s/* add up to it.
             "perf/time_per_version": wall,
             # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation, for a version to be live.
@@ -64,10 +83,6 @@ class VersionMetrics:
             "rollouter/prefill_tokens_per_s": _ratio(after.prefill_tokens - before.prefill_tokens, wall),
             "perf/throughput": _ratio(trained, wall),
             "perf/samples_per_s": _ratio(len(self._samples), wall),
-            # Weight sync: bytes to each replica, seconds on the way, seconds in which no token was drawn.
-            "sync/bytes": float(transfer.bytes),
-            "sync/transfer_s": transfer.seconds,
-            "sync/pause_s": pause_s,
             # Seconds the trainer waited for samples admitted under an earlier version (the wait of one_step_off).
             "wait_prev_gen": self._wait_prev_gen,
         }

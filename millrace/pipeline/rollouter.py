@@ -144,14 +144,14 @@ class Rollouter:
                 self.queue.wake()
 
     @asynccontextmanager
-    async def held_still(self, who: str) -> AsyncIterator[None]:
+    async def held_still(self, who: str) -> AsyncIterator[bool]:
         """No training token is drawn while the body runs. Running trajectories are awaited (drain) or interrupted.
 
-        With `swap` on devices of its own the engine changes weights under the running requests: nothing is held.
+        With `swap` on devices of its own the engine changes weights under the running requests: nothing is held, and the body gets False.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
-            yield
+            yield False
             return
         async with self._held():
             if schedule.on_sync is OnSync.DRAIN:
@@ -164,7 +164,7 @@ class Rollouter:
             if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
                 # Undrawn in drain mode: the run was told to stop, and they take too long.
                 await self._interrupt(who)
-            yield
+            yield True
 
     @asynccontextmanager
     async def parked(self, who: str) -> AsyncIterator[None]:

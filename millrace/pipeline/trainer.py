@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from functools import partial
 from typing import Protocol
 
-from millrace.observe.metrics import VersionMetrics
+from millrace.observe.metrics import Synced, VersionMetrics
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, TransferReport, WeightSync
+from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
 
@@ -163,19 +163,19 @@ class Trainer:
                 await self.sync.keep(version)
             self._arriving = self._tasks.create_task(self._bring_beside(version, await self._close()), name=f"version-{version}")
             return
-        transfer, pause_s = await self._bring(version, self.watch.part)
+        synced = await self._bring(version, self.watch.part)
         # The cut, with no await since the version is live: the trainer holds no sample, and the weights are its own until the next step.
         snapshot = ledger.snapshot()
         row = await self._close()
-        self._write_row(version, row(transfer=transfer, pause_s=pause_s))
+        self._write_row(version, row(synced=synced))
         if due:
             with self.watch.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot, last=ledger.done())
 
     async def _bring_beside(self, version: PolicyVersion, row: MakeRow) -> None:
         """The trainer's time is that of its next steps: none of it is for this."""
-        transfer, pause_s = await self._bring(version, lambda name: nullcontext())
-        self._write_row(version, row(transfer=transfer, pause_s=pause_s))
+        synced = await self._bring(version, lambda name: nullcontext())
+        self._write_row(version, row(synced=synced))
         self.observer.validate(version)
 
     async def _arrived(self) -> None:
@@ -185,19 +185,19 @@ class Trainer:
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
-    async def _bring(self, version: PolicyVersion, part: Parts) -> tuple[TransferReport, float]:
-        """Make the sealed version live. Returns the transfer, and the seconds of pause."""
-        ledger = self.queue.ledger
+    async def _bring(self, version: PolicyVersion, part: Parts) -> Synced:
+        """Make the sealed version live."""
+        ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
         if ledger.schedule.colocated:
             with part("switch"):
                 await self.rollouter.pool.wake_weights()
         with part("sync_transfer"):
             transfer = await self.sync.transfer(version)
-        async with self._hold(part, "sync", needed=not ledger.schedule.colocated):
+        async with self._hold(part, "sync", needed=not ledger.schedule.colocated) as held_since:
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
             self.observer.published(self.queue.do(ledger.published), ledger.totals())
-        return transfer, pause_s
+        return Synced(transfer, pause_s, None if held_since is None else clock() - held_since)
 
     async def _close(self) -> MakeRow:
         """End the figures of the steps since the last version. What it returns makes their row, once the sync has its own."""
@@ -210,15 +210,18 @@ class Trainer:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _hold(self, part: Parts, who: str, *, needed: bool = True) -> AsyncIterator[None]:
-        """Rollouts held still while the body runs, if needed. A validation on the live weights ends first."""
+    async def _hold(self, part: Parts, who: str, *, needed: bool = True) -> AsyncIterator[float | None]:
+        """Rollouts held still while the body runs, if needed, since the time that it gets. A validation on the live weights ends first."""
+        since = None
         async with AsyncExitStack() as stack:
             if needed:
                 with part("wait_validation"):
                     await self.observer.validated()
+                start = asyncio.get_running_loop().time()
                 with part("wait_rollouts"):
-                    await stack.enter_async_context(self.rollouter.held_still(who))
-            yield
+                    if await stack.enter_async_context(self.rollouter.held_still(who)):
+                        since = start
+            yield since
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -24,6 +24,7 @@ import psutil
 from millrace.config import Config, nodes_needed
 from millrace.errors import bad_value
 from millrace.runtime.host import HEADER
+from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Peer
 
 START_DEADLINE_S = 180.0
@@ -54,10 +55,11 @@ def check_devices(config: Config, gpus: Sequence[str], *, rollout: bool = True) 
 class LocalRuntime:
     """Starts worker processes; ends them all."""
 
-    def __init__(self, log_dir: Path, config: Config, *, threads: dict[str, int], gpus: Sequence[str]) -> None:
+    def __init__(self, log_dir: Path, config: Config, *, gpus: Sequence[str]) -> None:
         self._log_dir = log_dir
         self._config = config
-        self._threads = threads
+        devices = config.trainer_ranks + (0 if config.schedule.colocated else config.rollout_devices)
+        self._threads = threads(config, os.cpu_count() or 1, devices)
         self._gpus = gpus
         self._workers: list[tuple[Peer, subprocess.Popen[bytes], asyncio.StreamWriter]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,10 +93,9 @@ class LocalRuntime:
         return peer
 
     def _environment(self, role: str, index: int) -> dict[str, str]:
-        threads = str(self._threads[role])
         variables = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(self._threads),
+            "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # a side that waits must not spin on the other side's core
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
             "TOKENIZERS_PARALLELISM": "false",

@@ -43,6 +43,15 @@ class Plan:
         return node, slice(device, device + each)
 
 
+def threads(config: Config, cores: int, devices: int) -> int:
+    """Torch threads of each worker on a node with so many cores, and workers on so many devices of it. Sides that share devices take turns:
+    each has all of its cores in its turn.
+    """
+    if config.trainer.threads:
+        return config.trainer.threads
+    return 1 if config.trainer.deterministic else max(1, cores // devices)
+
+
 def plans(config: Config) -> list[Plan]:
     """The plans that the configuration allows, those with fewest nodes first. trainer.gpus_in_node leaves one."""
     most = min(config.trainer.nnodes, config.rollout.nnodes)

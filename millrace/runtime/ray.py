@@ -18,7 +18,7 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import DeadlineError, MissingDependency, WorkerError, bad_value
 from millrace.runtime.host import Host
-from millrace.runtime.placement import Plan, choose, refusal
+from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.rpc import Peer
 from millrace.worker import make_worker
 
@@ -88,11 +88,13 @@ class _Share:
     gpus: list[str]
     """As CUDA_VISIBLE_DEVICES names them."""
     has_folder: bool
+    cores: int
 
 
 def _look(folder: str) -> _Share:
     context = ray.get_runtime_context()
-    return _Share(ray.util.get_node_ip_address(), context.get_accelerator_ids().get("GPU", []), os.path.isdir(folder))
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return _Share(ray.util.get_node_ip_address(), gpus, os.path.isdir(folder), os.cpu_count() or 1)
 
 
 async def _knock(address: str) -> None:
@@ -106,9 +108,8 @@ async def _knock(address: str) -> None:
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
-    def __init__(self, config: Config, threads: dict[str, int], *, own: bool) -> None:
+    def __init__(self, config: Config, *, own: bool) -> None:
         self._config = config
-        self._threads = threads
         self._own = own
         self._kind = "CPU"
         self._plan: Plan
@@ -120,7 +121,7 @@ class RayRuntime:
         self._closing = False
 
     @classmethod
-    async def open(cls, config: Config, log_dir: Path, threads: dict[str, int]) -> RayRuntime:
+    async def open(cls, config: Config, log_dir: Path) -> RayRuntime:
         """Join the cluster at trainer.ray_address, or start one on this machine; then reserve the devices.
 
         Raises ConfigError if no cluster answers, or it has not the devices, or a node does not see the run's folder.
@@ -144,7 +145,7 @@ class RayRuntime:
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
             raise bad_value("trainer.ray_address", address, f"no cluster can be joined: {error}", fix) from error
-        runtime = cls(config, threads, own=own)
+        runtime = cls(config, own=own)
         try:
             await runtime._reserve()
             await runtime._inspect(log_dir.resolve())
@@ -205,7 +206,8 @@ class RayRuntime:
         node, devices = self._plan.place(role, index)
         gpus = self._shares[node].gpus[devices]
         share = (devices.stop - devices.start) * (0.5 if self._config.schedule.colocated else 1.0)
-        variables = {"OMP_NUM_THREADS": str(self._threads[role]), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        workers = threads(self._config, self._shares[node].cores, self._plan.shares[node])
+        variables = {"OMP_NUM_THREADS": str(workers), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         remote: Any = ray.remote(RayHost)
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}",

@@ -43,7 +43,7 @@ def config(**trainer: Any) -> Config:
 
 
 def runtime(folder: Path, c: Config) -> LocalRuntime:
-    return LocalRuntime(folder, c, threads={"trainer": 1, "rollout": 1}, gpus=[])
+    return LocalRuntime(folder, c, gpus=[])
 
 
 def makers(peers: list[Peer], model: str, c: Config) -> Callable[[int], Awaitable[RemoteRolloutEngine]]:

@@ -208,6 +208,9 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     written = [json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()]
     validated = [row["version"] for row in written if "val/sort_digits/greedy" in row]
     assert validated == list(range(5, found["versions"] + 1, 5)), "each due validation once, also one that a stop cut short"
+    done = runs.command(*runs.small(chain.folder, *LONG, "rollout.total_rollout_steps=400"))
+    assert done.returncode == 2 and "rollout.total_rollout_steps = 400: the run would end after 400 samples" in done.stderr
+    assert "has trained 800. Fix: a larger one" in " ".join(done.stderr.split())
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(tmp_path: Path) -> None:

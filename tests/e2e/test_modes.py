@@ -12,6 +12,7 @@ import pytest
 from millrace.config import MODES
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
+from millrace.pipeline.record import RunRecord
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 
@@ -72,6 +73,7 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
                 assert row[f"staleness/hist/{age}"] == 32 and row["fully_async/partial/total_partial_num"] == 0
             await resumed_equals_uninterrupted(s, tmp_path)
             await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
+            await stopped_after_its_last_step(s, tmp_path)
 
     asyncio.run(main())
 
@@ -109,6 +111,22 @@ async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path
     found = await runs.weights(s, tmp_path / "f")
     assert all((found[name] == tensor).all() for name, tensor in expected.items())
     assert trained(middle)[-5:] == trained(tmp_path / "whole")[-5:]
+
+
+async def stopped_after_its_last_step(s: runs.Session, tmp_path: Path) -> None:
+    """Told to stop while it awaits what is left of its last version: it saves, and spends no time on validating."""
+    stop, folder = runs.StopRequest(), tmp_path / "stopped late"
+
+    async def checkpointed(self: RunRecord) -> None:
+        stop.request()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunRecord, "checkpointed", checkpointed)
+        outcome = await runs.run(s, folder, "mode=one_step_off", "trainer.save_last=false", stop=stop)
+    assert (outcome.complete, outcome.last, outcome.samples_trained) == (False, None, 64)
+    assert outcome.checkpoint == folder / "checkpoints" / "version-000008"
+    again = await runs.run(s, folder, "mode=one_step_off", resume=True)
+    assert again.complete and again.last is not None and again.versions == 8
 
 
 async def stop_at_version(folder: Path, version: int, stop: runs.StopRequest) -> None:

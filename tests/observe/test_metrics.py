@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.observe.metrics import VersionMetrics
+from millrace.observe.metrics import Synced, VersionMetrics
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, Prompt, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
 
@@ -52,8 +52,7 @@ def row(**changes: object) -> dict[str, float]:
         "before": RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=7.0, slots=16),
         "after": RolloutStats(tokens=160, prefill_tokens=75, busy_slot_s=47.0, slots=16),
         "usable_slots": 8,
-        "transfer": TransferReport(4096, 1.25),
-        "pause_s": 0.125,
+        "synced": Synced(TransferReport(4096, 1.25), 0.125, hold_s=0.25),
     }
     return collected().row(**(given | changes))  # type: ignore[arg-type]
 
@@ -97,6 +96,7 @@ EXPECTED = {
     "sync/bytes": 4096.0,
     "sync/transfer_s": 1.25,
     "sync/pause_s": 0.125,
+    "sync/hold_s": 0.25,
     "wait_prev_gen": 1.5,
 }
 
@@ -114,7 +114,7 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
     """Two processes measure: busy slots may exceed what the wall time allows, and a period may be empty."""
     busier = row(after=RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=1000.0, slots=16))
     empty = VersionMetrics().row(
-        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=8, transfer=TransferReport(0, 0.0), pause_s=0.0
+        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=8, synced=Synced(TransferReport(0, 0.0), 0.0)
     )
     for each in (row(), busier, empty):
         for name, value in each.items():
@@ -134,7 +134,7 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
         rows.append(
             metrics.row(
                 timing={"step": 1.0}, before=RolloutStats(), after=RolloutStats(), usable_slots=1,
-                transfer=TransferReport(0, 0.0), pause_s=0.0,
+                synced=Synced(TransferReport(0, 0.0), 0.0),
             )
         )  # fmt: skip
     without, found = rows
@@ -146,7 +146,7 @@ def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
     metrics = VersionMetrics()
     metrics.stepped([sample(0, 1, 2, trajectory(score=None))], 2, StepReport(1))
     found = metrics.row(
-        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=1, transfer=TransferReport(0, 0.0), pause_s=0.0
+        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=1, synced=Synced(TransferReport(0, 0.0), 0.0)
     )
     assert (
         found["staleness/hist/0"] == 1.0 and found["reward/mean"] == 0.0 and found["fully_async/partial/max_partial_span"] == 0.0

@@ -127,6 +127,18 @@ def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", RUNS)
+def test_seconds_in_which_rollouts_are_held_still_are_told_where_they_are(mode: str) -> None:
+    schedule, rows = schedule_of(mode), simulate(schedule_of(mode), 40, cost=COST).record.rows
+    held = [row["sync/hold_s"] for row in rows if "sync/hold_s" in row]
+    if schedule.colocated or schedule.on_sync is OnSync.SWAP:
+        assert not held
+    else:
+        assert len(held) == len(rows) and all(seconds > COST.pause_s - 1e-9 for seconds in held)
+        if schedule.on_sync is OnSync.DRAIN and schedule.lag_bound:  # some are under way
+            assert max(held) > COST.pause_s + COST.token_s
+
+
+@pytest.mark.parametrize("mode", RUNS)
 @pytest.mark.parametrize("stop_at", [0.5, 4.9, 9.7])
 def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at: float) -> None:
     schedule = schedule_of(mode)

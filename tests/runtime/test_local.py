@@ -19,11 +19,9 @@ from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import all_of
 from millrace.runtime.rpc import Peer
 
-THREADS = {"trainer": 1, "rollout": 1}
-
 
 def runtime(folder: Path) -> LocalRuntime:
-    return LocalRuntime(folder, Config(), threads=THREADS, gpus=[])
+    return LocalRuntime(folder, Config(), gpus=[])
 
 
 def children() -> list[psutil.Process]:
@@ -121,7 +119,7 @@ from millrace.config import Config
 from millrace.runtime.local import LocalRuntime
 
 async def main():
-    workers = LocalRuntime(Path(sys.argv[1]), Config(), threads={"trainer": 1, "rollout": 1}, gpus=[])
+    workers = LocalRuntime(Path(sys.argv[1]), Config(), gpus=[])
     await asyncio.gather(workers.start("trainer-0", "trainer", 0), workers.start("rollout-0", "rollout", 0))
     print("up", flush=True)
     await asyncio.sleep(1000)
@@ -156,7 +154,7 @@ def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
 
 def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(tmp_path: Path) -> None:
     async def main() -> None:
-        workers = LocalRuntime(tmp_path, Config(), threads={"nobody": 1}, gpus=[])
+        workers = LocalRuntime(tmp_path, Config(), gpus=[])
         with pytest.raises(WorkerError) as caught:
             await workers.start("nobody-0", "nobody", 0)
         await workers.close()

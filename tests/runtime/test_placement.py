@@ -9,7 +9,7 @@ import pytest
 
 from millrace.config import Config
 from millrace.errors import ConfigError
-from millrace.runtime.placement import Plan, choose, plans
+from millrace.runtime.placement import Plan, choose, plans, threads
 
 
 def config(
@@ -129,3 +129,11 @@ def test_what_no_wait_would_place_is_refused(c: Config, sizes: list[float], mess
     with pytest.raises(ConfigError) as caught:
         choose(c, "GPU", sizes, sizes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "cores", "devices", "expected"),
+    [({}, 32, 16, 2), ({}, 32, 4, 8), ({}, 2, 8, 1), ({"threads": 3}, 32, 16, 3), ({"deterministic": True}, 32, 4, 1)],
+)
+def test_a_node_shares_its_cores_among_its_devices(other: dict[str, Any], cores: int, devices: int, expected: int) -> None:
+    assert threads(config((1, 1), (1, 1), mode="colocated", **other), cores, devices) == expected

@@ -41,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
 @asynccontextmanager
 async def opened(cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any) -> AsyncIterator[RayRuntime]:
     c = config(*sides, runtime="ray", ray_address=cluster.address, **other)
-    runtime = await RayRuntime.open(c, folder, {"trainer": 1, "rollout": 1})
+    runtime = await RayRuntime.open(c, folder)
     try:
         yield runtime
     finally:
