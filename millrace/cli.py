@@ -7,11 +7,12 @@ import asyncio
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from millrace import __version__
 from millrace.bench.commands import bench
@@ -30,6 +31,7 @@ from millrace.console import (
     stopped_by,
 )
 from millrace.errors import MillraceError, WorkerError
+from millrace.observe.progress import shown
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,8 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Asynchronous RL post-training of language models.\n\n"
-    "Start with [bold]millrace train recipes/quickstart.yaml[/bold]. Every command takes a RECIPE (YAML) and any number of "
-    "key=value overrides; [bold]millrace train --help-config[/bold] prints every key.\n\n"
+    "Start with [bold]millrace train recipes/quickstart.yaml[/bold]. What trains or measures takes a RECIPE (YAML) and any number "
+    "of key=value overrides; [bold]millrace train --help-config[/bold] prints every key.\n\n"
     "Exit codes: 0 complete, 1 failed, 2 a key, file or row is wrong, 130 or 143 stopped by a signal.",
 )
 app.add_typer(bench, name="bench")
@@ -121,7 +123,7 @@ def evaluate(
     from millrace import launch
 
     result = run_async(json_, config.name, "eval", lambda progress: launch.evaluate(config, progress), lambda: False)
-    report(json_, result, "  ".join(f"{name} {value:.3f}" for name, value in result["val"].items()))
+    report(json_, result, shown(result["val"]))
 
 
 @app.command()
@@ -165,7 +167,7 @@ def doctor(json_: Json = False) -> None:
         table = Table(box=None, show_header=False)
         colour = {"good": "green", "warning": "yellow", "bad": "red", "absent": "dim"}
         for check in checks:
-            table.add_row(f"[{colour[check.state]}]{check.state}", check.name, check.found, check.fix)
+            table.add_row(Text(check.state, colour[check.state]), check.name, Text(check.found), Text(check.fix))
         Console().print(table)
     if any(c.state == "bad" for c in checks):
         raise typer.Exit(1)
@@ -187,20 +189,27 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - the last boundary: nothing may end as a silent success
         cause = first_cause(error)
-        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and stopped_by():
-            sys.exit(stopped_by())
+        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and (code := stopped_by()):
+            _exit(code, "told to stop", said=True)
         if isinstance(cause, MillraceError):
             text = str(cause)
             if isinstance(cause, WorkerError):  # the worker's last words come first: the last line is the one that names it
                 text, _, words = text.partition("\n")
                 sys.stderr.write(f"{words}\n" if words else "")
-            sys.stderr.write(f"error: {text}\n")
-            sys.exit(cause.exit_code)
+            _exit(cause.exit_code, text)
         import traceback
 
         traceback.print_exception(cause)
-        sys.stderr.write(f"error: {type(cause).__name__}: {cause}\n")
-        sys.exit(1)
+        _exit(1, f"{type(cause).__name__}: {cause}")
+
+
+def _exit(code: int, error: str, *, said: bool = False) -> NoReturn:
+    """The last line on standard error, unless it is `said` already, and with --json one for programs."""
+    if not said:
+        sys.stderr.write(f"error: {error}\n")
+    if "--json" in sys.argv:
+        print_json({"complete": False, "error": error, "exit_code": code})
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class TrainerConfig(Section):
     """auto takes GPUs if there are any."""
     threads: int = Field(0, ge=0)
     """Torch threads of each engine process; 0 shares a node's cores among its devices (sides that share devices take turns)."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the model, the order of the data and every random stream of sampling."""
     deterministic: bool = False
     """Same seed, same bits, whatever the timing: fixed shapes, one thread. Needs on_sync=drain; slower."""
@@ -121,7 +121,7 @@ class RolloutConfig(Section):
     """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes. A replica of the engine takes
     tensor_model_parallel_size of them."""
     engine: Literal["torch", "vllm"] = "torch"
-    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs the extra millrace[vllm]."""
+    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs vLLM (docs/vllm.md)."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Devices of one replica, over which the model is split; above 1 with engine=vllm alone."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
@@ -137,7 +137,7 @@ class RolloutConfig(Section):
     lost, and gpu_memory_utilization must leave room for training."""
     engine_kwargs: dict[str, Any] = {}
     """vllm: further arguments of its AsyncEngineArgs."""
-    n: int = Field(8, ge=1)
+    n: int = Field(8, ge=1, le=65536)
     """Trajectories for each sample."""
     total_rollout_steps: int = Field(100, ge=1)
     """Samples that the run trains in all. Dropped samples are replaced and do not count."""
@@ -285,6 +285,9 @@ class SftConfig(Section):
     """Sources of demonstrations; empty takes data.train_files, whose rows must have an `answer` or a ground truth."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate; 0 trains nothing, to measure."""
@@ -296,7 +299,7 @@ class OptimConfig(Section):
     """Share of lr at the end of linear and cosine."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay, on matrices alone."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's moment decays."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
@@ -469,7 +472,7 @@ class AsyncConfig(Section):
     """Mini-batches in one local step: what the trainer takes at once. Each is an optimizer step (times ppo_epochs)."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
     """Local steps between two weight syncs."""
-    staleness_threshold: float = Field(0.0, ge=0)
+    staleness_threshold: float = Field(0.0, ge=0, le=1000)
     """Samples under way beyond one window, as a share of it: capacity = (1 + this) x window. 0 is on-policy by window."""
     partial_rollout: bool = False
     """true means on_sync: interrupt."""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from millrace import recipe
 from millrace.config import Config
@@ -74,7 +76,7 @@ def configure(path: Path | None, overrides: list[str], json_: bool, dry_run: boo
             typer.echo(recipe.dump(config))
             table = Table(title="derived", box=None, show_header=False)
             for name, value in derived.items():
-                table.add_row(name, str(value))
+                table.add_row(name, f"{value:,}")
             Console().print(table)
         raise typer.Exit
     return config
@@ -88,10 +90,12 @@ def _print_keys(json_: bool) -> None:
     console = Console()
     for key, kind, default, meaning in rows:
         if kind:
-            console.print(f"  [bold]{key}[/bold] [cyan]<{kind}>[/cyan] [dim]= {default}[/dim]", highlight=False)
+            console.print(
+                Text.assemble("  ", (key, "bold"), " ", (f"<{kind}>", "cyan"), " ", (f"= {default}", "dim")), soft_wrap=True
+            )
             console.print(f"      {meaning}", highlight=False, markup=False)
         else:
-            console.print(f"\n[bold underline]{key}[/bold underline]  {meaning}", highlight=False)
+            console.print(Text.assemble("\n", (key, "bold underline"), f"  {meaning}"))
 
 
 def run_async(
@@ -110,6 +114,9 @@ async def _with_signals(work: Coroutine[Any, Any, T], progress: Progress, reques
     def on_signal(number: signal.Signals) -> None:
         global _stopped_by
         if _stopped_by is not None:
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h\n")  # the cursor that a progress display has hidden
+                sys.stderr.flush()
             os._exit(128 + number)  # workers die with this process
         _stopped_by = 128 + number
         if request_stop():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
         raise bad_value("CHECKPOINT", str(checkpoint), str(error), "a folder such as RUN/checkpoints/version-000020") from None
     if folder.exists() and any(folder.iterdir()):
         raise bad_value("FOLDER", str(folder), "exists and is not empty", "a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise bad_value("FOLDER", str(folder), f"cannot be written: {error.strerror}", "a folder that can be made") from None
     import asyncio
 
     import yaml

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
-from millrace.run_dir import RunDir, open_eval_dir, open_run_dir
+from millrace.run_dir import RunDir, open_eval_dir, open_run_dir, release
 from millrace.schedule.ledger import Ledger
 from millrace.types import SamplingParams
 
@@ -108,6 +109,7 @@ async def open_session(
     config: Config, progress: Progress, *, run: RunDir | None = None, rollout: bool = True
 ) -> AsyncIterator[Session]:
     """Check the data and the reward function, then make the folder, the prompts and the engines. Ends all of it."""
+    problems_.check_machine(config)
     sources = problems_.load(config)
     reward = RewardPool(config.reward)
     try:
@@ -117,7 +119,7 @@ async def open_session(
         if run is None:  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
             run = await asyncio.to_thread(open_run_dir, config)
         for note in run.notes:
-            progress.note(f"passed over a checkpoint: {note}")
+            progress.note(note)
         try:
             problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
@@ -139,6 +141,8 @@ async def open_session(
             yield Session(config, run, problems, engines, reward, progress)
     finally:
         await reward.close()
+        if run is not None:
+            release(run.path)
 
 
 def _check_end(config: Config, samples: int, checkpoint: Path) -> None:
@@ -191,7 +195,15 @@ def make_validator(s: Session) -> Validator | None:
     rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
     params = SamplingParams(rollout.max_response_length, kwargs.temperature, kwargs.top_p, stop=rollout.stop)
     return Validator(
-        s.problems.val, s.engines.pool, s.reward, s.problems.chat.decode, params, kwargs.n, kwargs.greedy, s.config.trainer.seed
+        s.problems.val,
+        s.engines.pool,
+        s.reward,
+        s.problems.chat.decode,
+        params,
+        kwargs.n,
+        kwargs.greedy,
+        s.config.trainer.seed,
+        s.config.reward.max_error_share,
     )
 
 
@@ -271,8 +283,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             if 0 in done:
                 record.first = Result(0, done[0], ())
             elif ledger.version == 0 and trainer_config.val_before_train:
-                s.progress.phase("validating the start weights")
-                await record.validate_now(0)
+                await record.validate_now(0, "validating the start weights")
             if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
                 record.validate(ledger.version)
             s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
@@ -288,8 +299,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 complete = not stop.requested
                 stop.detach()
             if complete:
-                s.progress.phase("validating the final weights")
-                await record.validate_now(ledger.version)
+                await record.validate_now(ledger.version, "validating the final weights")
             else:
                 record.abandon_validation()
         history.end(ledger.totals(), complete)
@@ -355,6 +365,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
         await s.engines.publish(ledger.version)
         validator = make_validator(s)
         assert validator is not None
-        progress.phase(f"validating version {ledger.version} on {len(s.problems.val)} problems")
-        result = await validator.run(ledger.version)
+        phase = f"validating version {ledger.version} on {len(s.problems.val)} problems"
+        progress.phase(phase)
+        result = await validator.run(ledger.version, partial(progress.phase, phase))
     return {"run_dir": str(run.path), "version": result.version, "val": result.values, "complete": True}

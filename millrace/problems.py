@@ -39,9 +39,6 @@ class Sources:
 
 def load(config: Config) -> Sources:
     """Raises ConfigError or DataError before anything heavy is imported."""
-    _check_device(config)
-    _check_engine(config)
-    _check_lora(config)
     _check_model(config)
     data, seed = config.data, config.trainer.seed
     truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
@@ -102,6 +99,13 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     return Problems(chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key))
 
 
+def check_machine(config: Config) -> None:
+    """Raises ConfigError or MissingDependency for what a run needs, and this machine has not."""
+    _check_device(config)
+    _check_engine(config)
+    _check_lora(config)
+
+
 def _check_device(config: Config) -> None:
     trainer = config.trainer  # of a Ray cluster's other nodes this machine knows nothing
     if trainer.device == "cuda" and trainer.runtime == "local" and not Path("/dev/nvidiactl").exists():
@@ -112,7 +116,7 @@ def _check_engine(config: Config) -> None:
     """Raises MissingDependency where workers on this machine would look for vLLM in vain."""
     if config.rollout.engine == "vllm" and not config.trainer.ray_address and importlib.util.find_spec("vllm") is None:
         raise MissingDependency(
-            "rollout.engine=vllm needs vLLM, which is not installed here. Fix: pip install 'millrace[vllm]' on a machine with GPUs, "
+            "rollout.engine=vllm needs vLLM, which is not installed here. Fix: make gpu on a machine with GPUs, "
             "its CPU build as docs/vllm.md says, or rollout.engine=torch"
         )
 
@@ -120,7 +124,7 @@ def _check_engine(config: Config) -> None:
 def _check_lora(config: Config) -> None:
     """Raises MissingDependency where train workers on this machine would look for peft in vain."""
     if config.model.lora_rank and not config.trainer.ray_address and importlib.util.find_spec("peft") is None:
-        raise MissingDependency("model.lora_rank needs peft, which is not installed here. Fix: pip install 'millrace[lora]'.")
+        raise MissingDependency("model.lora_rank needs peft, which is not installed here. Fix: pip install 'peft>=0.17'.")
 
 
 def _check_model(config: Config) -> None:

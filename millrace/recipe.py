@@ -7,6 +7,7 @@ of the Schedule, as far as that contradicts the mode; keys beside or above it ov
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import types
 import typing
@@ -18,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 from yaml import MarkedYAMLError, YAMLError
 
 from millrace.config import MODES, Config
@@ -39,6 +40,14 @@ ALIASES = {
     "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
 }
 """Other systems' names of the same things."""
+
+FOREIGN = {
+    "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
+    "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
+    "trainer.experiment_name": "name",
+    "data.train_batch_size_per_gpu": "actor.ppo_mini_batch_size",
+}
+"""What comes nearest to keys of other systems that mean something else."""
 
 Tree = dict[str, Any]
 
@@ -141,7 +150,7 @@ def _copy(value: Any) -> Any:
 def _file_layers(path: Path, seen: tuple[Path, ...]) -> list[Tree]:
     key, value = ("inherits", f"{path.name} of {seen[-1].name}") if seen else ("RECIPE", str(path))
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.7)
         fix = str(path.parent / near[0]) if near else "the path of a YAML recipe, such as recipes/quickstart.yaml"
         raise bad_value(key, value, "no such file", fix)
     if path.resolve() in seen:
@@ -247,8 +256,8 @@ def _example(key: str) -> str:
     """An override that works: of the key that the user seems to mean, where there is one."""
     fields = {k: f for k, f in all_keys() if not _section(f.annotation)}
     begun = [k for k in fields if k.startswith(key)]
-    name = begun[0] if begun else _nearest(key, fields) or "rollout.n"
-    return f"{name}={_shown(fields[name].default)}"
+    name = key if key in fields else begun[0] if begun else _nearest(key, fields) or "rollout.n"
+    return f"{name}={_shown(_default(name))}"
 
 
 def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
@@ -257,7 +266,7 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     last = wrong.rsplit(".", 1)[-1]
     section = wrong.split(".", 1)[0]
     same = sorted((n for n in names if n.rsplit(".", 1)[-1] == last), key=lambda n: n.split(".", 1)[0] != section)
-    near = same[:1] or difflib.get_close_matches(wrong, names, 1, 0.5)
+    near = same[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
     if not near:
         tails = {n.rsplit(".", 1)[-1]: n for n in names}
         near = [tails[t] for t in difflib.get_close_matches(last, list(tails), 1, 0.6)]
@@ -269,7 +278,7 @@ def _explain(error: ErrorDetails) -> str:
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
         known = [k for k, f in fields.items() if isinstance(value, dict) or not _section(f.annotation)]
-        near = _nearest(key, known)
+        near = FOREIGN.get(key.removeprefix(PREFIX)) or _nearest(key, known)
         return str(bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS))
     named = re.sub(r"\.\d+$", "", key)
     field = fields.get(named)
@@ -284,7 +293,7 @@ def _explain(error: ErrorDetails) -> str:
 
 def _valid(key: str, value: object, field: Any) -> str:
     """A setting of `key` that would be taken: the choice that `value` is nearest to, else the type and the default."""
-    kind, default = _type_name(field.annotation), _shown(field.default)
+    kind, default = _type_name(field.annotation), _shown(_default(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
@@ -295,6 +304,8 @@ def _valid(key: str, value: object, field: Any) -> str:
 
 def _type_name(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
     if origin is typing.Literal:
         return " | ".join(map(str, args))
     if origin in (typing.Union, types.UnionType):
@@ -313,11 +324,17 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         if _section(field.annotation):
             yield key, "", "", meaning
         else:
-            default = "" if field.default is PydanticUndefined else _shown(field.default)
-            yield key, _type_name(field.annotation), default, meaning
+            yield key, _type_name(field.annotation), _shown(_default(key)), meaning
+
+
+def _default(key: str) -> Any:
+    """Where sections of one kind have defaults of their own (two optimizers), that of this one."""
+    return functools.reduce(getattr, key.split("."), Config())
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, str):
         return value if value else '""'
     return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from millrace.config import Config
-from millrace.errors import CheckpointError, bad_value
+from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.pipeline.checkpoint import Checkpoints, verify
 from millrace.recipe import dump, parse
 
@@ -23,7 +26,7 @@ class RunDir:
     path: Path
     resume_from: Path | None
     notes: tuple[str, ...] = ()
-    """Checkpoints that were passed over, and why."""
+    """What was passed over on the way to the checkpoint."""
     made: tuple[Path, ...] = ()
     """Folders that were not there before, the run's own first."""
 
@@ -37,6 +40,7 @@ class RunDir:
 
     def discard(self) -> None:
         """Leave nothing of a run that never began: remove what was made for it."""
+        release(self.path)
         if self.path in self.made:
             shutil.rmtree(self.path, ignore_errors=True)
         for folder in self.made[1:]:
@@ -55,8 +59,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         found = _checkpoint(resume)
         path = path or found.parent.parent
     elif resume == "auto":
-        path = path or _latest(root, config.name)
-        found, notes = Checkpoints(path, keep=1).newest() if path else (None, [])
+        path, found, notes = _newest(path, root, config.name)
     if found is not None:
         _check_same_problems(config, found)
     made = _missing(path) if path else ()
@@ -67,6 +70,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         raise bad_value(
             "trainer.run_dir", str(path), "a run is already there", "trainer.resume=auto to go on with it, or another folder"
         )
+    _lock(path)
     try:
         if not (path / "history.jsonl").exists() and (path / "config.yaml").is_file():
             shutil.rmtree(path / "model", ignore_errors=True)  # of a run that never began, perhaps with other data
@@ -74,8 +78,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         (path / "config.yaml").write_text(dump(config))
         _take_model(found, path)
     except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise bad_value("trainer.run_dir", str(path), rule, "a folder that can be made or written to") from None
+        raise _unwritable(path, error) from None
     return RunDir(path, found, tuple(notes), made)
 
 
@@ -83,8 +86,7 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     """A folder for an evaluation's logs, and the checkpoint that trainer.resume (and trainer.run_dir, for auto) names."""
     resume, found = config.trainer.resume, None
     if resume == "auto":
-        run = Path(config.trainer.run_dir) if config.trainer.run_dir else _latest(root, config.name)
-        found = Checkpoints(run, keep=1).newest()[0] if run else None
+        run, found, _ = _newest(Path(config.trainer.run_dir) if config.trainer.run_dir else None, root, config.name)
         if found is None:
             raise bad_value("trainer.run_dir", str(run or ""), "holds no whole checkpoint", "another run folder")
     elif resume not in ("never", "auto"):
@@ -152,14 +154,61 @@ def _checkpoint(resume: str) -> Path:
     return found
 
 
+def _newest(path: Path | None, root: Path, name: str) -> tuple[Path | None, Path | None, list[str]]:
+    """The folder to go on in, its newest whole checkpoint, and notes: of `path`, or of the last run that has one."""
+    notes: list[str] = []
+    for folder in [path] if path else [folder for _, folder in reversed(_runs(root, name))]:
+        found, passed = Checkpoints(folder, keep=1).newest()
+        notes += [f"passed over a checkpoint: {why}" for why in passed]
+        if found is not None:
+            return folder, found, notes
+        notes.append(f"{folder} has no checkpoint" + (": the run begins from its start" if path else ""))
+    return path, None, notes if path else [*notes, f"no run of {name} in {root} has a checkpoint: a new one begins"]
+
+
+_locks: dict[Path, int] = {}
+"""Open files of folders that this process writes to. Closing one gives up the lock."""
+
+
+def _lock(path: Path) -> None:
+    """One process at a time trains in a folder. The kernel gives the lock up when the process ends, however it ends."""
+    if path.resolve() in _locks:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = os.read(lock, 200).decode(errors="replace").strip()
+        os.close(lock)
+        raise bad_value(
+            "trainer.run_dir", str(path), f"{who or 'another run'} is writing here", "wait for it, or another folder"
+        ) from None
+    except OSError:
+        os.close(lock)  # a file system without locks
+        return
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _locks[path.resolve()] = lock
+
+
+def release(path: Path) -> None:
+    """Another process may train in the folder."""
+    if (lock := _locks.pop(path.resolve(), None)) is not None:
+        os.close(lock)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    rule = f"cannot be written: {error.strerror or error}"
+    return bad_value("trainer.run_dir", str(path), rule, "a folder that can be made or written to")
+
+
 def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
     return sorted((int(m[1]), p) for p in root.glob(f"{name}-*") if (m := pattern.fullmatch(p.name)))
-
-
-def _latest(root: Path, name: str) -> Path | None:
-    runs = _runs(root, name)
-    return runs[-1][1] if runs else None
 
 
 def _next(root: Path, name: str) -> Path:

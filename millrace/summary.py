@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from millrace.launch import Outcome
 from millrace.pipeline.validation import Result, Transcript
@@ -33,19 +35,22 @@ def show(console: Console, outcome: Outcome) -> None:
     if outcome.last is not None:
         console.print(_comparison(outcome.first, outcome.last))
         console.print(_transcripts(outcome.first, outcome.last))
-    times = outcome.timings
-    console.print(
+    times, say = outcome.timings, partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(
         f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, {outcome.versions} versions; "
         f"start {times.get('start', 0):.1f} s, warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
-        highlight=False,
     )
-    console.print(f"run         {outcome.run_dir}", highlight=False, soft_wrap=True)
-    console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+    say(f"run         {outcome.run_dir}")
+    say(f"checkpoint  {outcome.checkpoint}")
     if outcome.last is not None:
-        held_out = ", ".join(f"{n.removeprefix('val/')} {v:.3f}" for n, v in outcome.last.values.items())
-        console.print(f"complete: held-out accuracy {held_out}", highlight=False, soft_wrap=True)
-    elif not outcome.complete:
-        console.print("not complete: go on with trainer.resume=auto", highlight=False)
+        say(
+            "complete: held-out accuracy "
+            + ", ".join(f"{n.removeprefix('val/')} {v:.3f}" for n, v in outcome.last.values.items())
+        )
+    elif outcome.complete:
+        say("complete")
+    else:
+        say(f"not complete: go on with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
 
 
 def _comparison(first: Result | None, last: Result) -> Table:
@@ -54,7 +59,7 @@ def _comparison(first: Result | None, last: Result) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     for name, value in last.values.items():
         before = first.values.get(name) if first else None
-        table.add_row(name.removeprefix("val/"), "-" if before is None else f"{before:.3f}", f"{value:.3f}")
+        table.add_row(Text(name.removeprefix("val/")), "-" if before is None else f"{before:.3f}", f"{value:.3f}")
     return table
 
 
@@ -64,13 +69,10 @@ def _transcripts(first: Result | None, last: Result) -> Table:
         table.add_column(name, overflow="fold", max_width=40)
     for i, after in enumerate(last.transcripts):
         before = first.transcripts[i] if first and i < len(first.transcripts) else None
-        table.add_row(_text(after.prompt), _text(after.ground_truth), _said(before), _said(after))
+        table.add_row(Text(after.prompt), Text(after.ground_truth), _said(before), _said(after))
     return table
 
 
-def _said(transcript: Transcript | None) -> str:
-    return "-" if transcript is None else _text(f"{transcript.response}  ({transcript.score:g})")
-
-
-def _text(text: str) -> str:
-    return text.replace("[", r"\[")  # what models say is no markup
+def _said(transcript: Transcript | None) -> Text:
+    """What models say is no markup."""
+    return Text("-" if transcript is None else f"{transcript.response}  ({transcript.score:g})")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from millrace import __version__, cli, recipe
+from millrace import __version__, checkup, cli, exporting, recipe, summary
+from millrace.launch import Outcome
+from millrace.pipeline.validation import Result, Transcript
 
 QUICKSTART = str(Path(__file__).parent.parent / "recipes" / "quickstart.yaml")
 SMALL = ["data.train_files=['task:copy?size=100']", "data.val_files=[]", "model.shape.hidden_size=16"]
@@ -181,3 +185,63 @@ def test_an_address_runs_on_that_ray_cluster(run, command):
 def test_benchmarks_take_an_address_too(run, command):
     code, _, err = run("bench", command, QUICKSTART, *SMALL, "--address", "ray://head:10001")
     assert code == 2 and "trainer.ray_address = 'ray://head:10001'" in err
+
+
+def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(run):
+    _, out, _ = run("train", "--help-config")
+    lines = [line.strip() for line in out.splitlines()]
+    assert "critic.optim.lr <float> = 1e-05" in lines and "actor.optim.lr <float> = 1e-06" in lines
+    assert "actor.optim.betas <[float, float]> = [0.9, 0.999]" in lines
+    assert any(line.startswith("actor.loss_agg_mode <") and line.endswith("= null") for line in lines)
+
+
+def test_with_json_a_failure_is_an_object_too(run):
+    code, out, err = run("train", QUICKSTART, "rollout.n=0", "--json")
+    told = json.loads(out)
+    assert (code, told["complete"], told["exit_code"]) == (2, False, 2)
+    assert err == f"error: {told['error']}\n" and told["error"].startswith("rollout.n = 0:")
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("actor.clip_ratio=0.2", "Fix: actor.clip_ratio_low and actor.clip_ratio_high"),
+        ("trainer.total_training_steps=100", "Fix: rollout.total_rollout_steps, which counts samples"),
+        ("trainer.project_name=mine", "no such key. Fix: `millrace train --help-config` prints every key"),
+        ("rollout.n", "Fix: for example rollout.n=8"),
+        ("actor.optim.betas=[2,0.9]", "actor.optim.betas.0 = 2: must be less than 1"),
+        ("trainer.seed=99999999999999999999", "trainer.seed = 99999999999999999999"),
+    ],
+)
+def test_what_users_of_other_systems_write_is_refused_with_a_fix_that_is_one(run, said, fix):
+    code, _, err = run("train", QUICKSTART, said, "--dry-run")
+    assert code == 2 and fix in err, err
+
+
+@pytest.mark.parametrize("command", ["modes", "sync", "train"])
+def test_measuring_commands_have_a_dry_run_that_needs_no_devices(run, command):
+    shape = str(Path(QUICKSTART).parent / "shapes" / "qwen2_7b.yaml")
+    code, out, err = run("bench", command, shape, "--dry-run", "--json")
+    assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
+
+
+def test_what_models_and_folders_are_called_is_no_markup():
+    """A run whose model says [/b] ends as any other."""
+    odd = "[/b] \\[x = 0\\] [red]"
+    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
+    console = Console(file=io.StringIO(), width=300)
+    summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
+    printed = console.file.getvalue()
+    assert printed.count(odd) == 8 and f"run         {odd}\n" in printed
+
+
+def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
+    monkeypatch.setattr(checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")])
+    _, out, _ = run("doctor")
+    assert "missing [a]" in out and "pip install 'y[z]'" in out
+
+
+def test_an_export_to_where_nothing_can_be_written_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "verify", lambda path: None)
+    code, _, err = run("export", str(tmp_path), "/proc/x")
+    assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err

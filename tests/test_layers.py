@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"config", "console", "engines", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
     "checkup": set(),
     "testing": {"ports"},
-    "cli": {"console", "launch", "summary", "bench", "pipeline", "exporting", "checkup"},
+    "cli": {"console", "launch", "summary", "bench", "observe", "pipeline", "exporting", "checkup"},
     "__main__": {"cli"},
 }
 

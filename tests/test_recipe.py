@@ -208,7 +208,7 @@ settings = st.fixed_dictionaries(
         "rollout.max_prompt_length": st.integers(1, 4096),
         "rollout.stop": st.lists(st.text(max_size=5), max_size=3),
         "actor.optim.lr": st.floats(1e-12, 1, exclude_min=True),
-        "actor.optim.betas": st.tuples(st.floats(0, 1), st.floats(0, 1)).map(list),
+        "actor.optim.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)).map(list),
         "actor.loss_agg_mode": st.sampled_from(["token-mean", "seq-mean-token-sum-norm"]),
         "async_training.staleness_threshold": st.floats(0, 8),
         "async_training.trigger_parameter_sync_step": st.integers(1, 32),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from millrace import recipe
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.run_dir import open_eval_dir, open_run_dir
+from millrace.run_dir import open_eval_dir, open_run_dir, release
 from millrace.runtime.local import check_devices, visible_gpus
 from millrace.schedule.ledger import Ledger
 
@@ -104,3 +106,50 @@ def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> 
         check_devices(config_of(), ["0"])
     with pytest.raises(ConfigError, match="2 nodes are needed"):
         check_devices(config_of("trainer.n_gpus_per_node=8"), [str(i) for i in range(16)])
+
+
+def test_auto_goes_on_with_the_last_run_that_has_a_checkpoint(tmp_path: Path) -> None:
+    """Not with one that was stopped while it started, nor with a warm-up's folder."""
+    checkpoint_of(tmp_path / "quickstart-1")
+    newest = checkpoint_of(tmp_path / "quickstart-2")
+    (tmp_path / "quickstart-3" / "logs").mkdir(parents=True)
+    run = open_run_dir(config_of("trainer.resume=auto"), tmp_path)
+    assert (run.path, run.resume_from) == (tmp_path / "quickstart-2", newest)
+    assert run.notes == (f"{tmp_path / 'quickstart-3'} has no checkpoint",)
+
+
+def test_auto_says_so_where_it_begins_from_the_start(tmp_path: Path) -> None:
+    run = open_run_dir(config_of("trainer.resume=auto"), tmp_path)
+    assert run.resume_from is None and run.notes[-1] == f"no run of quickstart in {tmp_path} has a checkpoint: a new one begins"
+    again = open_run_dir(config_of("trainer.resume=auto", f"trainer.run_dir={run.path}"), tmp_path)
+    assert again.path == run.path and again.notes == (f"{run.path} has no checkpoint: the run begins from its start",)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from millrace import recipe
+from millrace.run_dir import open_run_dir
+open_run_dir(recipe.load(sys.argv[1], [f"trainer.run_dir={sys.argv[2]}"]))
+print("open", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    """They would lose samples to each other; a process that was killed holds nothing."""
+    folder = tmp_path / "run"
+    mine = config_of("trainer.resume=auto", f"trainer.run_dir={folder}")
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(RECIPE), str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        with pytest.raises(
+            ConfigError, match=rf"trainer.run_dir = '{folder}': process {other.pid} on .* is writing here. Fix: wait"
+        ):
+            open_run_dir(mine)
+    finally:
+        other.kill()
+        other.communicate()
+    assert open_run_dir(mine).path == folder
+    assert open_run_dir(mine).path == folder, "the same process goes on in it"
+    release(folder)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from millrace.console import Address, Json, Overrides, Recipe, configure, overrides_on, report, run_async
+from millrace.console import Address, DryRun, HelpConfig, Json, Overrides, Recipe, configure, overrides_on, report, run_async
 from millrace.observe.progress import Progress
 
 bench = typer.Typer(no_args_is_help=True, help="Measure modes, training, and the weight sync, of a recipe on these devices.")
@@ -21,9 +21,11 @@ def bench_sync(
     address: Address = None,
     repeats: Annotated[int, typer.Option(min=1, help="Syncs of an idle and of a busy engine.")] = 5,
     json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
 ) -> None:
     """What a weight sync costs: bytes, transfer, pause, and the share of what the link can carry."""
-    config = configure(path, overrides_on(address, overrides), json_, False, False)
+    config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.bench.sync import bench_sync as work
 
     found = run_async(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
@@ -44,9 +46,11 @@ def bench_train(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a document.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Timed optimizer steps.")] = 5,
     json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
 ) -> None:
     """Train engines alone: tokens a second, model FLOPs against the devices' matmuls (MFU), memory."""
-    config = configure(path, overrides_on(address, overrides), json_, False, False)
+    config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.bench.train import bench_train as work
     from millrace.errors import bad_value
 
@@ -77,10 +81,12 @@ def bench_modes(
     skip: Annotated[int, typer.Option(min=0, help="First optimizer steps, in no rate; nor is the end, as rollouts run dry.")] = 1,
     folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path("runs/bench-modes"),
     json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
 ) -> None:
     """Modes and splits of the same devices on the same samples, in one run. rollout.drawn_lengths makes workloads without weights."""
     overrides = overrides_on(address, overrides)
-    configure(path, overrides, json_, False, False)
+    configure(path, overrides, json_, dry_run, help_config)
     from millrace.bench import modes as work
     from millrace.errors import bad_value
 

@@ -48,6 +48,7 @@ async def bench_train(config: Config, progress: Progress, *, length: int, steps:
         "matmul_tflops": rate / 1e12,
         "mfu": flops / middle / config.trainer_ranks / rate,
         "peak_memory_gib": memory / 2**30,
+        "complete": True,
     }
 
 

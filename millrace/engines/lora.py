@@ -38,7 +38,7 @@ def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise MissingDependency("model.lora_rank needs peft. Fix: pip install 'millrace[lora]'.") from error
+        raise MissingDependency("model.lora_rank needs peft. Fix: pip install 'peft>=0.17'.") from error
     settings = LoraConfig(
         r=config.model.lora_rank,
         lora_alpha=config.model.lora_alpha,  # type: ignore[arg-type]  # fractions are as good

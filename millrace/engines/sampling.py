@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.errors import MillraceError
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
@@ -68,6 +70,7 @@ def draw(
 
     `logits` [rows, vocabulary] of any float dtype, `uniform` float64 [rows], `temperature` float32 [rows] (None: all 1),
     `greedy` bool [rows] (None: none; its rows need temperature 1). The CDF is summed in float64: a drawn token has p > 0.
+    Raises MillraceError for logits that are not finite.
     """
     z = logits.float()
     if temperature is not None:
@@ -77,6 +80,10 @@ def draw(
     if nucleus is not None:
         probs = nucleus.apply(probs)
     cdf = probs.cumsum(-1, dtype=torch.float64)
+    if not torch.isfinite(cdf[:, -1]).all():
+        raise MillraceError(
+            "the live weights give logits that are not finite. Fix: a lower actor.optim.lr, or model.dtype=float32"
+        )
     target = (uniform * cdf[:, -1]).unsqueeze(-1)
     tokens = torch.searchsorted(cdf, target, right=True)
     if greedy is not None:

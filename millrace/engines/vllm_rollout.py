@@ -30,7 +30,9 @@ try:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 except ImportError as error:
-    raise MissingDependency("rollout.engine=vllm needs vLLM. Fix: pip install 'millrace[vllm]'.") from error
+    raise MissingDependency(
+        "rollout.engine=vllm needs vLLM. Fix: make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says."
+    ) from error
 
 from millrace.engines.vllm_arguments import engine_arguments
 from millrace.engines.vllm_scheduler import LOG_PROBS

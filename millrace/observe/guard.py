@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from millrace.config import GuardConfig
 
 PREFIX = "alarm/"
+_MARGIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Guard:
         judged = self._judge(row)
         now = {name: alarm for name, alarm in before.items() if name not in judged}
         for name, (value, limit, passed) in judged.items():
-            if passed:
+            # One that holds ends a tenth inside its limit: a metric that hovers there would begin and end it all the time.
+            if passed or (name in before and abs(value - limit) <= _MARGIN * abs(limit)):
                 since = before[name].since if name in before else version
                 now[name] = Alarm(name, value, limit, CAUSES[name], since)
         self.began = [alarm for name, alarm in now.items() if name not in before]

@@ -84,6 +84,7 @@ class Progress:
         s = self.state
         s.phase, s.phase_total = "training", 0
         s.samples, s.total, s.version, s.versions = samples, total, version, versions
+        s.row, s.rewards = {}, []  # those were of another run on the same engines, perhaps
         s.trained_since, s.trained_from = self._clock(), samples
         self._view.update(s, "phase")
 
@@ -98,8 +99,15 @@ class Progress:
 
     def validated(self, version: int, values: dict[str, float]) -> None:
         self.state.validation = values
-        shown = "  ".join(f"{name.removeprefix('val/')} {value:.3f}" for name, value in values.items())
-        self._view.note(f"validation of version {version}: {shown}")
+        self._view.note(f"validation of version {version}: {shown(values)}")
+
+
+def shown(validation: dict[str, float]) -> str:
+    """Its values in a line."""
+    return "  ".join(
+        f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
+        for name, value in validation.items()
+    )
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -200,8 +208,7 @@ class LiveView:
         curve = Text.assemble(("reward ", "dim"), (sparkline(state.rewards, max(20, self._console.width - 14)), "green"))
         parts: list[RenderableType] = [line, curve, table]
         if state.validation:
-            shown = "  ".join(f"{name.removeprefix('val/')} {value:.3f}" for name, value in state.validation.items())
-            parts.append(Text.assemble(("held out ", "dim"), shown))
+            parts.append(Text.assemble(("held out ", "dim"), shown(state.validation)))
         return Panel(Group(*parts), title=title)
 
 

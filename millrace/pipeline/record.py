@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from millrace.errors import DeadlineError
 from millrace.observe.guard import Guard
@@ -11,7 +12,7 @@ from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import History
-from millrace.pipeline.validation import Result, Validator
+from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import StepReport, TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
@@ -116,13 +117,22 @@ class RunRecord:
 
     def start_validation(self, version: PolicyVersion) -> None:
         """Validate the live weights, while rollouts go on. The next sync waits for it."""
-        if self._validator is not None and (self.last is None or self.last.version != version):
-            self._validation = self._tasks.create_task(self._run_validation(self._validator, version), name="validation")
+        if self._may_validate(version):
+            self._begin_validation(version, None)
 
-    async def validate_now(self, version: PolicyVersion) -> None:
-        """Validate the live weights, and wait for it."""
-        self.start_validation(version)
+    async def validate_now(self, version: PolicyVersion, phase: str) -> None:
+        """Validate the live weights, if they are not validated yet, and wait for it: a phase of the progress."""
+        if self._may_validate(version):
+            self._progress.phase(phase)
+            self._begin_validation(version, partial(self._progress.phase, phase))
         await self.validated()
+
+    def _may_validate(self, version: PolicyVersion) -> bool:
+        return self._validator is not None and (self.last is None or self.last.version != version)
+
+    def _begin_validation(self, version: PolicyVersion, on_scored: OnScored | None) -> None:
+        assert self._validator is not None
+        self._validation = self._tasks.create_task(self._run_validation(self._validator, version, on_scored), name="validation")
 
     async def validated(self) -> None:
         if self._validation is not None:
@@ -134,8 +144,8 @@ class RunRecord:
         if self._validation is not None:
             self._validation.cancel()
 
-    async def _run_validation(self, validator: Validator, version: PolicyVersion) -> None:
-        result = await validator.run(version)
+    async def _run_validation(self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None) -> None:
+        result = await validator.run(version, on_scored)
         self.last = result
         if version == 0:
             self.first = result

@@ -15,6 +15,10 @@ from millrace.types import PolicyVersion, Prompt, SamplingParams, Tokens
 _SEED = 1 << 40  # sets validation's random streams apart from training's, the same at every version
 
 
+OnScored = Callable[[int, int], None]
+"""Called with the responses that are done, and with the number of all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transcript:
     """One problem and what the model said."""
@@ -35,6 +39,32 @@ class Result:
     transcripts: tuple[Transcript, ...]
 
 
+@dataclass(slots=True)
+class Tally:
+    """How far a validation is."""
+
+    total: int
+    max_error_share: float
+    on_scored: OnScored | None
+    done: int = 0
+    errors: int = 0
+
+    def scored(self) -> None:
+        self.done += 1
+        if self.on_scored is not None:
+            self.on_scored(self.done, self.total)
+
+    def failed(self, error: RewardError) -> None:
+        self.errors += 1
+        if self.errors > self.max_error_share * self.total:
+            raise RewardError(
+                error.reason,
+                f"{self.errors} of the {self.total} responses of a validation had no score, more than reward.max_error_share = "
+                f"{self.max_error_share:g} of them. The last error: {error}",
+            ) from error
+        self.scored()
+
+
 @dataclass(frozen=True, slots=True)
 class Validator:
     """Draws `n` responses for every problem at `params`, and a greedy one if asked."""
@@ -47,13 +77,26 @@ class Validator:
     n: int
     greedy: bool
     seed: int
+    max_error_share: float = 1.0
 
-    async def run(self, version: PolicyVersion) -> Result:
-        """The weights must stay those of `version` until this returns."""
-        sampled = [[self._one(p, replace(self.params, seed=request_seed(self.seed, _SEED + p.index, k))) for k in range(self.n)]
+    async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
+        """The weights must stay those of `version` until this returns. `on_scored` is told of responses that are done, and of all.
+
+        Raises RewardError once more than `max_error_share` of all responses have no score.
+        """
+        total = len(self.prompts) * (self.n + self.greedy)
+        tally = Tally(total, self.max_error_share, on_scored)
+        sampled = [[self._one(tally, p, replace(self.params, seed=request_seed(self.seed, _SEED + p.index, k))) for k in range(self.n)]
                    for p in self.prompts]  # fmt: skip
-        greedy = [self._one(p, replace(self.params, temperature=0.0, top_p=1.0)) for p in self.prompts] if self.greedy else []
-        everything = await asyncio.gather(*(one for problem in sampled for one in problem), *greedy)
+        greedy = (
+            [self._one(tally, p, replace(self.params, temperature=0.0, top_p=1.0)) for p in self.prompts] if self.greedy else []
+        )
+        tasks = [asyncio.ensure_future(one) for one in (*(one for problem in sampled for one in problem), *greedy)]
+        try:
+            everything = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         drawn = [everything[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():
@@ -63,7 +106,7 @@ class Validator:
                 values[f"val/{source}/greedy"] = _mean([s for i in rows if (s := everything[first + i][1]) is not None])
         return Result(version, values, tuple(self._transcript(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False)))
 
-    async def _one(self, prompt: Prompt, params: SamplingParams) -> tuple[str, float | None]:
+    async def _one(self, tally: Tally, prompt: Prompt, params: SamplingParams) -> tuple[str, float | None]:
         segments = await self.pool.generate(
             prompt.tokens, replace(params, interruptible=False), f"val/{prompt.index}/{params.seed}"
         )
@@ -73,8 +116,10 @@ class Validator:
         text = self.decode(tokens)
         try:
             (score,) = await self.reward.score(prompt, [text])
-        except RewardError:
+        except RewardError as error:
+            tally.failed(error)
             return text, None  # counted as reward_errors, and part of no mean
+        tally.scored()
         return text, score.value
 
     @staticmethod

@@ -28,7 +28,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise MissingDependency("trainer.runtime=ray needs Ray. Fix: pip install 'millrace[ray]'.") from error
+    raise MissingDependency("trainer.runtime=ray needs Ray. Fix: pip install 'ray>=2.50'.") from error
 
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0

@@ -8,6 +8,7 @@ expect.yaml has the arguments (left out: recipe.yaml) and four fragments of the 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -72,6 +73,10 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
             main()
         code, (out, err) = exit_.value.code, capfd.readouterr()
     seconds = time.perf_counter() - start
+    if "--json" in arguments:
+        told = json.loads(out)
+        assert told == {"complete": False, "exit_code": 2, "error": err.rstrip("\n").rpartition("error: ")[2]}
+        out = ""
     check(expected, code, out, err)
     assert contents(tmp_path) == before, "something was left behind"
     assert seconds < 30  # a hang, not a measurement: the README's number comes from `python -m` of this file

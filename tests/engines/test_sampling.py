@@ -1,9 +1,11 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engines.sampling import draw, stream_keys, uniforms
+from millrace.errors import MillraceError
 
 
 def test_streams_are_uniform_and_uncorrelated_between_seeds_and_positions():
@@ -43,3 +45,11 @@ def test_greedy_rows_take_the_largest_logit_with_log_probs_of_temperature_one():
     assert tokens[0] == logits[0].argmax()
     expected = torch.log_softmax(logits / temperature[:, None], -1).gather(1, tokens[:, None])[:, 0]
     assert torch.equal(log_probs, expected)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_give_no_probabilities_are_told_as_such(broken):
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = broken
+    with pytest.raises(MillraceError, match="logits that are not finite"):
+        draw(logits, torch.full((2,), 0.5, dtype=torch.float64))

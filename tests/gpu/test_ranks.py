@@ -52,11 +52,9 @@ def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTr
     sections = MODELS[model]
     tree: dict[str, Any] = {"rollout": {"max_prompt_length": 8, "max_response_length": 25}, "actor": {"entropy_coeff": 0.01}}
     trainer = {"device": "cuda", "n_gpus_per_node": ranks} | (LAYOUTS[layout] if ranks > 1 else {})
-    # Several micro-batches for each rank.
-    tree |= sections | {
-        "trainer": trainer,
-        "actor": tree["actor"] | {"ppo_max_token_len_per_gpu": 60} | sections.get("actor", {}),
-    }
+    # Several micro-batches for each rank; and no token at the edge of what is clipped, where rounding decides whether it has a gradient.
+    actor = {"ppo_max_token_len_per_gpu": 60, "clip_ratio_low": 0.99, "clip_ratio_high": 100.0, "clip_ratio_c": 1000.0}
+    tree |= sections | {"trainer": trainer, "actor": tree["actor"] | actor | sections.get("actor", {})}
     engine = fsdp_train.build(Config.model_validate(tree), folder, rank=rank, world_size=ranks)
     engine.begin(OPTIM, 10)
     return engine

@@ -174,3 +174,13 @@ def test_options_that_could_never_act_are_refused() -> None:
             GuardConfig(**options)
     with pytest.raises(ConfigError, match=r"guard.min_grad_rows = 21: the median is of guard.grad_rows = 20 rows"):
         Config(guard={"min_grad_rows": 21})
+
+
+def test_an_alarm_whose_metric_hovers_at_its_limit_begins_once_and_ends_once() -> None:
+    """As at the end of the quickstart, where nearly every problem is solved."""
+    guard, began, ended = Guard(GuardConfig()), 0, 0
+    for version, share in enumerate([0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94], start=1):
+        guard.check(version, {"train/zero_advantage_share": share})
+        began, ended = began + len(guard.began), ended + len(guard.ended)
+        assert bool(guard.as_metrics()["alarm/zero_variance"]) == (2 <= version <= 7)
+    assert (began, ended) == (1, 1)

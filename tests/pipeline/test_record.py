@@ -63,7 +63,7 @@ class SlowValidator:
     ran: list[int] = field(default_factory=list)
     stuck: bool = False
 
-    async def run(self, version: int) -> Result:
+    async def run(self, version: int, on_scored: object = None) -> Result:
         self.ran.append(version)
         await (asyncio.Event().wait() if self.stuck else asyncio.sleep(0))
         return Result(version, {"val/d/mean@1": version / 10}, ())
@@ -223,15 +223,15 @@ def test_validations_run_every_test_freq_versions_once_each_while_the_caller_goe
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks, test_freq=2)
-            await b.record.validate_now(0)
+            await b.record.validate_now(0, "validating")
             for version in range(1, 5):
                 b.record.validate(version)
                 assert b.validator.ran == [v for v in (0, 2, 4) if v < version], "it has not begun yet"
                 await b.record.validated()
             assert b.validator.ran == [0, 2, 4]
-            await b.record.validate_now(4)
+            await b.record.validate_now(4, "validating")
             assert b.validator.ran == [0, 2, 4], "version 4 is validated already"
-            await b.record.validate_now(5)
+            await b.record.validate_now(5, "validating")
             assert b.record.first is not None and b.record.first.version == 0
             assert b.record.last is not None and b.record.last.version == 5
             assert b.rows.rows == [(v, {"val/d/mean@1": v / 10}) for v in (0, 2, 4, 5)]

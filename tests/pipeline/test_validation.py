@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -127,3 +127,15 @@ def test_random_streams_are_the_same_at_every_version_and_all_different() -> Non
 
 def test_without_greedy_there_is_no_such_value() -> None:
     assert not any("greedy" in name for name in asyncio.run(validator(Engine(), greedy=False).run(0)).values)
+
+
+def test_a_validation_without_scores_ends_and_says_why() -> None:
+    """Three of twelve responses have none."""
+    told: list[tuple[int, int]] = []
+    strict, lenient = replace(validator(Engine()), max_error_share=0.2), replace(validator(Engine()), max_error_share=0.25)
+    with pytest.raises(
+        RewardError, match=r"3 of the 12 responses .* reward.max_error_share = 0.2 of them. The last error: timeout"
+    ):
+        asyncio.run(strict.run(0))
+    asyncio.run(lenient.run(0, lambda done, total: told.append((done, total))))
+    assert told == [(k, 12) for k in range(1, 13)]
