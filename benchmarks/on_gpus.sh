@@ -29,16 +29,19 @@ part() { # NAME LIMIT_S COMMAND...
 
 for one in $PARTS; do
     case $one in
-    tests) part tests 150 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
+    tests) part tests 300 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
     train)
         part train-1.5b-1 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml --json
         part train-1.5b-all 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS --json
+        part train-1.5b-copies 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS trainer.fsdp_size=1 --json
+        part train-1.5b-lora 200 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS model.lora_rank=32 --json
         # On two GPUs the states of 7B leave room for fewer tokens, and for none that are kept.
         if [ $GPUS -gt 2 ]; then size="actor.ppo_max_token_len_per_gpu=32768"; else size="model.gradient_checkpointing_share=1.0"; fi
         part train-7b-all 120 $MILLRACE bench train recipes/shapes/qwen2_7b.yaml trainer.n_gpus_per_node=$GPUS $size --json
         ;;
     sync)
         part sync-1+1 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true rollout.gpu_memory_utilization=0.6 --json
+        part sync-lora 150 $MILLRACE bench sync recipes/shapes/qwen2_1.5b.yaml rollout.enforce_eager=true model.lora_rank=32 --json
         [ $GPUS -gt 2 ] && part sync-halves 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true \
             trainer.n_gpus_per_node=$HALF rollout.n_gpus_per_node=$HALF --json
         [ $GPUS -gt 2 ] && part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
@@ -56,7 +59,7 @@ for one in $PARTS; do
         # Slots and staleness of 7B: what benchmarks/simulate_modes.py finds best. More slots on an engine are more to read again at each
         # sync of async_partial; the longest responses take several versions.
         case $GPUS in
-        2) shape=1.5b splits=1+1 size="rollout.total_rollout_steps=384 rollout.max_num_seqs=256" ;;
+        2) shape=1.5b splits=1+1 size="actor.ppo_mini_batch_size=16 rollout.total_rollout_steps=320 rollout.max_num_seqs=192" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=448 rollout.max_num_seqs=88 model.gradient_checkpointing_share=0.3" ;;
         *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=480 rollout.max_num_seqs=64" ;;
         esac

@@ -184,7 +184,7 @@ def test_a_model_that_a_gpu_has_no_room_for_twice_comes_by_the_host(
     monkeypatch.setattr(sharding, "fits", lambda *_, **__: False)
     engine = built(f"{tmp_path}/start", model={"dtype": dtype})
     assert all(t.is_cuda for t in (*engine.policy.parameters(), *engine.policy.buffers()))
-    alike(steps(engine), straight, 1e-5)
+    alike(steps(engine), straight, 1e-3)
 
 
 def test_a_train_engine_that_is_not_to_leave_stays(folder: str) -> None:
