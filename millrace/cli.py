@@ -29,6 +29,7 @@ from millrace.console import (
     report,
     run_async,
     stopped_by,
+    told,
 )
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -204,10 +205,10 @@ def main() -> None:
 
 
 def _exit(code: int, error: str, *, said: bool = False) -> NoReturn:
-    """The last line on standard error, unless it is `said` already, and with --json one for programs."""
+    """The last line on standard error, unless it is `said` already, and with --json an object for programs, unless the command has told what it has."""
     if not said:
         sys.stderr.write(f"error: {error}\n")
-    if "--json" in sys.argv:
+    if "--json" in sys.argv and not told():
         print_json({"complete": False, "error": error, "exit_code": code})
     sys.exit(code)
 

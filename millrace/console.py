@@ -137,7 +137,19 @@ def report(json_: bool, result: dict[str, Any], text: str) -> None:
         typer.echo(text)
 
 
+_told = False
+
+
+def told() -> bool:
+    """Whether this command has printed its object."""
+    return _told
+
+
 def print_json(value: dict[str, Any]) -> None:
+    """The last line for programs: one object, once."""
+    global _told
+    _told = True
+
     def clean(item: Any) -> Any:
         if isinstance(item, float) and not math.isfinite(item):
             return None

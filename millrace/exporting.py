@@ -36,8 +36,11 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     import asyncio
 
     import yaml
+    from transformers.utils import logging
 
     from millrace.engines import fsdp_train
+
+    logging.disable_progress_bar()
 
     config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})})

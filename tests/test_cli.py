@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from millrace import __version__, checkup, cli, exporting, recipe, summary
+from millrace import __version__, checkup, cli, console, exporting, recipe, summary
 from millrace.launch import Outcome
 from millrace.pipeline.validation import Result, Transcript
 
@@ -27,6 +27,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        monkeypatch.setattr(console, "_told", False)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code or 0, *capfd.readouterr()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from millrace import console
 
 HERE = Path(__file__).parent
 CASES = sorted(p.parent for p in HERE.glob("*/expect.yaml"))
@@ -69,6 +70,7 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
 
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        monkeypatch.setattr(console, "_told", False)
         with pytest.raises(SystemExit) as exit_:
             main()
         code, (out, err) = exit_.value.code, capfd.readouterr()

@@ -144,7 +144,7 @@ def test_bench_modes_that_ends_early_tells_what_it_has(tmp_path: Path, cause: st
         max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
     assert process.wait(60) == (128 + signal.SIGINT if cause == "stopped" else 1), output.read_text()
     lines = output.read_text().splitlines()
-    told = next(json.loads(line) for line in lines if line.startswith("{"))
+    (told,) = [json.loads(line) for line in lines if line.startswith("{")]
     assert told["runs"][0]["arm"] == "async_partial 1+1" and told["complete"] is False
     assert cause == "stopped" or (lines[-1].startswith("error: ") and "was killed by SIGKILL" in lines[-1]), lines[-1]
 

@@ -228,5 +228,5 @@ def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_the
 
 def test_a_missing_peft_is_said_with_the_command_that_installs_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'millrace\[lora\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install 'peft>=0\.17'"):
         lora.inject(load_model(f"{folder}/tied", seed=0, dtype="float32"), lora_cases.config_of({}))
