@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    shared = set(Path("/dev/shm").glob("psm_*"))
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     on_ray = ["trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "mode=async_partial"]
@@ -36,6 +37,7 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
     try:
         _, left = psutil.wait_procs(asyncio.run(main()), timeout=20)
         assert not left, "the cluster lives on, and nobody else would end them"
+        assert not set(Path("/dev/shm").glob("psm_*")) - shared, "shared memory stays until the node is started again"
     finally:
         ray.shutdown()
         cluster.shutdown()
