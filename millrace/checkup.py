@@ -15,6 +15,8 @@ from typing import Literal
 import psutil
 from packaging.version import Version
 
+from millrace.errors import INSTALL
+
 State = Literal["good", "warning", "bad", "absent"]
 
 
@@ -41,9 +43,9 @@ _OPTIONAL = {
     "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
     "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
     "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
-    "peft": ("0.17", "pip install 'peft>=0.17'", "model.lora_rank"),
-    "ray": ("2.50", "pip install 'ray>=2.50'", "trainer.runtime=ray"),
-    "vllm": ("0.26", "make gpu, or its CPU build as docs/vllm.md says", "rollout.engine=vllm"),
+    "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
+    "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
+    "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),
 }
 
 

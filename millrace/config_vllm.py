@@ -38,6 +38,10 @@ OWN = {
 """Arguments that cannot be other than they are, and why."""
 
 
+HOST_PID = "MILLRACE_VLLM_HOST"
+"""Environment of vLLM's processes: who started them, and with whom they end."""
+
+
 def check_vllm(c: Config) -> None:
     """Raises ConfigError at what fails."""
     given = c.rollout.engine_kwargs

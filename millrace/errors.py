@@ -49,6 +49,14 @@ class CheckpointError(MillraceError):
     """A checkpoint cannot be written or read."""
 
 
+INSTALL = {
+    "peft": "pip install 'peft>=0.17'",
+    "ray": "pip install 'ray>=2.50'",
+    "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",
+}
+"""What brings the packages that one engine, one runtime or one way of training needs."""
+
+
 class MissingDependency(MillraceError):
     """An optional package is missing; the message has the command that installs it."""
 

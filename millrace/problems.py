@@ -21,7 +21,7 @@ from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import check_rows, texts
 from millrace.data.sources import Rows, load_sources
-from millrace.errors import MissingDependency, bad_value
+from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -116,15 +116,14 @@ def _check_engine(config: Config) -> None:
     """Raises MissingDependency where workers on this machine would look for vLLM in vain."""
     if config.rollout.engine == "vllm" and not config.trainer.ray_address and importlib.util.find_spec("vllm") is None:
         raise MissingDependency(
-            "rollout.engine=vllm needs vLLM, which is not installed here. Fix: make gpu on a machine with GPUs, "
-            "its CPU build as docs/vllm.md says, or rollout.engine=torch"
+            f"rollout.engine=vllm needs vLLM, which is not installed here. Fix: {INSTALL['vllm']}, or rollout.engine=torch"
         )
 
 
 def _check_lora(config: Config) -> None:
     """Raises MissingDependency where train workers on this machine would look for peft in vain."""
     if config.model.lora_rank and not config.trainer.ray_address and importlib.util.find_spec("peft") is None:
-        raise MissingDependency("model.lora_rank needs peft, which is not installed here. Fix: pip install 'peft>=0.17'.")
+        raise MissingDependency(f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}.")
 
 
 def _check_model(config: Config) -> None:

@@ -45,7 +45,6 @@ FOREIGN = {
     "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
     "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
     "trainer.experiment_name": "name",
-    "data.train_batch_size_per_gpu": "actor.ppo_mini_batch_size",
 }
 """What comes nearest to keys of other systems that mean something else."""
 

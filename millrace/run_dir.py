@@ -70,7 +70,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         raise bad_value(
             "trainer.run_dir", str(path), "a run is already there", "trainer.resume=auto to go on with it, or another folder"
         )
-    _lock(path)
+    notes += _lock(path)
     try:
         if not (path / "history.jsonl").exists() and (path / "config.yaml").is_file():
             shutil.rmtree(path / "model", ignore_errors=True)  # of a run that never began, perhaps with other data
@@ -170,10 +170,12 @@ _locks: dict[Path, int] = {}
 """Open files of folders that this process writes to. Closing one gives up the lock."""
 
 
-def _lock(path: Path) -> None:
-    """One process at a time trains in a folder. The kernel gives the lock up when the process ends, however it ends."""
+def _lock(path: Path) -> list[str]:
+    """One process at a time trains in a folder. The kernel gives the lock up when the process ends, however it ends. Returns a note where
+    there are no locks.
+    """
     if path.resolve() in _locks:
-        return
+        return []
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -187,12 +189,13 @@ def _lock(path: Path) -> None:
         raise bad_value(
             "trainer.run_dir", str(path), f"{who or 'another run'} is writing here", "wait for it, or another folder"
         ) from None
-    except OSError:
-        os.close(lock)  # a file system without locks
-        return
+    except OSError as error:
+        os.close(lock)
+        return [f"{path} cannot be locked ({error.strerror}): see to it that no other process trains there"]
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _locks[path.resolve()] = lock
+    return []
 
 
 def release(path: Path) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.launch import Outcome
+from millrace.observe.progress import shown
 from millrace.pipeline.validation import Result, Transcript
 
 
@@ -43,10 +44,7 @@ def show(console: Console, outcome: Outcome) -> None:
     say(f"run         {outcome.run_dir}")
     say(f"checkpoint  {outcome.checkpoint}")
     if outcome.last is not None:
-        say(
-            "complete: held-out accuracy "
-            + ", ".join(f"{n.removeprefix('val/')} {v:.3f}" for n, v in outcome.last.values.items())
-        )
+        say(f"complete: held-out accuracy {shown(outcome.last.values, ', ')}")
     elif outcome.complete:
         say("complete")
     else:

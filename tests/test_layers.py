@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {
         *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),
     },
-    "summary": {"launch", "pipeline"},
+    "summary": {"launch", "observe", "pipeline"},
     "console": {"recipe", "config", "observe", "problems"},
     "bench": {"config", "console", "engines", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
     "checkup": set(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +155,13 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     assert open_run_dir(mine).path == folder
     assert open_run_dir(mine).path == folder, "the same process goes on in it"
     release(folder)
+
+
+def test_where_a_folder_cannot_be_locked_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    folder = tmp_path / "run"
+    (note,) = open_run_dir(config_of(f"trainer.run_dir={folder}")).notes
+    assert note == f"{folder} cannot be locked (No locks available): see to it that no other process trains there"

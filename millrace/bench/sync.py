@@ -79,7 +79,7 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     tasks = [asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)]
     try:
         for k in range(repeats):
-            await _drawn(s, len(tasks), tasks)
+            await _one_more_each(s, tasks)
             found.append(await _sync(s, first + k, "busy"))
     finally:
         for task in tasks:
@@ -90,15 +90,17 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     return found
 
 
-async def _drawn(s: Session, tokens: int, by: Sequence[asyncio.Task[None]]) -> None:
-    """Until the engines have drawn that many more. Raises what one of those who ask for them failed with."""
-    goal = (await s.engines.pool.stats()).tokens + tokens
+async def _one_more_each(s: Session, drawers: Sequence[asyncio.Task[None]]) -> None:
+    """Until the engines have drawn as many tokens as there are drawers. Raises what one of these failed with."""
+    goal = (await s.engines.pool.stats()).tokens + len(drawers)
     clock, limit_s = asyncio.get_running_loop().time, s.config.trainer.wait_deadline_s
     end = clock() + limit_s
     while (await s.engines.pool.stats()).tokens < goal:
-        for task in by:
+        for task in drawers:
             if task.done():
                 task.result()
         if clock() > end:
-            raise DeadlineError(f"the rollout engines drew less than {tokens} tokens in trainer.wait_deadline_s = {limit_s:g}")
+            raise DeadlineError(
+                f"the rollout engines drew less than {len(drawers)} tokens in trainer.wait_deadline_s = {limit_s:g}"
+            )
         await asyncio.sleep(0.01)

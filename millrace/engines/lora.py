@@ -21,7 +21,7 @@ from millrace.engines.attention import Ints
 from millrace.engines.model import DTYPES, empty_model
 from millrace.engines.packing import Rows
 from millrace.engines.policy import layers_of
-from millrace.errors import MissingDependency, bad_value
+from millrace.errors import INSTALL, MissingDependency, bad_value
 
 if TYPE_CHECKING:
     from millrace.engines.trainable import Trainable
@@ -38,7 +38,7 @@ def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise MissingDependency("model.lora_rank needs peft. Fix: pip install 'peft>=0.17'.") from error
+        raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.") from error
     settings = LoraConfig(
         r=config.model.lora_rank,
         lora_alpha=config.model.lora_alpha,  # type: ignore[arg-type]  # fractions are as good

@@ -19,7 +19,7 @@ from millrace.engines.model import folder_eos_ids
 from millrace.engines.refusals import check_request
 from millrace.engines.stop_strings import completes_stop, stop_window
 from millrace.engines.tokenizer import text_of
-from millrace.errors import MissingDependency, WorkerError
+from millrace.errors import INSTALL, MissingDependency, WorkerError
 from millrace.ports import RolloutStats
 from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
 
@@ -30,9 +30,7 @@ try:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 except ImportError as error:
-    raise MissingDependency(
-        "rollout.engine=vllm needs vLLM. Fix: make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says."
-    ) from error
+    raise MissingDependency(f"rollout.engine=vllm needs vLLM. Fix: {INSTALL['vllm']}.") from error
 
 from millrace.engines.vllm_arguments import engine_arguments
 from millrace.engines.vllm_scheduler import LOG_PROBS

@@ -16,10 +16,9 @@ import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from millrace.config_vllm import HOST_PID
 from millrace.errors import WorkerError
 
-HOST_PID = "MILLRACE_VLLM_HOST"
-"""Environment of vLLM's processes, for sync/vllm_worker.py: they end with this one."""
 _STDERR = "/proc/self/fd/2"
 _FAILED = "EngineCore failed to start."
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")

@@ -102,9 +102,9 @@ class Progress:
         self._view.note(f"validation of version {version}: {shown(values)}")
 
 
-def shown(validation: dict[str, float]) -> str:
+def shown(validation: dict[str, float], between: str = "  ") -> str:
     """Its values in a line."""
-    return "  ".join(
+    return between.join(
         f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
         for name, value in validation.items()
     )

@@ -167,9 +167,10 @@ async def _ended(looks: Sequence[Callable[[], int | None]], limit_s: float) -> b
 
 
 def _obituary(name: str, code: int | None, log: Path) -> str:
-    cause = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
     if code is None:
         cause = "hung up, and its process does not end"
+    else:
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     with log.open(errors="replace") as lines:
         tail = "".join(deque(lines, maxlen=5)).strip()
     return f"worker {name} {cause}; its log is {log}" + (f"\n{tail}" if tail else "")

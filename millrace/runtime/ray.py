@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import Config
-from millrace.errors import DeadlineError, MissingDependency, WorkerError, bad_value
+from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.rpc import Peer
@@ -28,7 +28,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise MissingDependency("trainer.runtime=ray needs Ray. Fix: pip install 'ray>=2.50'.") from error
+    raise MissingDependency(f"trainer.runtime=ray needs Ray. Fix: {INSTALL['ray']}.") from error
 
 GOODBYE_S = 5.0
 START_DEADLINE_S = 180.0

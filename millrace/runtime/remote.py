@@ -194,7 +194,7 @@ async def first_error(peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any,
 
 
 async def _known_dead(peers: Sequence[Peer]) -> None:
-    """Until one of them is known to be dead, or none is."""
+    """Until one of them is known to be dead, or all would have been."""
     clock = asyncio.get_running_loop().time
     end = clock() + _OBITUARY_S
     while not any(p.lost for p in peers) and clock() < end:  # noqa: ASYNC110 (a peer has no event to wait for)

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
+from millrace.config_vllm import HOST_PID
 from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
@@ -220,7 +221,7 @@ def _die_with_host() -> None:
         return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
-        host, parent = psutil.Process(int(os.environ["MILLRACE_VLLM_HOST"])), psutil.Process(os.getppid())
+        host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
         core = parent if parent.ppid() == host.pid else None
     except psutil.NoSuchProcess:
         os._exit(1)

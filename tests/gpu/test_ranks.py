@@ -44,8 +44,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one copy, in host memory": {"offload_policy": True},
 }
 METRICS = ("actor/grad_norm", "actor/entropy", "actor/pg_loss")
-"""bf16 rounds the sums of every other split of a batch in its own way."""
 TOLERANCE = {"float32": 1e-4}
+"""Relative. Elsewhere it is wider: bf16 rounds the sums of every split of a batch in its own way."""
 
 
 def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTrainEngine:
