@@ -43,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two copies": {"fsdp_size": 1},
     "one copy, in host memory": {"offload_policy": True},
 }
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 METRICS = ("actor/grad_norm", "actor/entropy", "actor/pg_loss")
 TOLERANCE = {"float32": 1e-4}
 """Relative. Elsewhere it is wider: bf16 rounds the sums of every split of a batch in its own way."""
@@ -92,7 +93,7 @@ def run(folder: str, model: str, layout: str, rank: int, ranks: int) -> dict[str
 def run_rank(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for number, (model, layout) in enumerate((m, la) for m in MODELS for la in LAYOUTS):
+    for number, (model, layout) in enumerate(CASES):
         store = dist.FileStore(f"{folder}/store {number}", RANKS)
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=RANKS)
         torch.save(run(folder, model, layout, rank, RANKS), f"{folder}/{number}-{rank}.pt")
@@ -114,10 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def ranks(folder: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
     mp.spawn(run_rank, args=(folder,), nprocs=RANKS)
-    cases = [(model, layout) for model in MODELS for layout in LAYOUTS]
     return {
         case: [torch.load(f"{folder}/{number}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
-        for number, case in enumerate(cases)
+        for number, case in enumerate(CASES)
     }
 
 
@@ -138,8 +138,7 @@ def joined(found: list[dict[str, Any]], copies: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_two_ranks_train_what_one_does(model: str, layout: str, ranks: Any, alone: Any) -> None:
     got, want, rel = ranks[model, layout], alone[model], TOLERANCE.get(model, 0.05)
     for a, b in zip(got[0]["metrics"], want["metrics"], strict=True):
@@ -152,8 +151,7 @@ def test_two_ranks_train_what_one_does(model: str, layout: str, ranks: Any, alon
         torch.testing.assert_close(got[1]["whole"][name], tensor, rtol=0.02, atol=4e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_checkpoint_goes_on_in_another_layout(model: str, layout: str, ranks: Any) -> None:
     for rank in ranks[model, layout]:
         for key in METRICS:
@@ -161,8 +159,7 @@ def test_a_checkpoint_goes_on_in_another_layout(model: str, layout: str, ranks: 
             assert rank["loaded"][key] == pytest.approx(rank["metrics"][2][key], rel=rel, abs=rel / 10), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_rows_that_ranks_send_are_the_whole_weights(model: str, layout: str, ranks: Any) -> None:
     found = ranks[model, layout]
     rows, scale = joined(found, 2 if layout == "two copies" else 1), 2.0 if model == "adapters" else 0.0
