@@ -63,7 +63,9 @@ def kill_tree(driver: psutil.Popen) -> None:
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "history.jsonl"
-    return [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    return (
+        [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    )
 
 
 def newest(run_dir: Path) -> str:
@@ -74,7 +76,13 @@ def newest(run_dir: Path) -> str:
 def phase_of(log: Path) -> str:
     """What the run said last of where it is."""
     text = log.read_text(errors="replace")
-    return "training" if "first weight sync" in text else "warm-up" if "supervised warm-up" in text else "start-up"
+    return (
+        "training"
+        if "first weight sync" in text
+        else "warm-up"
+        if "supervised warm-up" in text
+        else "start-up"
+    )
 
 
 def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
@@ -95,31 +103,49 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
             told = lines(run_dir)
             version = 0 if saved == "none" else int(saved.rpartition("-")[2])
             begun = len([line for line in told if line["event"] == "start"]) > attempts
-            return Kill(number, phase, round(now - begin, 2), version, told[-1]["version"] if begun else version, newest(run_dir))
+            return Kill(
+                number,
+                phase,
+                round(now - begin, 2),
+                version,
+                told[-1]["version"] if begun else version,
+                newest(run_dir),
+            )
         time.sleep(POLL_S)
     if driver.returncode:
-        sys.exit(f"attempt {number} ended by itself with {driver.returncode}:\n{log.read_text(errors='replace')}")
+        sys.exit(
+            f"attempt {number} ended by itself with {driver.returncode}:\n{log.read_text(errors='replace')}"
+        )
     return None
 
 
 def audit(run_dir: Path) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "millrace.cli", "ledger", str(run_dir), "--json"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "millrace.cli", "ledger", str(run_dir), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 def show(kills: list[Kill], result: dict[str, object], found: dict[str, object]) -> None:
-    print("| kill | phase | seconds after start | went on from version | reached version | newest checkpoint |")
+    print(
+        "| kill | phase | seconds after start | went on from version | reached version | newest checkpoint |"
+    )
     print("|--:|---|--:|--:|--:|---|")
     for k in kills:
-        print(f"| {k.attempt} | {k.phase} | {k.seconds:.2f} | {k.from_version} | {k.to_version} | {k.checkpoint} |")
+        print(
+            f"| {k.attempt} | {k.phase} | {k.seconds:.2f} | {k.from_version} | {k.to_version} | {k.checkpoint} |"
+        )
     print(f"\nfinal run: {result}\naudit: {found}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
@@ -149,7 +175,12 @@ def main() -> None:
     if options.json:
         print(
             json.dumps(
-                {"kills": [asdict(k) for k in kills], "final": result, "audit": found, "complete": bool(found["complete"])}
+                {
+                    "kills": [asdict(k) for k in kills],
+                    "final": result,
+                    "audit": found,
+                    "complete": bool(found["complete"]),
+                }
             )
         )
     else:

@@ -61,7 +61,15 @@ MEASURED = [  # nothing is written in a run but its figures, and no validation i
     "trainer.save_last=false",
     "trainer.logger=[]",
 ]
-SHARES = ("wait_samples", "wait_rollouts", "step", "switch", "sync_transfer", "sync_activate", "other")
+SHARES = (
+    "wait_samples",
+    "wait_rollouts",
+    "step",
+    "switch",
+    "sync_transfer",
+    "sync_activate",
+    "other",
+)
 SMOOTH = 5
 """Versions whose mean reward counts where a level is asked for."""
 REHEARSED = 3
@@ -73,20 +81,31 @@ def warm_up(options: argparse.Namespace) -> Run:
     folder = options.folder / "sft"
     shutil.rmtree(folder, ignore_errors=True)
     ranks = [f"trainer.n_gpus_per_node={options.gpus}"] if options.gpus else ON_CPU
-    arguments = ["mode=colocate_sync", *ranks, f"trainer.run_dir={folder}", *options.overrides]  # no GPU is kept for rollouts
+    arguments = [
+        "mode=colocate_sync",
+        *ranks,
+        f"trainer.run_dir={folder}",
+        *options.overrides,
+    ]  # no GPU is kept for rollouts
     return millrace("sft", str(RECIPE), *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 
 class Arms:
     """The engines of the modes, started when a mode first asks for its placement."""
 
-    def __init__(self, stack: AsyncExitStack, progress: Progress, model: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self, stack: AsyncExitStack, progress: Progress, model: Path, options: argparse.Namespace
+    ) -> None:
         self.stack, self.progress, self.model, self.options = stack, progress, model, options
         self.sessions: dict[bool, Session] = {}
 
     def overrides(self, mode: str, seed: int) -> list[str]:
         each = self.options.gpus if mode == "sync" else self.options.gpus // 2
-        devices = [f"trainer.n_gpus_per_node={each}", f"rollout.n_gpus_per_node={each}"] if each else ON_CPU
+        devices = (
+            [f"trainer.n_gpus_per_node={each}", f"rollout.n_gpus_per_node={each}"]
+            if each
+            else ON_CPU
+        )
         own = [f"mode={MODES[mode]}", f"trainer.seed={seed}", f"model.path={self.model}"]
         return [*own, *devices, *MEASURED]
 
@@ -100,20 +119,30 @@ class Arms:
         colocated = mode == "sync"
         if colocated not in self.sessions:
             folder = self.new_folder(f"engines-{mode}")
-            config = recipe.load(RECIPE, self.options.overrides, [*self.overrides(mode, 0), f"trainer.run_dir={folder}"])
-            s = self.sessions[colocated] = await self.stack.enter_async_context(open_session(config, self.progress))
+            config = recipe.load(
+                RECIPE,
+                self.options.overrides,
+                [*self.overrides(mode, 0), f"trainer.run_dir={folder}"],
+            )
+            s = self.sessions[colocated] = await self.stack.enter_async_context(
+                open_session(config, self.progress)
+            )
             await s.engines.train.begin("rl", 1)
             (folder / "start").mkdir()
             await s.engines.train.save(str(folder / "start"))
         return self.sessions[colocated]
 
-    async def run(self, mode: str, seed: int, name: str, *overrides: str) -> tuple[Session, Outcome]:
+    async def run(
+        self, mode: str, seed: int, name: str, *overrides: str
+    ) -> tuple[Session, Outcome]:
         """One run from the start weights."""
         s = await self.session(mode)
         start = s.run.path / "start"
         folder = self.new_folder(f"{mode}-{name}")
         config = recipe.load(
-            RECIPE, self.options.overrides, [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"]
+            RECIPE,
+            self.options.overrides,
+            [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"],
         )
         problems = replace(s.problems, train=replace(s.problems.train, seed=seed))
         own = replace(s, config=config, run=folder_of_run(config, s), problems=problems)
@@ -133,7 +162,10 @@ def figures(outcome: Outcome, rows: list[dict[str, Any]]) -> Run:
     ends = [outcome.train_seconds - sum(seconds) + at for at in accumulate(seconds)]
     samples = accumulate(row["train/samples"] for row in trained)
     rewards = [row["reward/mean"] for row in trained]
-    parts = {name: sum(row.get(f"timing_s/{name}", 0.0) for row in trained) / sum(seconds) for name in SHARES}
+    parts = {
+        name: sum(row.get(f"timing_s/{name}", 0.0) for row in trained) / sum(seconds)
+        for name in SHARES
+    }
 
     def mean(name: str) -> float:
         return round(statistics.mean(row[name] for row in trained if row.get(name) is not None), 4)
@@ -150,13 +182,27 @@ def figures(outcome: Outcome, rows: list[dict[str, Any]]) -> Run:
         "response_length": mean("response_length/mean"),
         "entropy_end": trained[-1]["actor/entropy"],
         "shares": {name: round(share, 4) for name, share in parts.items()},
-        "alarms": sorted({name for row in trained for name, value in row.items() if name.startswith("alarm/") and value}),
-        "curve": [[round(s, 2), int(n), round(r, 4)] for s, n, r in zip(ends, samples, rewards, strict=True)],
+        "alarms": sorted(
+            {
+                name
+                for row in trained
+                for name, value in row.items()
+                if name.startswith("alarm/") and value
+            }
+        ),
+        "curve": [
+            [round(s, 2), int(n), round(r, 4)]
+            for s, n, r in zip(ends, samples, rewards, strict=True)
+        ],
     }
 
 
 def kept(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in values.items() if name.endswith("/greedy") or "/mean@" in name}
+    return {
+        name: round(value, 4)
+        for name, value in values.items()
+        if name.endswith("/greedy") or "/mean@" in name
+    }
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -169,9 +215,15 @@ async def measure(options: argparse.Namespace) -> None:
     def write(found: Run) -> None:
         with output.open("a") as file:
             file.write(json.dumps(found) + "\n")
-        shown = {name: value for name, value in found.items() if name not in ("curve", "val_before", "val", "shares")}
+        shown = {
+            name: value
+            for name, value in found.items()
+            if name not in ("curve", "val_before", "val", "shares")
+        }
         if "val" in found:
-            shown |= {name: round(held_out(found[name], "mean@"), 3) for name in ("val_before", "val")}
+            shown |= {
+                name: round(held_out(found[name], "mean@"), 3) for name in ("val_before", "val")
+            }
         say(f"{time.perf_counter() - begin:.0f} s: {shown}")
 
     model = options.model
@@ -186,13 +238,23 @@ async def measure(options: argparse.Namespace) -> None:
                 start = time.perf_counter()
                 window = (await arms.session(mode)).config.schedule.window
                 ready = time.perf_counter()
-                few = [f"rollout.total_rollout_steps={REHEARSED * window}", "trainer.val_before_train=false"]
+                few = [
+                    f"rollout.total_rollout_steps={REHEARSED * window}",
+                    "trainer.val_before_train=false",
+                ]
                 await arms.run(mode, options.first_seed + options.seeds, "rehearsal", *few)
-                seconds = {"start_seconds": round(ready - start, 1), "rehearsal_seconds": round(time.perf_counter() - ready, 1)}
+                seconds = {
+                    "start_seconds": round(ready - start, 1),
+                    "rehearsal_seconds": round(time.perf_counter() - ready, 1),
+                }
                 write({"engines_of": mode} | seconds)
             longest = dict.fromkeys(MODES, 0.0)
             seeds = range(options.first_seed, options.first_seed + options.seeds)
-            turns = [(seed, mode) for seed in seeds for mode in options.modes[:: 1 if seed % 2 == 0 else -1]]
+            turns = [
+                (seed, mode)
+                for seed in seeds
+                for mode in options.modes[:: 1 if seed % 2 == 0 else -1]
+            ]
             for seed, mode in turns:
                 start = time.perf_counter()
                 if options.budget_s and start - begin + longest[mode] > options.budget_s:
@@ -200,10 +262,18 @@ async def measure(options: argparse.Namespace) -> None:
                     continue
                 async with asyncio.timeout(options.run_timeout_s):
                     own, outcome = await arms.run(mode, seed, str(seed))
-                rows = [json.loads(line) for line in (own.run.path / "metrics.jsonl").read_text().splitlines()]
+                rows = [
+                    json.loads(line)
+                    for line in (own.run.path / "metrics.jsonl").read_text().splitlines()
+                ]
                 seconds_in_all = time.perf_counter() - start
                 longest[mode] = max(longest[mode], seconds_in_all)
-                labels = {"mode": mode, "seed": seed, "gpus": options.gpus, "seconds_in_all": round(seconds_in_all, 1)}
+                labels = {
+                    "mode": mode,
+                    "seed": seed,
+                    "gpus": options.gpus,
+                    "seconds_in_all": round(seconds_in_all, 1),
+                }
                 write(labels | figures(outcome, rows))
 
 
@@ -216,7 +286,9 @@ def say(text: str) -> None:
 
 def held_out(values: dict[str, float], kind: str) -> float:
     """Mean over tasks of `mean@K` or `greedy`."""
-    return statistics.mean(value for name, value in values.items() if name.rsplit("/", 1)[1].startswith(kind))
+    return statistics.mean(
+        value for name, value in values.items() if name.rsplit("/", 1)[1].startswith(kind)
+    )
 
 
 def smoothed(run: Run) -> Iterator[tuple[float, float]]:
@@ -233,7 +305,11 @@ def common_level(runs: list[Run]) -> float:
 
 def spread(values: list[float], digits: int = 3) -> str:
     middle = f"{statistics.mean(values):.{digits}f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return (
+        middle
+        if len(values) == 1
+        else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    )
 
 
 def tables(runs: list[Run]) -> str:
@@ -241,10 +317,18 @@ def tables(runs: list[Run]) -> str:
     rows: dict[str, Any] = {
         "seeds": lambda found: str(len(found)),
         "samples trained": lambda found: str(found[0]["samples"]),
-        "held out, sampled, before": lambda found: spread([held_out(run["val_before"], "mean@") for run in found]),
-        "held out, sampled, after": lambda found: spread([held_out(run["val"], "mean@") for run in found]),
-        "held out, greedy, before": lambda found: spread([held_out(run["val_before"], "greedy") for run in found]),
-        "held out, greedy, after": lambda found: spread([held_out(run["val"], "greedy") for run in found]),
+        "held out, sampled, before": lambda found: spread(
+            [held_out(run["val_before"], "mean@") for run in found]
+        ),
+        "held out, sampled, after": lambda found: spread(
+            [held_out(run["val"], "mean@") for run in found]
+        ),
+        "held out, greedy, before": lambda found: spread(
+            [held_out(run["val_before"], "greedy") for run in found]
+        ),
+        "held out, greedy, after": lambda found: spread(
+            [held_out(run["val"], "greedy") for run in found]
+        ),
         "seconds of RL": lambda found: spread([run["rl_seconds"] for run in found], 1),
         f"seconds to a training reward of {level:.2f}": lambda found: spread(
             [next(at for at, reward in smoothed(run) if reward >= level) for run in found], 1
@@ -254,13 +338,23 @@ def tables(runs: list[Run]) -> str:
         "idle rollouts": lambda found: spread([run["idle_rollouter"] for run in found], 2),
         "runs with an alarm": lambda found: str(sum(bool(run["alarms"]) for run in found)),
         "time in switches and syncs": lambda found: spread(
-            [sum(run["shares"][name] for name in ("switch", "sync_transfer", "sync_activate")) for run in found], 2
+            [
+                sum(run["shares"][name] for name in ("switch", "sync_transfer", "sync_activate"))
+                for run in found
+            ],
+            2,
         ),
     }
     by_mode = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
     by_mode = {mode: found for mode, found in by_mode.items() if found}
-    lines = [f"| mean over seeds (min to max) | {' | '.join(MODES[mode] for mode in by_mode)} |", "|---|" + "--:|" * len(by_mode)]
-    lines += [f"| {name} | {' | '.join(of(found) for found in by_mode.values())} |" for name, of in rows.items()]
+    lines = [
+        f"| mean over seeds (min to max) | {' | '.join(MODES[mode] for mode in by_mode)} |",
+        "|---|" + "--:|" * len(by_mode),
+    ]
+    lines += [
+        f"| {name} | {' | '.join(of(found) for found in by_mode.values())} |"
+        for name, of in rows.items()
+    ]
     tasks = sorted(name.split("/")[1] for name in runs[0]["val"] if name.endswith("/greedy"))
     lines += [
         "",
@@ -275,7 +369,12 @@ def tables(runs: list[Run]) -> str:
 
 def spread_of_task(runs: list[Run], task: str) -> tuple[str, str]:
     def mean(values: str) -> str:
-        found = [v for run in runs for name, v in run[values].items() if name.startswith(f"val/{task}/mean@")]
+        found = [
+            v
+            for run in runs
+            for name, v in run[values].items()
+            if name.startswith(f"val/{task}/mean@")
+        ]
         return f"{statistics.mean(found):.3f}"
 
     return mean("val_before"), mean("val")
@@ -294,10 +393,19 @@ def plot(runs: list[Run], path: Path) -> None:
         curves = [run["curve"] for run in runs if run["mode"] == mode]
         for axis, x in zip(axes, (0, 1), strict=True) if curves else ():
             versions = list(zip(*curves, strict=True))
-            mean = [[statistics.mean(point[k] for point in points) for points in versions] for k in (x, 2)]
+            mean = [
+                [statistics.mean(point[k] for point in points) for points in versions]
+                for k in (x, 2)
+            ]
             (thick,) = axis.plot(*mean, linewidth=2, label=name)
             for curve in curves:
-                axis.plot([p[x] for p in curve], [p[2] for p in curve], color=thick.get_color(), alpha=0.3, linewidth=0.8)
+                axis.plot(
+                    [p[x] for p in curve],
+                    [p[2] for p in curve],
+                    color=thick.get_color(),
+                    alpha=0.3,
+                    linewidth=0.8,
+                )
     for axis, label in zip(axes, ("seconds of RL", "samples trained"), strict=True):
         axis.set_xlabel(label, fontsize=9)
         axis.set_xlim(left=0)
@@ -315,7 +423,11 @@ def summarise(options: argparse.Namespace) -> None:
     if not runs:
         raise SystemExit(f"{options.summarise} has no complete run")
     note = "".join(f"**{line['note']}**\n\n" for line in found if "note" in line)
-    warm = "".join(f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. " for line in found if (w := line.get("warm_up")))
+    warm = "".join(
+        f"Warm-up: {w['steps']} steps in {w['seconds']:.0f} s. "
+        for line in found
+        if (w := line.get("warm_up"))
+    )
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
@@ -328,21 +440,42 @@ def summarise(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", help="key=value, for the warm-up and every run")
     parser.add_argument("--gpus", type=int, default=2, help="an even number; 0 is the CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "async"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="so that seeds may run beside each other")
-    parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_learning", help="of the warm-up and the runs")
     parser.add_argument(
-        "--budget-s", type=float, default=0, help="seconds from the start after which no run should end; 0 sets no limit"
+        "--first-seed", type=int, default=0, help="so that seeds may run beside each other"
+    )
+    parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "gpu_learning",
+        help="of the warm-up and the runs",
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=0,
+        help="seconds from the start after which no run should end; 0 sets no limit",
     )
     parser.add_argument("--run-timeout-s", type=float, help="seconds that one run may take")
-    parser.add_argument("--write", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_learning", help="write PATH.jsonl")
-    parser.add_argument("--summarise", type=Path, help="run nothing: make PATH.md of an earlier PATH.jsonl")
-    parser.add_argument("--plot", type=Path, help="with --summarise: plot the curves as SVG, PNG or PDF")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        default=ROOT / "benchmarks" / "results" / "gpu_learning",
+        help="write PATH.jsonl",
+    )
+    parser.add_argument(
+        "--summarise", type=Path, help="run nothing: make PATH.md of an earlier PATH.jsonl"
+    )
+    parser.add_argument(
+        "--plot", type=Path, help="with --summarise: plot the curves as SVG, PNG or PDF"
+    )
     options = parser.parse_args()
     if options.gpus % 2:
         parser.error(f"--gpus {options.gpus} must be even: half of them train")

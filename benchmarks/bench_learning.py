@@ -28,10 +28,27 @@ from command import ROOT, millrace
 
 Run = dict[str, Any]
 
-RECIPES = ("grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "decoupled_ppo")
-ARMS = {"sync": ["mode=colocate_sync"], "async": ["mode=async_partial", "async_training.staleness_threshold=0.5"]}
+RECIPES = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "ppo",
+    "rloo",
+    "reinforce_plus_plus",
+    "gspo",
+    "cispo",
+    "decoupled_ppo",
+)
+ARMS = {
+    "sync": ["mode=colocate_sync"],
+    "async": ["mode=async_partial", "async_training.staleness_threshold=0.5"],
+}
 
-EIGHT_OLD = ["async_training.trigger_parameter_sync_step=1", "async_training.staleness_threshold=8", "async_training.lookahead=1"]
+EIGHT_OLD = [
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.staleness_threshold=8",
+    "async_training.lookahead=1",
+]
 RECOMPUTED = ["async_training.use_rollout_log_probs=false"]
 IS = "algorithm.rollout_correction.rollout_is=token"
 STALE = {
@@ -43,8 +60,16 @@ STALE = {
         "algorithm.rollout_correction.rollout_rs_threshold=1e-30_1e30",
     ],
     "PPO, clipped against the rollout policy": [],
-    "TIS at 2, no clip": ["actor.policy_loss.loss_mode=reinforce", IS, "algorithm.rollout_correction.rollout_is_threshold=2.0"],
-    "decoupled PPO, weights up to 5": [*RECOMPUTED, IS, "algorithm.rollout_correction.rollout_is_threshold=5.0"],
+    "TIS at 2, no clip": [
+        "actor.policy_loss.loss_mode=reinforce",
+        IS,
+        "algorithm.rollout_correction.rollout_is_threshold=2.0",
+    ],
+    "decoupled PPO, weights up to 5": [
+        *RECOMPUTED,
+        IS,
+        "algorithm.rollout_correction.rollout_is_threshold=5.0",
+    ],
     "CISPO": ["actor.policy_loss.loss_mode=cispo", "actor.clip_ratio_low=0.8"],
 }
 HELD_OUT = "val/sort_digits/mean@4"
@@ -52,13 +77,21 @@ HELD_OUT = "val/sort_digits/mean@4"
 
 def warm_model(folder: Path, seed: int) -> str:
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
-    return str(millrace("sft", recipe, f"trainer.run_dir={folder / f'sft-{seed}'}", f"trainer.seed={seed}")["model"])
+    return str(
+        millrace(
+            "sft", recipe, f"trainer.run_dir={folder / f'sft-{seed}'}", f"trainer.seed={seed}"
+        )["model"]
+    )
 
 
 def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.Namespace) -> Run:
     """Train once: the final held-out reward, and the curve of held-out reward over samples."""
     shutil.rmtree(folder, ignore_errors=True)
-    base = ["sft.steps=0", f"rollout.total_rollout_steps={options.samples}", f"trainer.run_dir={folder}"]
+    base = [
+        "sft.steps=0",
+        f"rollout.total_rollout_steps={options.samples}",
+        f"trainer.run_dir={folder}",
+    ]
     base += ["trainer.save_freq=0", "trainer.logger=[]"]
     base += ["trainer.threads=1"]  # seconds are not the point here, and runs may share the cores
     base += ["data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=256']"]
@@ -73,8 +106,17 @@ def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.
         "held_out": result["val"][HELD_OUT],
         "seconds": round(result["train_seconds"], 2),
         "staleness": round(statistics.mean(row["staleness/mean"] for row in trained), 3),
-        "alarms": sorted({name for row in trained for name, value in row.items() if name.startswith("alarm/") and value}),
-        "curve": [[round(row["version"] * per_version), row[HELD_OUT]] for row in rows if HELD_OUT in row],
+        "alarms": sorted(
+            {
+                name
+                for row in trained
+                for name, value in row.items()
+                if name.startswith("alarm/") and value
+            }
+        ),
+        "curve": [
+            [round(row["version"] * per_version), row[HELD_OUT]] for row in rows if HELD_OUT in row
+        ],
     }
 
 
@@ -94,7 +136,11 @@ def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
         for name in STALE if options.stale else ():
             overrides = [*EIGHT_OLD, *STALE[name], f"rollout.test_freq={2 * options.every}"]
             plan.append(
-                ({"part": "stale", "name": name, "arm": "async", "seed": seed}, ROOT / "recipes" / "quickstart.yaml", overrides)
+                (
+                    {"part": "stale", "name": name, "arm": "async", "seed": seed},
+                    ROOT / "recipes" / "quickstart.yaml",
+                    overrides,
+                )
             )
     return plan
 
@@ -112,7 +158,9 @@ def measure(options: argparse.Namespace) -> list[Run]:
         shown = {name: value for name, value in runs[-1].items() if name != "curve"}
         print(f"{len(runs)} of {len(plan)}: {shown}", file=sys.stderr, flush=True)
         if options.write:
-            options.write.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+            options.write.with_suffix(".jsonl").write_text(
+                "".join(json.dumps(run) + "\n" for run in runs)
+            )
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, range(len(plan))))
@@ -126,36 +174,64 @@ def of(runs: list[Run], **labels: Any) -> list[Run]:
 
 def spread(values: list[float]) -> str:
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.3f} ± {deviation:.3f} ({min(values):.3f} to {max(values):.3f})"
+    return (
+        f"{statistics.mean(values):.3f} ± {deviation:.3f} ({min(values):.3f} to {max(values):.3f})"
+    )
 
 
 def table_of_recipes(runs: list[Run]) -> str:
-    rows = ["| recipe | sync: mean ± std (min to max) | async: mean ± std (min to max) | async - sync | in sync's spread |"]
+    rows = [
+        "| recipe | sync: mean ± std (min to max) | async: mean ± std (min to max) | async - sync | in sync's spread |"
+    ]
     rows.append("|---|--:|--:|--:|---|")
     for name in RECIPES:
-        sync, async_ = ([run["held_out"] for run in of(runs, part="recipes", name=name, arm=arm)] for arm in ARMS)
+        sync, async_ = (
+            [run["held_out"] for run in of(runs, part="recipes", name=name, arm=arm)]
+            for arm in ARMS
+        )
         if not (sync and async_):
             continue
         gap = statistics.mean(async_) - statistics.mean(sync)
         wide = 2 * statistics.stdev(sync) if len(sync) > 1 else 0.0
         inside = statistics.mean(async_) >= min(sync), gap >= -wide
-        verdict = "yes" if all(inside) else "NO" if not any(inside) else "its min to max" if inside[0] else "2 std, not its min"
+        verdict = (
+            "yes"
+            if all(inside)
+            else "NO"
+            if not any(inside)
+            else "its min to max"
+            if inside[0]
+            else "2 std, not its min"
+        )
         rows.append(f"| {name} | {spread(sync)} | {spread(async_)} | {gap:+.3f} | {verdict} |")
     return "\n".join(rows)
 
 
 def table_of_stale(runs: list[Run]) -> str:
-    rows = ["| 8 versions old | measured staleness | final: mean ± std (min to max) | deepest fall of the mean curve | it |"]
+    rows = [
+        "| 8 versions old | measured staleness | final: mean ± std (min to max) | deepest fall of the mean curve | it |"
+    ]
     rows.append("|---|--:|--:|--:|---|")
     for name in STALE:
         found = of(runs, part="stale", name=name)
         if not found:
             continue
-        mean = [statistics.mean(points) for points in zip(*([y for _, y in run["curve"]] for run in found), strict=True)]
+        mean = [
+            statistics.mean(points)
+            for points in zip(*([y for _, y in run["curve"]] for run in found), strict=True)
+        ]
         fall = max(before - min(mean[i:]) for i, before in enumerate(mean))
-        verdict = "does not learn" if mean[-1] < mean[0] + 0.1 else "keeps learning" if fall < 0.05 else "falls back, then learns"
+        verdict = (
+            "does not learn"
+            if mean[-1] < mean[0] + 0.1
+            else "keeps learning"
+            if fall < 0.05
+            else "falls back, then learns"
+        )
         stale = statistics.mean(run["staleness"] for run in found)
-        rows.append(f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {fall:.3f} | {verdict} |")
+        rows.append(
+            f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {fall:.3f} | {verdict} |"
+        )
     return "\n".join(rows)
 
 
@@ -167,25 +243,37 @@ def plot(runs: list[Run], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "millrace"
     from matplotlib import pyplot
 
-    panels = [(name, {arm: of(runs, part="recipes", name=name, arm=arm) for arm in ARMS}) for name in RECIPES]
+    panels = [
+        (name, {arm: of(runs, part="recipes", name=name, arm=arm) for arm in ARMS})
+        for name in RECIPES
+    ]
     panels.append(("8 versions old", {name: of(runs, part="stale", name=name) for name in STALE}))
     panels = [(title, lines) for title, lines in panels if any(lines.values())]
-    figure, axes = pyplot.subplots(-(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True)
+    figure, axes = pyplot.subplots(
+        -(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True
+    )
     for axis, (title, lines) in zip(axes.flat, panels, strict=False):
         for label, found in lines.items():
             if found:
                 curves = [run["curve"] for run in found]
-                mean = [statistics.mean(points) for points in zip(*([y for _, y in curve] for curve in curves), strict=True)]
+                mean = [
+                    statistics.mean(points)
+                    for points in zip(*([y for _, y in curve] for curve in curves), strict=True)
+                ]
                 (thick,) = axis.plot([x for x, _ in curves[0]], mean, linewidth=2, label=label)
                 for curve in curves:
-                    axis.plot(*zip(*curve, strict=True), color=thick.get_color(), alpha=0.3, linewidth=0.8)
+                    axis.plot(
+                        *zip(*curve, strict=True), color=thick.get_color(), alpha=0.3, linewidth=0.8
+                    )
         axis.set_title(title, fontsize=9)
         axis.set_ylim(0, 1)
         axis.tick_params(labelsize=7)
     axes.flat[0].legend(fontsize=7)
     if len(panels) < axes.size:
         handles = axes.flat[len(panels) - 1].get_legend_handles_labels()
-        axes.flat[len(panels)].legend(*handles, fontsize=7, loc="upper left", title=panels[-1][0], title_fontsize=7)
+        axes.flat[len(panels)].legend(
+            *handles, fontsize=7, loc="upper left", title=panels[-1][0], title_fontsize=7
+        )
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     figure.supxlabel("samples trained", fontsize=9)
@@ -195,18 +283,28 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--stale", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--every", type=int, default=8, help="windows of 64 samples between two points of a curve")
+    parser.add_argument(
+        "--every", type=int, default=8, help="windows of 64 samples between two points of a curve"
+    )
     parser.add_argument("--write", type=Path, help="write PATH.jsonl and PATH.md")
     parser.add_argument("--plot", type=Path, help="plot the curves as SVG, PNG or PDF")
-    parser.add_argument("--summarise", type=Path, help="run nothing: read the runs of an earlier PATH.jsonl")
+    parser.add_argument(
+        "--summarise", type=Path, help="run nothing: read the runs of an earlier PATH.jsonl"
+    )
     options = parser.parse_args()
-    runs = [json.loads(line) for line in options.summarise.read_text().splitlines()] if options.summarise else measure(options)
+    runs = (
+        [json.loads(line) for line in options.summarise.read_text().splitlines()]
+        if options.summarise
+        else measure(options)
+    )
     tables = "\n\n".join((table_of_recipes(runs), table_of_stale(runs)))
     print(tables)
     if options.write:

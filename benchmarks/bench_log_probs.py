@@ -26,9 +26,14 @@ from millrace.types import SamplingParams, tokens_of
 async def turn(engine: Any, options: argparse.Namespace, k: int) -> tuple[float, float]:
     """(tokens/s, microseconds of this process for each token)."""
     asked = [tokens_of(p) for p in bench_vllm.prompts(options, k)]
-    params = [SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=i) for i in range(len(asked))]
+    params = [
+        SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=i)
+        for i in range(len(asked))
+    ]
     start, used = time.perf_counter(), time.process_time()
-    found = await asyncio.gather(*(engine.generate(p, s, "") for p, s in zip(asked, params, strict=True)))
+    found = await asyncio.gather(
+        *(engine.generate(p, s, "") for p, s in zip(asked, params, strict=True))
+    )
     drawn = sum(len(segment.log_probs) for segments in found for segment in segments)
     assert drawn == options.requests * options.tokens
     return drawn / (time.perf_counter() - start), 1e6 * (time.process_time() - used) / drawn
@@ -50,13 +55,19 @@ async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rates = {name: [rate for rate, _ in found[1:]] for name, found in turns.items()}
     return {
         "tokens_per_s": rates,
-        "host_us_per_token": {name: [used for _, used in found[1:]] for name, found in turns.items()},
-        "millrace_to_vllm": statistics.median(a / b for a, b in zip(rates["millrace"], rates["vllm"], strict=True)),
+        "host_us_per_token": {
+            name: [used for _, used in found[1:]] for name, found in turns.items()
+        },
+        "millrace_to_vllm": statistics.median(
+            a / b for a, b in zip(rates["millrace"], rates["vllm"], strict=True)
+        ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=bench_vllm.SHAPES, default="1.5b")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256)
@@ -68,7 +79,9 @@ def main() -> None:
     vars(options).update(gpus=1, dtype=None, eager=False, bucket_mb=64)
     os.environ.update(bench_vllm.ENVIRONMENT)
     found = asyncio.run(compare(options, Path(tempfile.mkdtemp(prefix="bench-log-probs-"))))
-    text = json.dumps({"options": {k: v for k, v in vars(options).items() if k != "json"}} | found, indent=1)
+    text = json.dumps(
+        {"options": {k: v for k, v in vars(options).items() if k != "json"}} | found, indent=1
+    )
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

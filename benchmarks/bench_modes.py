@@ -42,16 +42,36 @@ WORKLOADS = {"plain": [], "tail": [*TAIL, *SLOW]}
 def warm_model(folder: Path, workload: str) -> str:
     extra = [] if workload == "plain" else TAIL
     print(f"warming up the model of workload {workload} ...", file=sys.stderr)
-    return str(millrace("sft", str(RECIPE), f"trainer.run_dir={folder / f'sft-{workload}'}", *extra)["model"])
+    return str(
+        millrace("sft", str(RECIPE), f"trainer.run_dir={folder / f'sft-{workload}'}", *extra)[
+            "model"
+        ]
+    )
 
 
-def one_run(folder: Path, model: str, samples: int, seed: int, overrides: list[str]) -> dict[str, float]:
+def one_run(
+    folder: Path, model: str, samples: int, seed: int, overrides: list[str]
+) -> dict[str, float]:
     """Train once and reduce its rows."""
     shutil.rmtree(folder, ignore_errors=True)
-    base = [f"model.path={model}", "sft.steps=0", f"rollout.total_rollout_steps={samples}", f"trainer.run_dir={folder}"]
-    base += [f"trainer.seed={seed}", "trainer.val_before_train=false", "rollout.test_freq=0", "trainer.save_freq=0"]
+    base = [
+        f"model.path={model}",
+        "sft.steps=0",
+        f"rollout.total_rollout_steps={samples}",
+        f"trainer.run_dir={folder}",
+    ]
+    base += [
+        f"trainer.seed={seed}",
+        "trainer.val_before_train=false",
+        "rollout.test_freq=0",
+        "trainer.save_freq=0",
+    ]
     result = millrace("train", str(RECIPE), *base, *overrides)
-    rows = [r for line in (folder / "metrics.jsonl").read_text().splitlines() if "reward/mean" in (r := json.loads(line))]
+    rows = [
+        r
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if "reward/mean" in (r := json.loads(line))
+    ]
     wall = sum(r["perf/time_per_version"] for r in rows)
 
     def share(part: str) -> float:
@@ -68,7 +88,8 @@ def one_run(folder: Path, model: str, samples: int, seed: int, overrides: list[s
         "waiting": share("wait_samples"),
         "stepping": share("step"),
         "staleness": sum(r["staleness/mean"] * r["train/samples"] for r in rows) / trained,
-        "partial": sum(r["fully_async/partial/partial_ratio"] * r["train/samples"] for r in rows) / trained,
+        "partial": sum(r["fully_async/partial/partial_ratio"] * r["train/samples"] for r in rows)
+        / trained,
         "reward": next(v for k, v in result["val"].items() if "mean@" in k),
         "bias": length_bias(folder),
     }
@@ -85,7 +106,9 @@ def length_bias(folder: Path) -> float:
 
     def length(i: int) -> int:
         epoch, at = divmod(i, len(rows))
-        row = shuffled(at, len(rows), f"{config.trainer.seed}|{epoch}") if config.data.shuffle else at
+        row = (
+            shuffled(at, len(rows), f"{config.trainer.seed}|{epoch}") if config.data.shuffle else at
+        )
         return len(problem(rows, row).answer)
 
     trained: list[int] = []
@@ -93,7 +116,10 @@ def length_bias(folder: Path) -> float:
     for line in map(json.loads, (folder / "history.jsonl").read_text().splitlines()):
         if line["event"] == "version":
             trained += [length(i) for i in line["trained"]]
-            biases.append(statistics.mean(trained) / statistics.mean(length(i) for i in range(len(trained))) - 1)
+            biases.append(
+                statistics.mean(trained) / statistics.mean(length(i) for i in range(len(trained)))
+                - 1
+            )
     return statistics.mean(biases)
 
 
@@ -112,7 +138,9 @@ def table(title: str, arms: dict[str, list[dict[str, float]]], baseline: str) ->
     for arm, runs in arms.items():
         m = median_of(runs)
         seconds = [r["seconds"] for r in runs]
-        ratio = statistics.median(b["seconds"] / r["seconds"] for b, r in zip(arms[baseline], runs, strict=True))
+        ratio = statistics.median(
+            b["seconds"] / r["seconds"] for b, r in zip(arms[baseline], runs, strict=True)
+        )
         lines.append(
             f"| {arm} | {m['seconds']:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {ratio:.2f} | {m['trainer_idle']:.0%} "
             f"| {m['rollouter_idle']:.0%} | {m['staleness']:.2f} | {m['partial']:.1%} | {m['bias']:+.1%} | {m['reward']:.3f} |"
@@ -121,30 +149,53 @@ def table(title: str, arms: dict[str, list[dict[str, float]]], baseline: str) ->
 
 
 def ratio(arms: dict[str, list[dict[str, float]]], slow: str, fast: str) -> float:
-    return statistics.median(s["seconds"] / f["seconds"] for s, f in zip(arms[slow], arms[fast], strict=True))
+    return statistics.median(
+        s["seconds"] / f["seconds"] for s, f in zip(arms[slow], arms[fast], strict=True)
+    )
 
 
 def compare(
-    title: str, arms: dict[str, list[str]], repeats: int, run: Callable[[str, list[str], int], dict[str, float]]
+    title: str,
+    arms: dict[str, list[str]],
+    repeats: int,
+    run: Callable[[str, list[str], int], dict[str, float]],
 ) -> dict[str, list[dict[str, float]]]:
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for k in range(repeats):
         for arm, overrides in arms.items():
             results[arm].append(run(arm, overrides, k))
-            print(f"{title} {k + 1}/{repeats} {arm}: {results[arm][-1]['seconds']:.2f} s", file=sys.stderr)
+            print(
+                f"{title} {k + 1}/{repeats} {arm}: {results[arm][-1]['seconds']:.2f} s",
+                file=sys.stderr,
+            )
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1920, help="samples to train in each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--lookahead", nargs="*", type=int, default=[1, 16, 64, 128], help="sweep for async_partial on `tail`")
-    parser.add_argument("--staleness", type=float, default=1.0, help="staleness_threshold of the asynchronous modes on `tail`")
+    parser.add_argument(
+        "--lookahead",
+        nargs="*",
+        type=int,
+        default=[1, 16, 64, 128],
+        help="sweep for async_partial on `tail`",
+    )
+    parser.add_argument(
+        "--staleness",
+        type=float,
+        default=1.0,
+        help="staleness_threshold of the asynchronous modes on `tail`",
+    )
     parser.add_argument("--runtime", default="local", choices=["local", "ray"])
-    parser.add_argument("--write", type=Path, help="write the tables here, and the raw figures beside them as .json")
+    parser.add_argument(
+        "--write", type=Path, help="write the tables here, and the raw figures beside them as .json"
+    )
     parser.add_argument("--json", action="store_true", help="print raw figures as the last line")
     options = parser.parse_args()
 
@@ -158,23 +209,43 @@ def main() -> None:
         for workload in options.workloads:
             model = warm_model(folder, workload)
 
-            def run(arm: str, overrides: list[str], k: int, workload: str = workload, model: str = model) -> dict[str, float]:
+            def run(
+                arm: str, overrides: list[str], k: int, workload: str = workload, model: str = model
+            ) -> dict[str, float]:
                 extra = [*WORKLOADS[workload], f"trainer.runtime={options.runtime}", *overrides]
                 return one_run(folder / f"{workload}-{arm}", model, options.samples, k, extra)
 
-            stale = [f"async_training.staleness_threshold={options.staleness}"] if workload == "tail" else []
-            arms = {m: [f"mode={m}", *(stale if "staleness_threshold" not in MODES[m] else [])] for m in options.modes}
+            stale = (
+                [f"async_training.staleness_threshold={options.staleness}"]
+                if workload == "tail"
+                else []
+            )
+            arms = {
+                m: [f"mode={m}", *(stale if "staleness_threshold" not in MODES[m] else [])]
+                for m in options.modes
+            }
             results = compare(workload, arms, options.repeats, run)
             raw[workload] = results
-            text += table(f"{workload}: every mode", results, "colocate_sync" if "colocate_sync" in arms else options.modes[0])
+            text += table(
+                f"{workload}: every mode",
+                results,
+                "colocate_sync" if "colocate_sync" in arms else options.modes[0],
+            )
             text += explain(results)
             if workload == "tail" and options.lookahead:
                 sweep = {
-                    f"lookahead {n}": ["mode=async_partial", *stale, f"async_training.lookahead={n}"] for n in options.lookahead
+                    f"lookahead {n}": [
+                        "mode=async_partial",
+                        *stale,
+                        f"async_training.lookahead={n}",
+                    ]
+                    for n in options.lookahead
                 }
                 looks = compare("lookahead", sweep, options.repeats, run)
                 raw["lookahead"] = looks
-                text += table("tail: async_partial by look-ahead", looks, f"lookahead {options.lookahead[0]}")
+                text += table(
+                    "tail: async_partial by look-ahead", looks, f"lookahead {options.lookahead[0]}"
+                )
     print("\n".join(text))
     if options.write:
         command = f"python benchmarks/bench_modes.py --samples {options.samples} --repeats {options.repeats}"
@@ -194,8 +265,14 @@ def explain(arms: dict[str, list[dict[str, float]]]) -> list[str]:
             f"colocate_sync waits {m['waiting']:.0%} of its time for rollouts and rewards: overlap alone, if it cost nothing, could "
             f"make it {ceiling:.2f} times as fast."
         )
-    steps = [("overlap", "colocate_sync", "one_step_off"), ("streaming", "one_step_off", "async_staleness")]
-    steps += [("partial rollouts", "async_staleness", "async_partial"), ("all", "colocate_sync", "async_partial")]
+    steps = [
+        ("overlap", "colocate_sync", "one_step_off"),
+        ("streaming", "one_step_off", "async_staleness"),
+    ]
+    steps += [
+        ("partial rollouts", "async_staleness", "async_partial"),
+        ("all", "colocate_sync", "async_partial"),
+    ]
     if all(a in arms and b in arms for _, a, b in steps):
         parts = ", ".join(f"{name} {ratio(arms, a, b):.2f} ({a} / {b})" for name, a, b in steps)
         lines.append(f"Where it comes from: {parts}.")

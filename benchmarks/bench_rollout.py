@@ -36,7 +36,11 @@ from millrace.types import SamplingParams, Tokens, tokens_of
 MODELS = {
     "tiny": ModelShape(),
     "large": ModelShape(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, intermediate_size=768
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=768,
     ),
 }
 Job = tuple[Tokens, int]
@@ -48,7 +52,11 @@ def plain_batch(model: PreTrainedModel, jobs: list[Job], static: bool) -> int:
     """Lock-step decoding of prompts of one length until the longest response is done. Returns the tokens asked for."""
     ids = torch.tensor([job[0].tolist() for job in jobs])
     prompt, steps = ids.shape[1], max(job[1] for job in jobs)
-    cache = StaticCache(model.config, max_cache_len=prompt + steps) if static else DynamicCache(config=model.config)
+    cache = (
+        StaticCache(model.config, max_cache_len=prompt + steps)
+        if static
+        else DynamicCache(config=model.config)
+    )
     tokens, log_probs = [], []
     for _ in range(steps):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -57,7 +65,10 @@ def plain_batch(model: PreTrainedModel, jobs: list[Job], static: bool) -> int:
         log_probs.append(log_prob)
         ids = token[:, None]
     all_tokens, all_log_probs = torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1).tolist()
-    results = [(t[: job[1]], p[: job[1]]) for t, p, job in zip(all_tokens, all_log_probs, jobs, strict=True)]
+    results = [
+        (t[: job[1]], p[: job[1]])
+        for t, p, job in zip(all_tokens, all_log_probs, jobs, strict=True)
+    ]
     return sum(len(t) for t, _ in results)
 
 
@@ -68,8 +79,12 @@ def run_plain(model: PreTrainedModel, jobs: list[Job], batch: int, static: bool)
 class EngineArm:
     """The engine on one event loop, kept between repetitions as a run keeps it."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_len: int, deterministic: bool = False) -> None:
-        self.engine = TorchRolloutEngine(model, eos_ids=(1,), slots=slots, max_len=max_len, deterministic=deterministic)
+    def __init__(
+        self, model: PreTrainedModel, slots: int, max_len: int, deterministic: bool = False
+    ) -> None:
+        self.engine = TorchRolloutEngine(
+            model, eos_ids=(1,), slots=slots, max_len=max_len, deterministic=deterministic
+        )
         self.loop = asyncio.new_event_loop()
 
     def run(self, jobs: list[Job]) -> int:
@@ -80,7 +95,9 @@ class EngineArm:
             self.engine.generate(prompt, SamplingParams(length, seed=i, ignore_eos=True), "bench")
             for i, (prompt, length) in enumerate(jobs)
         )
-        return sum(len(segment.tokens) for segments in await asyncio.gather(*calls) for segment in segments)
+        return sum(
+            len(segment.tokens) for segments in await asyncio.gather(*calls) for segment in segments
+        )
 
 
 def equal_jobs(rng: random.Random) -> list[Job]:
@@ -89,7 +106,9 @@ def equal_jobs(rng: random.Random) -> list[Job]:
 
 def tail_jobs(rng: random.Random) -> list[Job]:
     """Log-normal lengths, cut at 96: mean about 22."""
-    return [(_prompt(rng, 8), min(96, max(1, int(rng.lognormvariate(2.75, 0.8))))) for _ in range(256)]
+    return [
+        (_prompt(rng, 8), min(96, max(1, int(rng.lognormvariate(2.75, 0.8))))) for _ in range(256)
+    ]
 
 
 def quick_jobs(rng: random.Random) -> list[Job]:
@@ -114,15 +133,32 @@ def measure(arms: dict[str, Callable[[], int]], repeats: int) -> dict[str, list[
     return rates
 
 
-def report(title: str, rates: dict[str, list[float]], base: str | None, per: float = 1.0, unit: str = "tok/s") -> dict:
-    print(f"\n{title}\n  {'arm':<26}{'median ' + unit:>18}{'min':>10}{'max':>10}{'ratio':>8}{'min':>7}{'max':>7}")
+def report(
+    title: str,
+    rates: dict[str, list[float]],
+    base: str | None,
+    per: float = 1.0,
+    unit: str = "tok/s",
+) -> dict:
+    print(
+        f"\n{title}\n  {'arm':<26}{'median ' + unit:>18}{'min':>10}{'max':>10}{'ratio':>8}{'min':>7}{'max':>7}"
+    )
     rows = {}
     for name, values in rates.items():
-        row = {"median": statistics.median(values) / per, "min": min(values) / per, "max": max(values) / per, "unit": unit}
+        row = {
+            "median": statistics.median(values) / per,
+            "min": min(values) / per,
+            "max": max(values) / per,
+            "unit": unit,
+        }
         line = f"  {name:<26}{row['median']:>18,.0f}{row['min']:>10,.0f}{row['max']:>10,.0f}"
         if base is not None:
             ratios = [v / b for v, b in zip(values, rates[base], strict=True)]
-            row |= {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+            row |= {
+                "ratio": statistics.median(ratios),
+                "ratio_min": min(ratios),
+                "ratio_max": max(ratios),
+            }
             line += f"{row['ratio']:>8.2f}{row['ratio_min']:>7.2f}{row['ratio_max']:>7.2f}"
         print(line)
         rows[name] = row
@@ -130,11 +166,16 @@ def report(title: str, rates: dict[str, list[float]], base: str | None, per: flo
 
 
 def best_plain(rates: dict[str, list[float]]) -> str:
-    return max((name for name in rates if name.startswith("plain")), key=lambda name: statistics.median(rates[name]))
+    return max(
+        (name for name in rates if name.startswith("plain")),
+        key=lambda name: statistics.median(rates[name]),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--vocab", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=7)
@@ -147,11 +188,22 @@ def main() -> None:
         # Two copies of the same bits: the engine's runs its own attention function, the plain loop's runs stock sdpa.
         plain, own = (load_model(folder, seed=0, dtype="float32") for _ in range(2))
     size = sum(p.numel() for p in own.parameters())
-    print(f"{options.model}: {size / 1e6:.2f}M parameters, {options.threads} thread(s), {options.repeats} repetitions")
-    out: dict = {"model": options.model, "parameters": size, "threads": options.threads, "repeats": options.repeats}
+    print(
+        f"{options.model}: {size / 1e6:.2f}M parameters, {options.threads} thread(s), {options.repeats} repetitions"
+    )
+    out: dict = {
+        "model": options.model,
+        "parameters": size,
+        "threads": options.threads,
+        "repeats": options.repeats,
+    }
 
     rng = random.Random(0)
-    jobs, arm, strict = equal_jobs(rng), EngineArm(own, 64, 80), EngineArm(own, 64, 80, deterministic=True)
+    jobs, arm, strict = (
+        equal_jobs(rng),
+        EngineArm(own, 64, 80),
+        EngineArm(own, 64, 80, deterministic=True),
+    )
     arms: dict[str, Callable[[], int]] = {
         "plain, DynamicCache": lambda: run_plain(plain, jobs, 64, static=False),
         "plain, StaticCache": lambda: run_plain(plain, jobs, 64, static=True),
@@ -161,7 +213,11 @@ def main() -> None:
     rates = measure(arms, options.repeats)
     out["equal"] = report("equal: 64 requests of 64 tokens", rates, best_plain(rates))
 
-    tail, tail_arm, tail_strict = tail_jobs(rng), EngineArm(own, 64, 112), EngineArm(own, 64, 112, deterministic=True)
+    tail, tail_arm, tail_strict = (
+        tail_jobs(rng),
+        EngineArm(own, 64, 112),
+        EngineArm(own, 64, 112, deterministic=True),
+    )
     lengths = [length for _, length in tail]
     arms = {
         "static batches, Dynamic": lambda: run_plain(plain, tail, 64, static=False),
@@ -169,15 +225,22 @@ def main() -> None:
         "engine": lambda: tail_arm.run(tail),
         "engine, deterministic": lambda: tail_strict.run(tail),
     }
-    rates = {("plain " + k if k.startswith("static") else k): v for k, v in measure(arms, options.repeats).items()}
+    rates = {
+        ("plain " + k if k.startswith("static") else k): v
+        for k, v in measure(arms, options.repeats).items()
+    }
     title = f"tail: 256 requests, mean {statistics.mean(lengths):.1f}, longest {max(lengths)}, through 64 slots"
     out["tail"] = report(title, rates, best_plain(rates))
 
     quick = quick_jobs(rng)
     quick_arms = {f"{slots} slots": EngineArm(own, slots, 16) for slots in (64, 128, 256)}
-    rates = measure({name: (lambda a=a: a.run(quick)) for name, a in quick_arms.items()}, options.repeats * 3)
+    rates = measure(
+        {name: (lambda a=a: a.run(quick)) for name, a in quick_arms.items()}, options.repeats * 3
+    )
     mean = statistics.mean(length for _, length in quick)
-    out["quick"] = report("quick: 256 trajectories of 5 to 7 tokens", rates, None, per=mean, unit="traj/s")
+    out["quick"] = report(
+        "quick: 256 trajectories of 5 to 7 tokens", rates, None, per=mean, unit="traj/s"
+    )
     if options.json:
         options.json.write_text(json.dumps(out, indent=1) + "\n")
 

@@ -41,12 +41,22 @@ RUN = [
     "data.val_files=[]",
     "trainer.logger=[]",
 ]
-COLUMNS = ["timing_s/save_checkpoint", "checkpoint/write_s", "timing_s/step", "perf/time_per_version"]
+COLUMNS = [
+    "timing_s/save_checkpoint",
+    "checkpoint/write_s",
+    "timing_s/step",
+    "perf/time_per_version",
+]
 
 
 def one_run(folder: Path, overrides: list[str], async_save: bool) -> list[dict[str, float]]:
     """Rows from the second version on: the first step is a slow one."""
-    said = [*RUN, f"trainer.async_save={str(async_save).lower()}", f"trainer.run_dir={folder}", *overrides]
+    said = [
+        *RUN,
+        f"trainer.async_save={str(async_save).lower()}",
+        f"trainer.run_dir={folder}",
+        *overrides,
+    ]
     millrace("train", str(ROOT / "recipes" / "quickstart.yaml"), *said)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
 
@@ -56,7 +66,9 @@ def cell(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -71,14 +83,21 @@ def main() -> None:
                 size = sum(p.stat().st_size for p in run.glob("checkpoints/version-*/engine/*"))
                 print(f"repetition {number + 1}, async_save={arm}: done", file=sys.stderr)
     if options.json:
-        raw = {f"async_save={arm}": {c: [round(r[c], 3) for r in rows[arm] if c in r] for c in COLUMNS} for arm in rows}
+        raw = {
+            f"async_save={arm}": {c: [round(r[c], 3) for r in rows[arm] if c in r] for c in COLUMNS}
+            for arm in rows
+        }
         print(json.dumps({"checkpoint_bytes": size} | raw))
         return
     print(
         f"checkpoint: {size / 1e6:.0f} MB\n\n| async_save | stands still, s | whole after, s | step, s | version, s |\n|---|--:|--:|--:|--:|"
     )
     for arm, told in rows.items():
-        print(f"| {str(arm).lower()} | " + " | ".join(cell([r[c] for r in told if c in r]) for c in COLUMNS) + " |")
+        print(
+            f"| {str(arm).lower()} | "
+            + " | ".join(cell([r[c] for r in told if c in r]) for c in COLUMNS)
+            + " |"
+        )
 
 
 if __name__ == "__main__":

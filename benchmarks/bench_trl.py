@@ -44,19 +44,27 @@ PROBLEMS, GROUP, WINDOW = 32, 8, 10
 GOAL = 0.90
 
 
-async def fast(prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any) -> list[float]:
+async def fast(
+    prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any
+) -> list[float]:
     """1 for the right answer, at once."""
     return [float(c.strip() == t) for c, t in zip(completions, ground_truth, strict=True)]
 
 
-async def slow(prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any) -> list[float]:
+async def slow(
+    prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any
+) -> list[float]:
     """1 for the right answer, after 0.2 s to 0.5 s that the text decides: all completions of a call wait together."""
 
     async def one(prompt: str, completion: str, truth: str) -> float:
         await asyncio.sleep(0.2 + 0.3 * crc32((prompt + completion).encode()) / 2**32)
         return float(completion.strip() == truth)
 
-    return list(await asyncio.gather(*(one(*row) for row in zip(prompts, completions, ground_truth, strict=True))))
+    return list(
+        await asyncio.gather(
+            *(one(*row) for row in zip(prompts, completions, ground_truth, strict=True))
+        )
+    )
 
 
 REWARDS = {"plain": fast, "slow": slow}
@@ -163,7 +171,11 @@ def command(arguments: Sequence[str | Path]) -> tuple[dict[str, Any], float]:
     """(its last line of output as JSON, seconds of the whole process)."""
     begin = time.perf_counter()
     done = subprocess.run(
-        [str(a) for a in arguments], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"TQDM_DISABLE": "1"}
+        [str(a) for a in arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TQDM_DISABLE": "1"},
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, arguments))} failed:\n{done.stderr[-3000:]}")
@@ -171,7 +183,13 @@ def command(arguments: Sequence[str | Path]) -> tuple[dict[str, Any], float]:
 
 
 def result(
-    case: str, arm: str, steps: int, load: float, whole: float, out: dict[str, Any], held_out: float | None
+    case: str,
+    arm: str,
+    steps: int,
+    load: float,
+    whole: float,
+    out: dict[str, Any],
+    held_out: float | None,
 ) -> dict[str, Any]:
     return {
         "case": case,
@@ -201,19 +219,44 @@ def held_out(folder: Path, *overrides: str) -> float:
     return float(out["val"]["val/sort_digits/mean@1"])
 
 
-def trl_arm(folder: Path, model: Path, case: str, steps: int, seed: int, threads: int, evaluate: bool = True) -> dict[str, Any]:
+def trl_arm(
+    folder: Path, model: Path, case: str, steps: int, seed: int, threads: int, evaluate: bool = True
+) -> dict[str, Any]:
     load = os.getloadavg()[0]
-    arguments = ["--trl-arm", case, "--model", model, "--steps", steps, "--seed", seed, "--threads", threads, "--keep", folder]
+    arguments = [
+        "--trl-arm",
+        case,
+        "--model",
+        model,
+        "--steps",
+        steps,
+        "--seed",
+        seed,
+        "--threads",
+        threads,
+        "--keep",
+        folder,
+    ]
     out, whole = command([sys.executable, __file__, *map(str, arguments)])
     score = held_out(folder / "eval", f"model.path={folder}") if evaluate else None
     return result(case, f"TRL, {threads} thread(s)", steps, load, whole, out, score)
 
 
-def millrace_arm(folder: Path, model: Path, case: str, steps: int, seed: int, more: Sequence[str] = ()) -> dict[str, Any]:
+def millrace_arm(
+    folder: Path, model: Path, case: str, steps: int, seed: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
     load = os.getloadavg()[0]
     overrides = [
-        *(f"model.path={model}", "sft.steps=0", f"trainer.run_dir={folder}", f"trainer.seed={seed}"),
-        *(f"rollout.total_rollout_steps={steps * PROBLEMS}", f"reward.function={__file__}:{REWARDS[case].__name__}"),
+        *(
+            f"model.path={model}",
+            "sft.steps=0",
+            f"trainer.run_dir={folder}",
+            f"trainer.seed={seed}",
+        ),
+        *(
+            f"rollout.total_rollout_steps={steps * PROBLEMS}",
+            f"reward.function={__file__}:{REWARDS[case].__name__}",
+        ),
         # What TRL's arm does not do either: validate and save on the way, write TensorBoard files.
         *(
             "trainer.save_freq=0",
@@ -235,7 +278,11 @@ def millrace_arm(folder: Path, model: Path, case: str, steps: int, seed: int, mo
         "rewards": [row["reward/mean"] for row in rows],
         "window": round(WINDOW * len(rows) / steps),
     }
-    score = held_out(folder.with_name(folder.name + "-eval"), f"trainer.resume={told['checkpoint']}", "trainer.logger=[]")
+    score = held_out(
+        folder.with_name(folder.name + "-eval"),
+        f"trainer.resume={told['checkpoint']}",
+        "trainer.logger=[]",
+    )
     return result(case, "millrace", steps, load, whole, out, score)
 
 
@@ -255,22 +302,40 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
-        arms = {arm: [r for r in mine if r["arm"] == arm] for arm in sorted({r["arm"] for r in mine})}
+        arms = {
+            arm: [r for r in mine if r["arm"] == arm] for arm in sorted({r["arm"] for r in mine})
+        }
         for arm, runs in arms.items():
-            figures = [spread([r[key] for r in runs]) for key in ("rate", "to_goal", "seconds", "whole", "held_out")]
+            figures = [
+                spread([r[key] for r in runs])
+                for key in ("rate", "to_goal", "seconds", "whole", "held_out")
+            ]
             lines.append(f"| {case} | {arm} | {' | '.join(figures)} |")
         trl, ours = arms.values()
         ratios = {
-            key: [a[key] / b[key] if a[key] and b[key] else None for a, b in zip(*pair, strict=True)]
-            for key, pair in (("rate", (ours, trl)), ("to_goal", (trl, ours)), ("seconds", (trl, ours)), ("whole", (trl, ours)))
+            key: [
+                a[key] / b[key] if a[key] and b[key] else None for a, b in zip(*pair, strict=True)
+            ]
+            for key, pair in (
+                ("rate", (ours, trl)),
+                ("to_goal", (trl, ours)),
+                ("seconds", (trl, ours)),
+                ("whole", (trl, ours)),
+            )
         }
-        lines.append(f"| {case} | **millrace is faster by** | {' | '.join(ratio(v) for v in ratios.values())} | |")
+        lines.append(
+            f"| {case} | **millrace is faster by** | {' | '.join(ratio(v) for v in ratios.values())} | |"
+        )
     return "\n".join(lines)
 
 
 def ratio(values: Sequence[float | None]) -> str:
     known = [v for v in values if v is not None]
-    return f"**{statistics.median(known):.2f}x** ({min(known):.2f} to {max(known):.2f})" if known else "-"
+    return (
+        f"**{statistics.median(known):.2f}x** ({min(known):.2f} to {max(known):.2f})"
+        if known
+        else "-"
+    )
 
 
 def calibrate(folder: Path, model: Path) -> tuple[int, dict[int, list[float]]]:
@@ -278,19 +343,47 @@ def calibrate(folder: Path, model: Path) -> tuple[int, dict[int, list[float]]]:
     rates: dict[int, list[float]] = {n: [] for n in sorted({1, os.cpu_count() or 1})}
     for k in range(2):
         for n, found in rates.items():
-            found.append(trl_arm(folder / f"calibration-{n}-{k}", model, "plain", 30, k, n, evaluate=False)["rate"])
+            found.append(
+                trl_arm(folder / f"calibration-{n}-{k}", model, "plain", 30, k, n, evaluate=False)[
+                    "rate"
+                ]
+            )
     print(f"TRL's trajectories/s by torch threads: {rates}", flush=True)
     return max(rates, key=lambda n: max(rates[n])), rates
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each arm (default 3); repetition k has seed k")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default 100)")
-    parser.add_argument("--cases", default="plain,slow", help="which rewards: plain, slow, or both (the default)")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads of TRL; 0 (the default) measures which is faster")
-    parser.add_argument("--millrace", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of millrace's recipe")
-    parser.add_argument("--model", type=Path, help="a warmed-up model; left out, `millrace sft` makes one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="runs of each arm (default 3); repetition k has seed k",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100, help="optimizer steps of each run (default 100)"
+    )
+    parser.add_argument(
+        "--cases", default="plain,slow", help="which rewards: plain, slow, or both (the default)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="torch threads of TRL; 0 (the default) measures which is faster",
+    )
+    parser.add_argument(
+        "--millrace",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides of millrace's recipe",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a warmed-up model; left out, `millrace sft` makes one"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the runs; left out, they are deleted")
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("--markdown", type=Path, help="write the table there")
@@ -298,7 +391,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl_arm:
-        run_trl(str(options.model), options.trl_arm, options.steps, options.seed, options.threads, str(options.keep))
+        run_trl(
+            str(options.model),
+            options.trl_arm,
+            options.steps,
+            options.seed,
+            options.threads,
+            str(options.keep),
+        )
         return
     cases = options.cases.split(",")
     if unknown := set(cases) - set(REWARDS):
@@ -312,7 +412,11 @@ def compare(options: argparse.Namespace, cases: list[str], folder: Path) -> None
     model = options.model
     if model is None:
         print("warm-up ...", flush=True)
-        model = Path(command([MILLRACE, "sft", RECIPE, f"trainer.run_dir={folder / 'warm'}", "--json"])[0]["model"])
+        model = Path(
+            command([MILLRACE, "sft", RECIPE, f"trainer.run_dir={folder / 'warm'}", "--json"])[0][
+                "model"
+            ]
+        )
     model = (ROOT / model).resolve()
     start = held_out(folder / "start", f"model.path={model}")
     threads, calibration = (options.threads, {}) if options.threads else calibrate(folder, model)
@@ -320,7 +424,9 @@ def compare(options: argparse.Namespace, cases: list[str], folder: Path) -> None
     for k in range(options.repeats):
         for case in cases:
             arms = [
-                lambda case=case, k=k: trl_arm(folder / f"trl-{case}-{k}", model, case, options.steps, k, threads),
+                lambda case=case, k=k: trl_arm(
+                    folder / f"trl-{case}-{k}", model, case, options.steps, k, threads
+                ),
                 lambda case=case, k=k: millrace_arm(
                     folder / f"millrace-{case}-{k}", model, case, options.steps, k, options.millrace
                 ),

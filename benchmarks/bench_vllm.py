@@ -62,8 +62,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TOLD = "rate "
 # As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
-ENVIRONMENT = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
-ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+ENVIRONMENT |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 VOCABULARY = {"tiny": 512, "1.5b": 151936, "7b": 152064}
 
 
@@ -71,8 +78,12 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
     from millrace.engines.model import write_shape
 
     shape = ModelShape.model_validate(SHAPES[options.model])
-    dtype: Literal["float32", "bfloat16"] = options.dtype or ("float32" if options.model == "tiny" else "bfloat16")
-    write_shape(folder / "model", shape, vocab_size=VOCABULARY[options.model], eos_token_id=0, dtype=dtype)
+    dtype: Literal["float32", "bfloat16"] = options.dtype or (
+        "float32" if options.model == "tiny" else "bfloat16"
+    )
+    write_shape(
+        folder / "model", shape, vocab_size=VOCABULARY[options.model], eos_token_id=0, dtype=dtype
+    )
     length = options.prompt + options.tokens
     tree = {
         "mode": "colocate_sync" if options.gpus == 1 else "async_partial",
@@ -97,7 +108,10 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
 def prompts(options: argparse.Namespace, turn: int = 0) -> list[list[int]]:
     """Others in each turn: nothing is in the prefix cache already."""
     draw = random.Random(turn)
-    return [[draw.randrange(1, VOCABULARY[options.model]) for _ in range(options.prompt)] for _ in range(options.requests)]
+    return [
+        [draw.randrange(1, VOCABULARY[options.model]) for _ in range(options.prompt)]
+        for _ in range(options.requests)
+    ]
 
 
 def params(options: argparse.Namespace, i: int, **changes: Any) -> SamplingParams:
@@ -118,11 +132,21 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 
         async def publish(version: int, load: str) -> None:
             transfer, pause = await engines.publish(version)
-            figures = {"load": load, "bytes": transfer.bytes, "transfer_s": transfer.seconds, "pause_s": pause}
+            figures = {
+                "load": load,
+                "bytes": transfer.bytes,
+                "transfer_s": transfer.seconds,
+                "pause_s": pause,
+            }
             found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
 
-        async def ask(prepared: list[Tokens], name: str, **changes: Any) -> list[tuple[Segment, ...]]:
-            calls = (engines.pool.generate(p, params(options, i, **changes), f"{name}/{i}") for i, p in enumerate(prepared))
+        async def ask(
+            prepared: list[Tokens], name: str, **changes: Any
+        ) -> list[tuple[Segment, ...]]:
+            calls = (
+                engines.pool.generate(p, params(options, i, **changes), f"{name}/{i}")
+                for i, p in enumerate(prepared)
+            )
             return list(await asyncio.gather(*calls))
 
         async def ask_all(**changes: Any) -> list[tuple[Segment, ...]]:
@@ -147,7 +171,11 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 for name in list(arms)[:: 1 if k % 2 else -1]:
                     rates[name].append(await arms[name](name, k + 1))
                 print(
-                    " ".join(f"{name} {found_rates[-1]:.0f}" for name, found_rates in rates.items()), file=sys.stderr, flush=True
+                    " ".join(
+                        f"{name} {found_rates[-1]:.0f}" for name, found_rates in rates.items()
+                    ),
+                    file=sys.stderr,
+                    flush=True,
                 )
         found |= {f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()}
         for name in list(arms)[1:]:
@@ -167,7 +195,8 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 
         results = (await ask_all())[:64]
         samples = tuple(
-            Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),)) for i, segments in enumerate(results)
+            Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),))
+            for i, segments in enumerate(results)
         )
         ours = await engines.train.log_probs(samples)
         gaps = [
@@ -188,7 +217,11 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 engines.pool.generate(
                     tokens_of(asked[i]) + part,
                     SamplingParams(
-                        max_tokens=options.tokens - len(part), ignore_eos=True, temperature=0.0, seed=i, offset=len(part)
+                        max_tokens=options.tokens - len(part),
+                        ignore_eos=True,
+                        temperature=0.0,
+                        seed=i,
+                        offset=len(part),
                     ),
                     f"r{i}",
                 )
@@ -199,26 +232,49 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
         resumed = iter(rest)
         joined = [p if len(p) == options.tokens else p + next(resumed)[0].tokens for p in parts]
         first = [
-            next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1) for x, y in zip(joined, whole, strict=True)
+            next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1)
+            for x, y in zip(joined, whole, strict=True)
         ]
         # What differs before the cut, or where there was none, was not made by resuming: two runs of one request differ too.
-        resumed_ones = [k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]]
+        resumed_ones = [
+            k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]
+        ]
         same = [first[k] == -1 for k in resumed_ones]
-        found["resume"] = {"cut_at": cut, "first_difference": first, "equal": sum(same), "of": len(same)}
+        found["resume"] = {
+            "cut_at": cut,
+            "first_difference": first,
+            "equal": sum(same),
+            "of": len(same),
+        }
         await engines.pool.close()
     return found
 
 
 @asynccontextmanager
-async def bare_engine(options: argparse.Namespace, folder: Path) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
+async def bare_engine(
+    options: argparse.Namespace, folder: Path
+) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
     """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    alone = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible[options.gpus - 1], "VLLM_LOGGING_LEVEL": "WARNING"}
+    alone = ENVIRONMENT | {
+        "CUDA_VISIBLE_DEVICES": visible[options.gpus - 1],
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     (folder / "bare").mkdir()
-    command = [sys.executable, __file__, *sys.argv[1:], "--arm", "bare", "--folder", str(folder / "bare")]
+    command = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--arm",
+        "bare",
+        "--folder",
+        str(folder / "bare"),
+    ]
     pipe = asyncio.subprocess.PIPE
     with (folder / "bare" / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, env=os.environ | alone)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=log, env=os.environ | alone
+        )
         asked, answers = process.stdin, process.stdout
         assert asked is not None and answers is not None
 
@@ -254,7 +310,9 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
         if not seeded:
             sampling.seed = None
         last: Any = None
-        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, f"b{next(number)}"):
+        async for output in llm.generate(
+            {"prompt_token_ids": prompt}, sampling, f"b{next(number)}"
+        ):
             last = output
         return len(last.outputs[0].token_ids)
 
@@ -262,7 +320,9 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, k = line.split()
         seeded = name == "bare_seeded"
-        asked = prompts(options, int(k) + 1000 * (not seeded))  # else the second of the two finds them in its prefix cache
+        asked = prompts(
+            options, int(k) + 1000 * (not seeded)
+        )  # else the second of the two finds them in its prefix cache
         start = time.perf_counter()
         drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
         print(f"{TOLD}{drawn / (time.perf_counter() - start)}", flush=True)
@@ -275,7 +335,9 @@ def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
     parser.add_argument("--requests", type=int, default=512)
@@ -284,8 +346,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--syncs", type=int, default=5)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16, unless the model is tiny")
-    parser.add_argument("--eager", action="store_true", help="no graphs: a quick start, where rates do not matter")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="bfloat16, unless the model is tiny"
+    )
+    parser.add_argument(
+        "--eager", action="store_true", help="no graphs: a quick start, where rates do not matter"
+    )
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--arm", choices=("both", "millrace", "bare"), default="both")
@@ -295,7 +361,9 @@ def main() -> None:
     if options.arm == "bare":
         asyncio.run(bare(options, folder))
         return
-    found = {"options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}}
+    found = {
+        "options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}
+    }
     found |= asyncio.run(through_millrace(options, folder))
     print(json.dumps(found, indent=1))
     write(options, found)

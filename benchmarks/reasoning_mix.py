@@ -24,7 +24,10 @@ TASKS: dict[str, dict[str, Any]] = {
     # hundred thousand of them, and every problem with one answer in one form.
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
-    "letter_counting": {"min_words": 3, "max_words": 5},  # of one or two words, four answers in five are 1
+    "letter_counting": {
+        "min_words": 3,
+        "max_words": 5,
+    },  # of one or two words, four answers in five are 1
     "simple_equations": {
         "min_terms": 2,
         "max_terms": 2,
@@ -68,7 +71,9 @@ def mix(rows: int, held_out: int, seed: int) -> tuple[list[dict[str, str]], list
         # reasoning-gym draws row i from seed + i: tasks, and other seeds of ours, must lie far apart.
         found = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
         if len(found) <= held_out:
-            raise SystemExit(f"{name} has {len(found)} different problems, and {held_out} are held out: lower --held-out")
+            raise SystemExit(
+                f"{name} has {len(found)} different problems, and {held_out} are held out: lower --held-out"
+            )
         Random(f"{name}|{seed}").shuffle(found)
         val += found[:held_out]
         train += found[held_out:]
@@ -78,18 +83,26 @@ def mix(rows: int, held_out: int, seed: int) -> tuple[list[dict[str, str]], list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "reasoning")
-    parser.add_argument("--rows", type=int, default=8000, help="most training problems of each task")
+    parser.add_argument(
+        "--rows", type=int, default=8000, help="most training problems of each task"
+    )
     parser.add_argument("--held-out", type=int, default=96, help="held-out problems of each task")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "val"), mix(options.rows, options.held_out, options.seed), strict=True):
+    for name, rows in zip(
+        ("train", "val"), mix(options.rows, options.held_out, options.seed), strict=True
+    ):
         path = options.folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         prompt, answer = (max(len(row[column]) for row in rows) for column in ("prompt", "answer"))
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(rows)} rows, {prompt} + {answer} characters at most")
+        print(
+            f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(rows)} rows, {prompt} + {answer} characters at most"
+        )
         print("   ", dict(Counter(row["data_source"] for row in rows)))
 
 

@@ -52,7 +52,10 @@ RECIPE = ROOT / "recipes" / "shapes" / "qwen2_7b.yaml"
 CONFIG = recipe.load(RECIPE, [])
 WINDOW, N, LENGTHS = CONFIG.actor.ppo_mini_batch_size, CONFIG.rollout.n, drawn_lengths(CONFIG)
 MEASURED = Path(__file__).parent / "results" / "gpu_modes.jsonl"
-MEASURED_RUNS = {"7B, four GPUs, slots 320, staleness 4.0": 320, "7B, four GPUs, 2+2, slots 88, staleness 4.0": 88}
+MEASURED_RUNS = {
+    "7B, four GPUs, slots 320, staleness 4.0": 320,
+    "7B, four GPUs, 2+2, slots 88, staleness 4.0": 88,
+}
 """Slots of each."""
 FIRST_LIKE_THE_REST = 3
 """Version of an arm that has no figures of its own, because a time limit ended it."""
@@ -92,7 +95,9 @@ def simulate(
     """(seconds for a window's samples, idle shares of the trainer and of the rollouts), of versions that neither fill nor drain the
     pipeline.
     """
-    schedule = recipe.load(RECIPE, [f"async_training.staleness_threshold={staleness}"], [f"mode={mode}"]).schedule
+    schedule = recipe.load(
+        RECIPE, [f"async_training.staleness_threshold={staleness}"], [f"mode={mode}"]
+    ).schedule
     colocated = schedule.colocated
     busy = min(slots, math.ceil(schedule.capacity * N / rollouts))
     cost = CostModel(
@@ -110,10 +115,20 @@ def simulate(
         queue, kept = SampleQueue(ledger, deadline_s=1e8), Rows()
         engines = [SimRolloutEngine(cost, slots=slots) for _ in range(rollouts)]
         params = SamplingParams(max_tokens=CONFIG.rollout.max_response_length)
-        roller = SampleRoller(lambda _: SingleTurn(), SimReward(cost), lambda _: "", params, N, seed=0, lengths=LENGTHS)
+        roller = SampleRoller(
+            lambda _: SingleTurn(),
+            SimReward(cost),
+            lambda _: "",
+            params,
+            N,
+            seed=0,
+            lengths=LENGTHS,
+        )
         rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller)
         stopwatch = Stopwatch(asyncio.get_running_loop().time)
-        trainer = Trainer(queue, rollouter, SimTrainEngine(cost), SimWeightSync(cost, engines), kept, stopwatch)
+        trainer = Trainer(
+            queue, rollouter, SimTrainEngine(cost), SimWeightSync(cost, engines), kept, stopwatch
+        )
         await trainer.begin()
         await run_pipeline(rollouter, trainer)
         return [row for row in kept.rows if "perf/time_per_version" in row]
@@ -130,26 +145,38 @@ def simulate(
 
 def measured(run: str) -> dict[str, float]:
     """Seconds for a window's samples, by arm."""
-    lines = [line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == run]
+    lines = [
+        line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == run
+    ]
     rows: dict[str, list[float]] = {}
     for line in lines:
         if line.get("row of version", 0) >= FIRST_LIKE_THE_REST:
             rows.setdefault(line["arm"], []).append(line["perf/time_per_version"])
     whole = {f["arm"]: WINDOW / f["samples_per_s"] for f in lines if "samples_per_s" in f}
-    return {arm: seconds for arm, seconds in ({arm: mean(s) for arm, s in rows.items()} | whole).items() if "uniform" not in arm}
+    return {
+        arm: seconds
+        for arm, seconds in ({arm: mean(s) for arm, s in rows.items()} | whole).items()
+        if "uniform" not in arm
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--modes", default="async_partial,async_swap")
     parser.add_argument("--staleness", default="2,3,4")
     parser.add_argument("--slots", default="48,64,96,128,192,320")
     parser.add_argument("--best", type=int, default=5, help="rows of each mode")
-    parser.add_argument("--check", action="store_true", help="simulate what was measured on four GPUs instead")
+    parser.add_argument(
+        "--check", action="store_true", help="simulate what was measured on four GPUs instead"
+    )
     options = parser.parse_args()
     if options.check:
-        print(f"| arm | slots | seconds for {WINDOW} samples, measured | simulated |\n|---|--:|--:|--:|")
+        print(
+            f"| arm | slots | seconds for {WINDOW} samples, measured | simulated |\n|---|--:|--:|--:|"
+        )
         for run, slots in MEASURED_RUNS.items():
             for arm, seconds in measured(run).items():
                 mode, split = arm.replace(" on 4", " 4+4").split()
@@ -165,12 +192,25 @@ def main() -> None:
         found = []
         fixed = MODES[mode].get("staleness_threshold")
         ages = options.staleness.split(",") if fixed is None else [fixed]
-        cases = itertools.product(range(1, options.gpus), map(int, options.slots.split(",")), map(float, ages))
-        for rollouts, slots, staleness in track(list(cases), mode, console=Console(stderr=True), transient=True):
+        cases = itertools.product(
+            range(1, options.gpus), map(int, options.slots.split(",")), map(float, ages)
+        )
+        for rollouts, slots, staleness in track(
+            list(cases), mode, console=Console(stderr=True), transient=True
+        ):
             arm = f"{mode} {options.gpus - rollouts}+{rollouts} | {slots} | {staleness:g}"
-            found.append((simulate(mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness), arm))
+            found.append(
+                (
+                    simulate(
+                        mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness
+                    ),
+                    arm,
+                )
+            )
         for (seconds, trainer, rollout), arm in sorted(found)[: options.best]:
-            print(f"| {arm} | {base / seconds:.2f} | {seconds:.2f} | {trainer:.0%} | {rollout:.0%} |")
+            print(
+                f"| {arm} | {base / seconds:.2f} | {seconds:.2f} | {trainer:.0%} | {rollout:.0%} |"
+            )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ def delay_s(text: str) -> float:
     return 0.2 + 0.3 * share
 
 
-async def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+async def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     await asyncio.sleep(delay_s(f"{ground_truth}/{solution_str}"))
     return float(solution_str.strip() == str(ground_truth).strip())

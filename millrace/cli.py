@@ -56,7 +56,10 @@ def version_option(value: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=version_option, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=version_option, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Options of all commands."""
@@ -77,7 +80,13 @@ def train(
 
     mode = config.mode or "custom"
     stop = launch.StopRequest()
-    outcome = run_async(json_, config.name, mode, lambda progress: launch.train(config, progress, stop), stop.request)
+    outcome = run_async(
+        json_,
+        config.name,
+        mode,
+        lambda progress: launch.train(config, progress, stop),
+        stop.request,
+    )
     console = Console(stderr=json_)
     summary.show(console, outcome)
     if json_:
@@ -102,7 +111,13 @@ def sft(
 
     if not config.sft.steps:
         raise bad_value("sft.steps", 0, "there is nothing to do", "sft.steps=200")
-    result = run_async(json_, config.name, "sft", lambda progress: launch.supervise(config, progress), lambda: False)
+    result = run_async(
+        json_,
+        config.name,
+        "sft",
+        lambda progress: launch.supervise(config, progress),
+        lambda: False,
+    )
     report(
         json_,
         result,
@@ -123,13 +138,21 @@ def evaluate(
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace import launch
 
-    result = run_async(json_, config.name, "eval", lambda progress: launch.evaluate(config, progress), lambda: False)
+    result = run_async(
+        json_,
+        config.name,
+        "eval",
+        lambda progress: launch.evaluate(config, progress),
+        lambda: False,
+    )
     report(json_, result, shown(result["val"]))
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest one")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest one")
+    ],
     folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist")],
     json_: Json = False,
 ) -> None:
@@ -137,7 +160,11 @@ def export(
     from millrace import exporting
 
     result = exporting.export(checkpoint, folder)
-    report(json_, result, f"{result['model']}: {result['parameters']:,} parameters of version {result['version']}")
+    report(
+        json_,
+        result,
+        f"{result['model']}: {result['parameters']:,} parameters of version {result['version']}",
+    )
 
 
 @app.command()
@@ -149,7 +176,12 @@ def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Jso
     from millrace.pipeline.history import audit
 
     if not (run / "history.jsonl").is_file():
-        raise bad_value("RUN", str(run), "has no history.jsonl: not a run folder", "a folder such as runs/quickstart-1")
+        raise bad_value(
+            "RUN",
+            str(run),
+            "has no history.jsonl: not a run folder",
+            "a folder such as runs/quickstart-1",
+        )
     result = msgspec.to_builtins(audit(run))
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
     if result["lost"] or result["trained_twice"]:
@@ -163,12 +195,22 @@ def doctor(json_: Json = False) -> None:
 
     checks = checkup.run()
     if json_:
-        print_json({"checks": [asdict(c) for c in checks], "complete": all(c.state != "bad" for c in checks)})
+        print_json(
+            {
+                "checks": [asdict(c) for c in checks],
+                "complete": all(c.state != "bad" for c in checks),
+            }
+        )
     else:
         table = Table(box=None, show_header=False)
         colour = {"good": "green", "warning": "yellow", "bad": "red", "absent": "dim"}
         for check in checks:
-            table.add_row(Text(check.state, colour[check.state]), check.name, Text(check.found), Text(check.fix))
+            table.add_row(
+                Text(check.state, colour[check.state]),
+                check.name,
+                Text(check.found),
+                Text(check.fix),
+            )
         Console().print(table)
     if any(c.state == "bad" for c in checks):
         raise typer.Exit(1)
@@ -194,7 +236,9 @@ def main() -> None:
             _exit(code, "told to stop", said=True)
         if isinstance(cause, MillraceError):
             text = str(cause)
-            if isinstance(cause, WorkerError):  # the worker's last words come first: the last line is the one that names it
+            if isinstance(
+                cause, WorkerError
+            ):  # the worker's last words come first: the last line is the one that names it
                 text, _, words = text.partition("\n")
                 sys.stderr.write(f"{words}\n" if words else "")
             _exit(cause.exit_code, text)

@@ -28,7 +28,11 @@ Mode = Literal[
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
 
@@ -307,7 +311,9 @@ class OptimConfig(Section):
     """Largest norm of the whole gradient; 0 does not clip."""
 
 
-KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+KlType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
+]
 
 
 class PolicyLossConfig(Section):
@@ -420,7 +426,12 @@ class CorrectionConfig(Section):
 
     @property
     def active(self) -> bool:
-        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold or self.max_token_age is not None)
+        return bool(
+            self.rollout_is
+            or self.rollout_rs
+            or self.rollout_token_veto_threshold
+            or self.max_token_age is not None
+        )
 
 
 Estimator = Literal[
@@ -669,7 +680,12 @@ def nodes_needed(config: Config) -> int:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "colocate_sync": {"placement": "colocated", "staleness_threshold": 0.0, "on_sync": "drain", "overlap_sync": False},
+    "colocate_sync": {
+        "placement": "colocated",
+        "staleness_threshold": 0.0,
+        "on_sync": "drain",
+        "overlap_sync": False,
+    },
     "on_policy_pipeline": {
         "placement": "separate",
         "trigger_parameter_sync_step": 1,
@@ -684,7 +700,12 @@ MODES: dict[str, dict[str, Any]] = {
         "on_sync": "drain",
         "lookahead": 1,
     },
-    "stream_off_policy": {"placement": "separate", "staleness_threshold": 0.0, "on_sync": "drain", "overlap_sync": False},
+    "stream_off_policy": {
+        "placement": "separate",
+        "staleness_threshold": 0.0,
+        "on_sync": "drain",
+        "overlap_sync": False,
+    },
     "async_staleness": {"placement": "separate", "on_sync": "drain"},
     "async_partial": {"placement": "separate", "on_sync": "interrupt"},
     "async_swap": {"placement": "separate", "on_sync": "swap"},

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from millrace.config import Config
 
 GROUP_RELATIVE = frozenset(
-    {"grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"}
+    {
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+    }
 )
 """Estimators for which a group of one has no advantage."""
 
@@ -98,7 +107,12 @@ def _check_batches(c: Config) -> None:
             f"a multiple of {step}, with async_training.trigger_parameter_sync_step left out",
         )
     if c.data.gen_batch_size != 1:
-        raise bad_value("data.gen_batch_size", c.data.gen_batch_size, "samples are admitted one by one", "data.gen_batch_size=1")
+        raise bad_value(
+            "data.gen_batch_size",
+            c.data.gen_batch_size,
+            "samples are admitted one by one",
+            "data.gen_batch_size=1",
+        )
     if a.partial_rollout and a.on_sync is not OnSync.INTERRUPT:
         raise bad_value(
             "async_training.on_sync",
@@ -140,7 +154,12 @@ def _check_placement(c: Config) -> None:
         raise bad_value("trainer.ray_address", t.ray_address, rule, fix)
     if t.ray_address and t.runtime != "ray":
         rule = "the local runtime joins no cluster"
-        raise bad_value("trainer.ray_address", t.ray_address, rule, "trainer.runtime=ray, or trainer.ray_address=''")
+        raise bad_value(
+            "trainer.ray_address",
+            t.ray_address,
+            rule,
+            "trainer.runtime=ray, or trainer.ray_address=''",
+        )
     if c.trainer_ranks % c.shard_size:
         raise bad_value(
             "trainer.fsdp_size",
@@ -149,9 +168,17 @@ def _check_placement(c: Config) -> None:
             f"a divisor of {c.trainer_ranks}, or trainer.fsdp_size=0 for one copy",
         )
     limit = t.gpus_in_node
-    for key, value in (("trainer.n_gpus_per_node", t.n_gpus_per_node), ("rollout.n_gpus_per_node", r.n_gpus_per_node)):
+    for key, value in (
+        ("trainer.n_gpus_per_node", t.n_gpus_per_node),
+        ("rollout.n_gpus_per_node", r.n_gpus_per_node),
+    ):
         if limit and value > limit:
-            raise bad_value(key, value, f"a node has trainer.gpus_in_node = {limit} devices", f"{key}={limit} or less")
+            raise bad_value(
+                key,
+                value,
+                f"a node has trainer.gpus_in_node = {limit} devices",
+                f"{key}={limit} or less",
+            )
     if r.tensor_model_parallel_size > 1 and r.engine == "torch":
         raise bad_value(
             "rollout.tensor_model_parallel_size",
@@ -176,7 +203,8 @@ def _check_placement(c: Config) -> None:
             f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
         )
     if c.async_training.overlap_sync and (
-        c.async_training.placement is Placement.COLOCATED or not c.async_training.staleness_threshold
+        c.async_training.placement is Placement.COLOCATED
+        or not c.async_training.staleness_threshold
     ):
         raise bad_value(
             "async_training.overlap_sync",
@@ -214,12 +242,23 @@ def _check_model(c: Config) -> None:
 def _check_lora(c: Config) -> None:
     names = c.model.target_modules
     if not names or "all-linear" in names[1:] or (names[0] == "all-linear" and len(names) > 1):
-        rule = "all-linear stands alone: it is every linear module" if names else "adapters without a module train nothing"
-        raise bad_value("model.target_modules", list(names), rule, "model.target_modules=all-linear, or [q_proj,v_proj]")
+        rule = (
+            "all-linear stands alone: it is every linear module"
+            if names
+            else "adapters without a module train nothing"
+        )
+        raise bad_value(
+            "model.target_modules",
+            list(names),
+            rule,
+            "model.target_modules=all-linear, or [q_proj,v_proj]",
+        )
     widest = min(c.model.shape.hidden_size, c.model.shape.intermediate_size)
     if not c.model.path and c.model.lora_rank > widest:
         rule = f"an adapter of more than min(hidden_size, intermediate_size) = {widest} is larger than what it stands for"
-        raise bad_value("model.lora_rank", c.model.lora_rank, rule, f"model.lora_rank={max(1, widest // 4)}")
+        raise bad_value(
+            "model.lora_rank", c.model.lora_rank, rule, f"model.lora_rank={max(1, widest // 4)}"
+        )
 
 
 def _check_estimator(c: Config) -> None:
@@ -233,9 +272,16 @@ def _check_estimator(c: Config) -> None:
         )
     if c.rollout.n == 1 and c.algorithm.filter_groups.enable:
         raise bad_value(
-            "algorithm.filter_groups.enable", True, "a group of one always has equal outcomes: all are dropped", "rollout.n=8"
+            "algorithm.filter_groups.enable",
+            True,
+            "a group of one always has equal outcomes: all are dropped",
+            "rollout.n=8",
         )
-    if c.algorithm.filter_groups.enable and c.trainer.deterministic and c.async_training.staleness_threshold > 0:
+    if (
+        c.algorithm.filter_groups.enable
+        and c.trainer.deterministic
+        and c.async_training.staleness_threshold > 0
+    ):
         raise bad_value(
             "algorithm.filter_groups.enable",
             True,
@@ -256,7 +302,12 @@ def _check_estimator(c: Config) -> None:
             ("algorithm.bootstrap_truncated", c.algorithm.bootstrap_truncated),
         ):
             if value:
-                raise bad_value(key, value, f"{name} has no critic", "algorithm.adv_estimator=gae, or leave the key out")
+                raise bad_value(
+                    key,
+                    value,
+                    f"{name} has no critic",
+                    "algorithm.adv_estimator=gae, or leave the key out",
+                )
     if name == "gdpo" and c.algorithm.use_kl_in_reward:
         raise bad_value(
             "algorithm.use_kl_in_reward",
@@ -307,7 +358,12 @@ def _check_correction(c: Config) -> None:
             "async_training.use_rollout_log_probs=false, or actor.policy_loss.loss_mode=reinforce",
         )
     if correction.rollout_is_batch_normalize and not correction.rollout_is:
-        raise bad_value(f"{prefix}.rollout_is_batch_normalize", True, "there are no weights", f"{prefix}.rollout_is=token")
+        raise bad_value(
+            f"{prefix}.rollout_is_batch_normalize",
+            True,
+            "there are no weights",
+            f"{prefix}.rollout_is=token",
+        )
     if correction.proximal == "interpolate" and bypass:
         raise bad_value(
             f"{prefix}.proximal",
@@ -315,7 +371,9 @@ def _check_correction(c: Config) -> None:
             "with use_rollout_log_probs the ratio is taken against the rollout policy itself",
             "async_training.use_rollout_log_probs=false",
         )
-    if correction.reject_before_baseline and not (correction.rollout_rs or correction.rollout_token_veto_threshold):
+    if correction.reject_before_baseline and not (
+        correction.rollout_rs or correction.rollout_token_veto_threshold
+    ):
         raise bad_value(
             f"{prefix}.reject_before_baseline",
             True,
@@ -333,7 +391,11 @@ def _check_correction(c: Config) -> None:
 
 def _check_trust(c: Config) -> None:
     """More than one version of lag needs something that holds the policy near the one that drew the tokens."""
-    correction, mode, lag = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode, c.schedule.lag_bound
+    correction, mode, lag = (
+        c.algorithm.rollout_correction,
+        c.actor.policy_loss.loss_mode,
+        c.schedule.lag_bound,
+    )
     bypass = c.async_training.use_rollout_log_probs
     trusted = bypass and mode in TRUST_REGION
     if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
@@ -351,7 +413,11 @@ def _check_trust(c: Config) -> None:
         *(["async_training.use_rollout_log_probs=true"] if mode in TRUST_REGION else []),
         *([f"{prefix}.rollout_is=token"] if correct else []),
         f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
-        *([] if mode in TRUST_REGION else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]),
+        *(
+            []
+            if mode in TRUST_REGION
+            else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]
+        ),
         f"{key}={0 if ordered else 1}",
     ]
     raise bad_value(
@@ -370,15 +436,26 @@ def rejection_options(c: Config) -> tuple[float | tuple[float, float], tuple[Rej
         threshold = parse_threshold(correction.rollout_is_threshold)
     except ValueError as error:
         raise bad_value(
-            f"{prefix}.rollout_is_threshold", correction.rollout_is_threshold, str(error), f"{prefix}.rollout_is_threshold=2.0"
+            f"{prefix}.rollout_is_threshold",
+            correction.rollout_is_threshold,
+            str(error),
+            f"{prefix}.rollout_is_threshold=2.0",
         ) from None
     try:
         rules = parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
     except ValueError as error:
         unknown = "unknown rule" in str(error) or "twice" in str(error)
-        key = "rollout_rs" if unknown or correction.rollout_rs_threshold is None else "rollout_rs_threshold"
+        key = (
+            "rollout_rs"
+            if unknown or correction.rollout_rs_threshold is None
+            else "rollout_rs_threshold"
+        )
         first = (correction.rollout_rs or "").split(",")[0].strip()
-        rule = first if first in RULES else (difflib.get_close_matches(first, RULES, 1) or ["token_k1"])[0]
+        rule = (
+            first
+            if first in RULES
+            else (difflib.get_close_matches(first, RULES, 1) or ["token_k1"])[0]
+        )
         bound = "0.5_2.0" if rule.endswith("k1") else "0.01"
         fix = f"{prefix}.rollout_rs={rule} {prefix}.rollout_rs_threshold={bound}"
         raise bad_value(f"{prefix}.{key}", getattr(correction, key), str(error), fix) from None

@@ -47,7 +47,12 @@ def check_vllm(c: Config) -> None:
     given = c.rollout.engine_kwargs
     if c.rollout.engine != "vllm":
         if given:
-            raise bad_value("rollout.engine_kwargs", given, "engine=torch has none", "rollout.engine=vllm, or leave it out")
+            raise bad_value(
+                "rollout.engine_kwargs",
+                given,
+                "engine=torch has none",
+                "rollout.engine=vllm, or leave it out",
+            )
         return
     if c.trainer.deterministic:
         raise bad_value(
@@ -58,10 +63,19 @@ def check_vllm(c: Config) -> None:
         )
     for name, value in given.items():
         if name in SETTINGS:
-            raise bad_value(f"rollout.engine_kwargs.{name}", value, "has a key of its own", SETTINGS[name])
+            raise bad_value(
+                f"rollout.engine_kwargs.{name}", value, "has a key of its own", SETTINGS[name]
+            )
         if name in OWN:
-            raise bad_value(f"rollout.engine_kwargs.{name}", value, f"is fixed: {OWN[name]}", "leave it out")
+            raise bad_value(
+                f"rollout.engine_kwargs.{name}", value, f"is fixed: {OWN[name]}", "leave it out"
+            )
     overrides = given.get("hf_overrides", {})
     if not isinstance(overrides, dict):
         rule = "is no mapping of settings of the model's config.json"
-        raise bad_value("rollout.engine_kwargs.hf_overrides", overrides, rule, "rollout.engine_kwargs.hf_overrides.KEY=VALUE")
+        raise bad_value(
+            "rollout.engine_kwargs.hf_overrides",
+            overrides,
+            rule,
+            "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
+        )

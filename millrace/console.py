@@ -24,19 +24,37 @@ from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")
 
-Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rollout.n=8")]
+Recipe = Annotated[
+    Path | None,
+    typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rollout.n=8"),
+]
 Json = Annotated[
-    bool, typer.Option("--json", help="One JSON object as the last line of standard output; progress on standard error.")
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON object as the last line of standard output; progress on standard error.",
+    ),
 ]
 Address = Annotated[
     str | None,
     typer.Option(
-        help="Run on this Ray cluster, HOST:PORT or auto: trainer.runtime=ray trainer.ray_address=ADDRESS.", show_default=False
+        help="Run on this Ray cluster, HOST:PORT or auto: trainer.runtime=ray trainer.ray_address=ADDRESS.",
+        show_default=False,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and every derived number, and exit.")]
-HelpConfig = Annotated[bool, typer.Option("--help-config", help="Print every key of the configuration, and exit.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved configuration and every derived number, and exit."
+    ),
+]
+HelpConfig = Annotated[
+    bool, typer.Option("--help-config", help="Print every key of the configuration, and exit.")
+]
 
 
 _stopped_by: int | None = None
@@ -54,11 +72,15 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
     if address is None:
         return overrides or []
     if not address.strip():
-        raise bad_value("--address", address, "names no cluster", "--address HOST:PORT, or --address auto")
+        raise bad_value(
+            "--address", address, "names no cluster", "--address HOST:PORT, or --address auto"
+        )
     return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
 
 
-def configure(path: Path | None, overrides: list[str], json_: bool, dry_run: bool, help_config: bool) -> Config:
+def configure(
+    path: Path | None, overrides: list[str], json_: bool, dry_run: bool, help_config: bool
+) -> Config:
     """The Config; or print what was asked for and exit."""
     if help_config:
         _print_keys(json_)
@@ -85,13 +107,21 @@ def configure(path: Path | None, overrides: list[str], json_: bool, dry_run: boo
 def _print_keys(json_: bool) -> None:
     rows = list(recipe.describe())
     if json_:
-        print_json({key: {"type": kind, "default": default, "meaning": meaning} for key, kind, default, meaning in rows})
+        print_json(
+            {
+                key: {"type": kind, "default": default, "meaning": meaning}
+                for key, kind, default, meaning in rows
+            }
+        )
         return
     console = Console()
     for key, kind, default, meaning in rows:
         if kind:
             console.print(
-                Text.assemble("  ", (key, "bold"), " ", (f"<{kind}>", "cyan"), " ", (f"= {default}", "dim")), soft_wrap=True
+                Text.assemble(
+                    "  ", (key, "bold"), " ", (f"<{kind}>", "cyan"), " ", (f"= {default}", "dim")
+                ),
+                soft_wrap=True,
             )
             console.print(f"      {meaning}", highlight=False, markup=False)
         else:
@@ -99,14 +129,20 @@ def _print_keys(json_: bool) -> None:
 
 
 def run_async(
-    json_: bool, name: str, mode: str, work: Callable[[Progress], Coroutine[Any, Any, T]], request_stop: Callable[[], bool]
+    json_: bool,
+    name: str,
+    mode: str,
+    work: Callable[[Progress], Coroutine[Any, Any, T]],
+    request_stop: Callable[[], bool],
 ) -> T:
     """Run `work` with progress and signals."""
     with Progress(make_view(Console(stderr=json_)), name, mode) as progress:
         return asyncio.run(_with_signals(work(progress), progress, request_stop))
 
 
-async def _with_signals(work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]) -> T:
+async def _with_signals(
+    work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
+) -> T:
     """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
@@ -120,7 +156,9 @@ async def _with_signals(work: Coroutine[Any, Any, T], progress: Progress, reques
             os._exit(128 + number)  # workers die with this process
         _stopped_by = 128 + number
         if request_stop():
-            progress.note(f"{number.name}: saving a checkpoint, then ending. Once more ends at once, without saving.")
+            progress.note(
+                f"{number.name}: saving a checkpoint, then ending. Once more ends at once, without saving."
+            )
         else:
             progress.note(f"{number.name}: ending; no training is under way that could be saved.")
             task.cancel()

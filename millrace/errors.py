@@ -72,4 +72,6 @@ def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
 def bad_row(where: str, value: object, rule: str, fix: str) -> DataError:
     """A DataError in the one form that all of them have; `where` is file and row."""
     shown = repr(value)
-    return DataError(f"{where}: {shown if len(shown) <= 120 else shown[:117] + '...'}: {rule}. Fix: {fix}.")
+    return DataError(
+        f"{where}: {shown if len(shown) <= 120 else shown[:117] + '...'}: {rule}. Fix: {fix}."
+    )

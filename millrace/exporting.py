@@ -19,12 +19,22 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     if (checkpoint / "checkpoints").is_dir():
         newest, passed = Checkpoints(checkpoint, keep=1).newest()
         if newest is None:
-            raise bad_value("CHECKPOINT", str(checkpoint), "; ".join(passed) or "the run has no checkpoint", "another run folder")
+            raise bad_value(
+                "CHECKPOINT",
+                str(checkpoint),
+                "; ".join(passed) or "the run has no checkpoint",
+                "another run folder",
+            )
         checkpoint = newest
     try:
         manifest = verify(checkpoint)
     except CheckpointError as error:
-        raise bad_value("CHECKPOINT", str(checkpoint), str(error), "a folder such as RUN/checkpoints/version-000020") from None
+        raise bad_value(
+            "CHECKPOINT",
+            str(checkpoint),
+            str(error),
+            "a folder such as RUN/checkpoints/version-000020",
+        ) from None
     if folder.exists() and any(folder.iterdir()):
         raise bad_value("FOLDER", str(folder), "exists and is not empty", "a new folder")
     try:
@@ -32,7 +42,12 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise bad_value("FOLDER", str(folder), f"cannot be written: {error.strerror}", "a folder that can be made") from None
+        raise bad_value(
+            "FOLDER",
+            str(folder),
+            f"cannot be written: {error.strerror}",
+            "a folder that can be made",
+        ) from None
     import asyncio
 
     import yaml
@@ -43,11 +58,17 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     logging.disable_progress_bar()
 
     config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})})
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})}
+    )
 
     async def write() -> int:
         # A checkpoint has all weights, but of a policy with adapters not the base.
-        source = weights_folder(config, checkpoint / "model") if config.model.lora_rank else str(checkpoint / "model")
+        source = (
+            weights_folder(config, checkpoint / "model")
+            if config.model.lora_rank
+            else str(checkpoint / "model")
+        )
         engine = fsdp_train.build(config, source, rank=0, world_size=1)
         try:
             engine.begin(config.actor.optim, 1)
@@ -61,4 +82,9 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     for file in (checkpoint / "model").iterdir():
         if file.is_file() and not (folder / file.name).exists():
             shutil.copy(file, folder / file.name)
-    return {"model": str(folder), "version": manifest.version, "parameters": parameters, "complete": True}
+    return {
+        "model": str(folder),
+        "version": manifest.version,
+        "parameters": parameters,
+        "complete": True,
+    }

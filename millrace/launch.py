@@ -116,7 +116,9 @@ async def open_session(
         if rollout:
             await reward.start()
         trains = run is None
-        if run is None:  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
+        if (
+            run is None
+        ):  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
             run = await asyncio.to_thread(open_run_dir, config)
         for note in run.notes:
             progress.note(note)
@@ -129,11 +131,15 @@ async def open_session(
             raise
         problems_.copy_config(config, run.model)
         if problems.train.filtered:
-            progress.note(f"left out {problems.train.filtered} prompts over rollout.max_prompt_length")
+            progress.note(
+                f"left out {problems.train.filtered} prompts over rollout.max_prompt_length"
+            )
         progress.phase("starting engines")
         async with AsyncExitStack() as stack:
             try:
-                runtime = await stack.enter_async_context(open_runtime(config, run, rollout=rollout))
+                runtime = await stack.enter_async_context(
+                    open_runtime(config, run, rollout=rollout)
+                )
             except ConfigError:  # devices that are not there
                 run.discard()
                 raise
@@ -153,7 +159,12 @@ def _check_end(config: Config, samples: int, checkpoint: Path) -> None:
         if samples < value:
             key, value = "trainer.total_epochs", config.trainer.total_epochs
         rule = f"the run would end after {samples} samples, and the checkpoint {checkpoint} has trained {trained}"
-        raise bad_value(key, value, rule, f"a larger one, or millrace export {checkpoint} FOLDER to keep what there is")
+        raise bad_value(
+            key,
+            value,
+            rule,
+            f"a larger one, or millrace export {checkpoint} FOLDER to keep what there is",
+        )
 
 
 async def warm_up(s: Session) -> float:
@@ -164,7 +175,9 @@ async def warm_up(s: Session) -> float:
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
         # The next one is made meanwhile: in a thread, for a batch is not gone before the loop has written all of it.
-        examples = await asyncio.to_thread(s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0)
+        examples = await asyncio.to_thread(
+            s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
+        )
         loss = (await step).metrics["sft/loss"]
         s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
     return loss
@@ -193,7 +206,9 @@ def make_validator(s: Session) -> Validator | None:
     if not s.problems.val:
         return None
     rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
-    params = SamplingParams(rollout.max_response_length, kwargs.temperature, kwargs.top_p, stop=rollout.stop)
+    params = SamplingParams(
+        rollout.max_response_length, kwargs.temperature, kwargs.top_p, stop=rollout.stop
+    )
     return Validator(
         s.problems.val,
         s.engines.pool,
@@ -210,7 +225,12 @@ def make_validator(s: Session) -> Validator | None:
 def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
     c, rollout = s.config, s.config.rollout
     overlong, groups = c.reward.overlong_buffer, c.algorithm.filter_groups
-    params = SamplingParams(rollout.max_response_length, rollout.temperature, stop=rollout.stop, ignore_eos=rollout.ignore_eos)
+    params = SamplingParams(
+        rollout.max_response_length,
+        rollout.temperature,
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+    )
     roller = SampleRoller(
         lambda prompt: SingleTurn(),
         s.reward,
@@ -218,11 +238,15 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
         params,
         rollout.n,
         c.trainer.seed,
-        overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor) if overlong.enable else None,
+        overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor)
+        if overlong.enable
+        else None,
         greedy_baseline=c.algorithm.adv_estimator == "remax",
         lengths=drawn_lengths(c),
     )
-    sampling = DynamicSampling(groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window)
+    sampling = DynamicSampling(
+        groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
+    )
     return Rollouter(
         queue,
         s.problems.train,
@@ -236,7 +260,11 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
 def drawn_lengths(config: Config) -> DrawnLengths | None:
     """The distribution of response lengths, where the configuration sets one."""
     drawn = config.rollout.drawn_lengths
-    return DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length) if drawn.enable else None
+    return (
+        DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length)
+        if drawn.enable
+        else None
+    )
 
 
 def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
@@ -257,8 +285,12 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     rollouter = make_rollouter(s, queue)
     # Rows of versions that this attempt makes again go; at version 0 that is all of them.
     # A start from version 0 goes on from nothing, unless its validation is there: then that is the "before" of this attempt too.
-    rows, done = read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
-    sinks = make_sinks(s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1)
+    rows, done = (
+        read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
+    )
+    sinks = make_sinks(
+        s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1
+    )
     s.checkpoints.supersede(ledger.version)
     history = History(s.run.path, ledger.totals())
     try:
@@ -277,14 +309,18 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 deadline_s=trainer_config.wait_deadline_s,
                 tasks=tasks,
             )
-            trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))
+            trainer = Trainer(
+                queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock)
+            )
             s.progress.phase("first weight sync")
             await trainer.begin()
             if 0 in done:
                 record.first = Result(0, done[0], ())
             elif ledger.version == 0 and trainer_config.val_before_train:
                 await record.validate_now(0, "validating the start weights")
-            if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
+            if (
+                ledger.version and ledger.version not in done
+            ):  # the attempt before this one gave it up
                 record.validate(ledger.version)
             s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
             stop.attach(queue, trainer_config.stop_grace_s, record.abandon_validation)
@@ -310,7 +346,9 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         run_dir=s.run.path,
         mode=s.config.mode or "custom",
         versions=ledger.version,
-        optimizer_steps=s.config.schedule.optimizer_steps(ledger.retired, s.config.actor.ppo_epochs),
+        optimizer_steps=s.config.schedule.optimizer_steps(
+            ledger.retired, s.config.actor.ppo_epochs
+        ),
         samples_trained=ledger.retired,
         train_seconds=seconds,
         first=record.first,
@@ -328,7 +366,9 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
         ledger = await start_state(s)
         warm = time.perf_counter()
         outcome = await run_training(s, ledger, stop)
-        outcome.timings.update(start=started - begin, warm_up=warm - started, train=outcome.train_seconds)
+        outcome.timings.update(
+            start=started - begin, warm_up=warm - started, train=outcome.train_seconds
+        )
         return outcome
 
 
@@ -355,7 +395,10 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
     """`millrace eval`: validation on a checkpoint (trainer.resume), a model (model.path), or the warmed-up model."""
     if not config.data.val_files:
         raise bad_value(
-            "data.val_files", (), "there is nothing to evaluate on", "data.val_files=[task:sort_digits?split=val&size=256]"
+            "data.val_files",
+            (),
+            "there is nothing to evaluate on",
+            "data.val_files=[task:sort_digits?split=val&size=256]",
         )
     if config.model.path:  # the recipe's warm-up would change the model that is asked about
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 0})})
@@ -368,4 +411,9 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
         phase = f"validating version {ledger.version} on {len(s.problems.val)} problems"
         progress.phase(phase)
         result = await validator.run(ledger.version, partial(progress.phase, phase))
-    return {"run_dir": str(run.path), "version": result.version, "val": result.values, "complete": True}
+    return {
+        "run_dir": str(run.path),
+        "version": result.version,
+        "val": result.values,
+        "complete": True,
+    }

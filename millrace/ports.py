@@ -58,7 +58,9 @@ class TransferReport:
 class RolloutEngine(Protocol):
     """One replica that draws tokens. Tokens in, tokens out: what the model said is never tokenised again."""
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         """Continue `tokens`. One segment for each version that drew tokens; the last one's `stop` says why it ended.
 
         After `interrupt()` the last segment's stop is INTERRUPTED; an empty tuple says that nothing was drawn before it.

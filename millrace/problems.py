@@ -46,11 +46,20 @@ def load(config: Config) -> Sources:
     check_rows(train, prompt_key=data.prompt_key, need_ground_truth=truth)
     val = None
     if data.val_files:
-        val = load_sources(data.val_files, seed=seed, max_rows=data.val_max_samples, key="data.val_files", split="val")
+        val = load_sources(
+            data.val_files,
+            seed=seed,
+            max_rows=data.val_max_samples,
+            key="data.val_files",
+            split="val",
+        )
         check_rows(val, prompt_key=data.prompt_key, need_ground_truth=truth)
         if len(val) > 100_000:
             raise bad_value(
-                "data.val_files", data.val_files, f"has {len(val)} rows", "size=256 in the source, or data.val_max_samples=256"
+                "data.val_files",
+                data.val_files,
+                f"has {len(val)} rows",
+                "size=256 in the source, or data.val_max_samples=256",
             )
     sft = train
     if config.sft.files:
@@ -72,7 +81,10 @@ class Problems:
         """(prompt, answer with end of sequence) of demonstrations start .. start + count."""
         chosen = [self.demonstrations[i] for i in range(start, start + count)]
         eos = tokens_of(self.chat.eos_ids[:1])
-        return [(self.chat.render(d.problem)[1], tokens_of(self.chat.encode(d.answer)) + eos) for d in chosen]
+        return [
+            (self.chat.render(d.problem)[1], tokens_of(self.chat.encode(d.answer)) + eos)
+            for d in chosen
+        ]
 
 
 def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
@@ -96,7 +108,9 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         val = [stream[i] for i in range(len(stream))]
     if not made:
         _write_model(config, tokenizer, model_folder)
-    return Problems(chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key))
+    return Problems(
+        chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
+    )
 
 
 def check_machine(config: Config) -> None:
@@ -108,13 +122,26 @@ def check_machine(config: Config) -> None:
 
 def _check_device(config: Config) -> None:
     trainer = config.trainer  # of a Ray cluster's other nodes this machine knows nothing
-    if trainer.device == "cuda" and trainer.runtime == "local" and not Path("/dev/nvidiactl").exists():
-        raise bad_value("trainer.device", "cuda", "this machine has no NVIDIA GPU", "trainer.device=auto or trainer.device=cpu")
+    if (
+        trainer.device == "cuda"
+        and trainer.runtime == "local"
+        and not Path("/dev/nvidiactl").exists()
+    ):
+        raise bad_value(
+            "trainer.device",
+            "cuda",
+            "this machine has no NVIDIA GPU",
+            "trainer.device=auto or trainer.device=cpu",
+        )
 
 
 def _check_engine(config: Config) -> None:
     """Raises MissingDependency where workers on this machine would look for vLLM in vain."""
-    if config.rollout.engine == "vllm" and not config.trainer.ray_address and importlib.util.find_spec("vllm") is None:
+    if (
+        config.rollout.engine == "vllm"
+        and not config.trainer.ray_address
+        and importlib.util.find_spec("vllm") is None
+    ):
         raise MissingDependency(
             f"rollout.engine=vllm needs vLLM, which is not installed here. Fix: {INSTALL['vllm']}, or rollout.engine=torch"
         )
@@ -122,8 +149,14 @@ def _check_engine(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     """Raises MissingDependency where train workers on this machine would look for peft in vain."""
-    if config.model.lora_rank and not config.trainer.ray_address and importlib.util.find_spec("peft") is None:
-        raise MissingDependency(f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}.")
+    if (
+        config.model.lora_rank
+        and not config.trainer.ray_address
+        and importlib.util.find_spec("peft") is None
+    ):
+        raise MissingDependency(
+            f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}."
+        )
 
 
 def _check_model(config: Config) -> None:
@@ -135,11 +168,18 @@ def _check_model(config: Config) -> None:
     if not folder.exists() and hub.NAME.fullmatch(path):
         if why := hub.refusal("model", path):
             fix = "a folder of a Hugging Face causal model, a hub id, or nothing, for a model made on the spot"
-            raise bad_value("model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix)
+            raise bad_value(
+                "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
+            )
         return
     if not folder.is_dir():
         there = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
-        raise bad_value("model.path", path, there, "the folder of a Hugging Face causal model, or a hub id (owner/name)")
+        raise bad_value(
+            "model.path",
+            path,
+            there,
+            "the folder of a Hugging Face causal model, or a hub id (owner/name)",
+        )
     shape = folder / "config.json"
     if not shape.is_file():
         inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
@@ -150,17 +190,35 @@ def _check_model(config: Config) -> None:
             else "the folder of a Hugging Face causal model"
         )
         raise bad_value(
-            "model.path", path, "the folder has no config.json", f"model.path={inside[0]}" if inside and not checkpoint else fix
+            "model.path",
+            path,
+            "the folder has no config.json",
+            f"model.path={inside[0]}" if inside and not checkpoint else fix,
         )
     try:
         kind = json.loads(shape.read_bytes()).get("model_type")
     except (ValueError, AttributeError, OSError) as error:
-        raise bad_value("model.path", path, f"its config.json cannot be read: {error}", "the model's own config.json") from None
+        raise bad_value(
+            "model.path",
+            path,
+            f"its config.json cannot be read: {error}",
+            "the model's own config.json",
+        ) from None
     if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
         # transformers would make a tokenizer without a token of it, and not say a word
-        raise bad_value("model.path", path, "the folder has no tokenizer", "a folder that holds the model's tokenizer files too")
+        raise bad_value(
+            "model.path",
+            path,
+            "the folder has no tokenizer",
+            "a folder that holds the model's tokenizer files too",
+        )
     if not isinstance(kind, str):
-        raise bad_value("model.path", path, "its config.json has no model_type", "the config.json of a Hugging Face causal model")
+        raise bad_value(
+            "model.path",
+            path,
+            "its config.json has no model_type",
+            "the config.json of a Hugging Face causal model",
+        )
 
 
 def _tokenizer(config: Config, sources: Sources) -> PreTrainedTokenizerBase:
@@ -175,7 +233,12 @@ def _tokenizer(config: Config, sources: Sources) -> PreTrainedTokenizerBase:
     size = config.model.shape.vocab_size
     if size and size < len(tokenizer):
         rule = f"the tokenizer made of the data has {len(tokenizer)} tokens"
-        raise bad_value("model.shape.vocab_size", size, rule, f"model.shape.vocab_size={len(tokenizer)} or more, or 0")
+        raise bad_value(
+            "model.shape.vocab_size",
+            size,
+            rule,
+            f"model.shape.vocab_size={len(tokenizer)} or more, or 0",
+        )
     return tokenizer
 
 
@@ -186,7 +249,9 @@ def _load_tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase:
         return load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         rule = f"no tokenizer can be loaded from it: {str(error).splitlines()[0]}"
-        raise bad_value("model.path", path, rule, "a folder that holds the model's tokenizer files too") from None
+        raise bad_value(
+            "model.path", path, rule, "a folder that holds the model's tokenizer files too"
+        ) from None
 
 
 def _write_model(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -203,7 +268,9 @@ def _write_model(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Pat
         vocab_size=config.model.shape.vocab_size or len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        max_position_embeddings=max(2048, config.rollout.max_prompt_length + config.rollout.max_response_length),
+        max_position_embeddings=max(
+            2048, config.rollout.max_prompt_length + config.rollout.max_response_length
+        ),
         dtype=config.model.dtype,
     )
 
@@ -222,7 +289,9 @@ def copy_config(config: Config, model_folder: Path) -> None:
     if not source.is_dir():
         from transformers import AutoConfig
 
-        AutoConfig.from_pretrained(str(source), trust_remote_code=config.model.trust_remote_code).save_pretrained(model_folder)
+        AutoConfig.from_pretrained(
+            str(source), trust_remote_code=config.model.trust_remote_code
+        ).save_pretrained(model_folder)
         return
     for name in ("config.json", "generation_config.json"):
         if (source / name).is_file() and not (model_folder / name).is_file():

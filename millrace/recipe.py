@@ -77,7 +77,9 @@ def resolve(layers: Sequence[Tree]) -> Tree:
     merged: Tree = {}
     for layer in layers:
         for key, value in layer.items():
-            if not isinstance(value, dict) and (section := _section(getattr(Config.model_fields.get(key), "annotation", None))):
+            if not isinstance(value, dict) and (
+                section := _section(getattr(Config.model_fields.get(key), "annotation", None))
+            ):
                 raise _no_section(key, value, section)
         own = layer.get("async_training") or {}
         if mode := layer.get("mode"):
@@ -95,7 +97,12 @@ def resolve(layers: Sequence[Tree]) -> Tree:
 def _apply_mode(merged: Tree, mode: object) -> None:
     if not isinstance(mode, str) or mode not in MODES:
         near = difflib.get_close_matches(str(mode), MODES, 1, 0.5)
-        raise bad_value("mode", mode, "no such mode", f"mode={near[0] if near else '<name>'}, one of {', '.join(MODES)}")
+        raise bad_value(
+            "mode",
+            mode,
+            "no such mode",
+            f"mode={near[0] if near else '<name>'}, one of {', '.join(MODES)}",
+        )
     schedule = merged.setdefault("async_training", {})
     for key in ("partial_rollout", "lookahead"):
         schedule.pop(key, None)
@@ -113,7 +120,9 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
     if not batch or merged.get("mode") not in ("colocate_sync", "one_step_off"):
         return
     schedule, actor = merged["async_training"], merged.get("actor", {})
-    mini = actor.get("ppo_mini_batch_size", Config.model_fields["actor"].default.ppo_mini_batch_size)
+    mini = actor.get(
+        "ppo_mini_batch_size", Config.model_fields["actor"].default.ppo_mini_batch_size
+    )
     require = schedule.get("require_batches", 1)
     if not all(isinstance(n, int) and n > 0 for n in (batch, mini, require)):
         return  # `parse` says what is wrong with it
@@ -125,9 +134,17 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
             f"must be a multiple of actor.ppo_mini_batch_size x async_training.require_batches = {step}",
             f"data.train_batch_size={max(step, batch // step * step)}",
         )
-    said_batch = [i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})]
-    said_trigger = [i for i, layer in enumerate(layers) if "trigger_parameter_sync_step" in (layer.get("async_training") or {})]
-    if max(said_batch) > max(said_trigger, default=-1):  # said beside or after the batch, the two must agree: `parse` checks
+    said_batch = [
+        i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})
+    ]
+    said_trigger = [
+        i
+        for i, layer in enumerate(layers)
+        if "trigger_parameter_sync_step" in (layer.get("async_training") or {})
+    ]
+    if max(said_batch) > max(
+        said_trigger, default=-1
+    ):  # said beside or after the batch, the two must agree: `parse` checks
         schedule["trigger_parameter_sync_step"] = batch // step
 
 
@@ -149,8 +166,14 @@ def _copy(value: Any) -> Any:
 def _file_layers(path: Path, seen: tuple[Path, ...]) -> list[Tree]:
     key, value = ("inherits", f"{path.name} of {seen[-1].name}") if seen else ("RECIPE", str(path))
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.7)
-        fix = str(path.parent / near[0]) if near else "the path of a YAML recipe, such as recipes/quickstart.yaml"
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.7
+        )
+        fix = (
+            str(path.parent / near[0])
+            if near
+            else "the path of a YAML recipe, such as recipes/quickstart.yaml"
+        )
         raise bad_value(key, value, "no such file", fix)
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
@@ -171,16 +194,31 @@ def _read_yaml(path: Path) -> Tree:
             shown = text[node.start_mark.index :].splitlines()[0].strip()
             fix = "write `section:` with `key: value` lines under it"
             raise _bad_recipe(str(path), shown, "a recipe is a mapping of keys", fix)
-        tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True, throw_on_missing=True)
+        tree: Any = OmegaConf.to_container(
+            OmegaConf.create(text), resolve=True, throw_on_missing=True
+        )
     except UnicodeDecodeError as error:
-        raise _bad_recipe(str(path), f"byte {error.start}", "is not UTF-8", "save it as UTF-8") from None
+        raise _bad_recipe(
+            str(path), f"byte {error.start}", "is not UTF-8", "save it as UTF-8"
+        ) from None
     except MarkedYAMLError as error:
-        line = (error.problem_mark or error.context_mark).line if error.problem_mark or error.context_mark else 0
+        line = (
+            (error.problem_mark or error.context_mark).line
+            if error.problem_mark or error.context_mark
+            else 0
+        )
         shown = (text.splitlines() or [""])[min(line, text.count("\n"))].strip()
         rule = f"is not readable as YAML: {error.problem or error.context}"
-        raise _bad_recipe(f"{path} line {line + 1}", shown, rule, "correct this line, or the one before it") from None
+        raise _bad_recipe(
+            f"{path} line {line + 1}", shown, rule, "correct this line, or the one before it"
+        ) from None
     except (YAMLError, OmegaConfBaseException, OSError) as error:
-        raise _bad_recipe(str(path), path.name, f"cannot be read: {str(error).splitlines()[0]}", "correct the file") from None
+        raise _bad_recipe(
+            str(path),
+            path.name,
+            f"cannot be read: {str(error).splitlines()[0]}",
+            "correct the file",
+        ) from None
     return {str(key): value for key, value in tree.items() if value is not None}
 
 
@@ -194,7 +232,9 @@ def _override_layer(overrides: Sequence[str]) -> Tree:
         key, equals, text = item.partition("=")
         key = key.strip().lstrip("+")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise bad_value("override", item, "must be of the form key=value", f"for example {_example(key)}")
+            raise bad_value(
+                "override", item, "must be of the form key=value", f"for example {_example(key)}"
+            )
         try:
             value = yaml.safe_load(text) if text.strip() else ""
         except YAMLError:
@@ -243,12 +283,16 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tupl
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )
 
 
 def _no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError:
     first = next(iter(section.model_fields))
-    return bad_value(key, value, "is a section: a mapping of keys", f"keys under it, such as {key}.{first}")
+    return bad_value(
+        key, value, "is a section: a mapping of keys", f"keys under it, such as {key}.{first}"
+    )
 
 
 def _example(key: str) -> str:
@@ -264,7 +308,10 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     names = list(right)
     last = wrong.rsplit(".", 1)[-1]
     section = wrong.split(".", 1)[0]
-    same = sorted((n for n in names if n.rsplit(".", 1)[-1] == last), key=lambda n: n.split(".", 1)[0] != section)
+    same = sorted(
+        (n for n in names if n.rsplit(".", 1)[-1] == last),
+        key=lambda n: n.split(".", 1)[0] != section,
+    )
     near = same[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
     if not near:
         tails = {n.rsplit(".", 1)[-1]: n for n in names}
@@ -276,9 +323,13 @@ def _explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
-        known = [k for k, f in fields.items() if isinstance(value, dict) or not _section(f.annotation)]
+        known = [
+            k for k, f in fields.items() if isinstance(value, dict) or not _section(f.annotation)
+        ]
         near = FOREIGN.get(key.removeprefix(PREFIX)) or _nearest(key, known)
-        return str(bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS))
+        return str(
+            bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
+        )
     named = re.sub(r"\.\d+$", "", key)
     field = fields.get(named)
     if field is None:
@@ -310,7 +361,11 @@ def _type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type_name(a) for a in args)
     if origin is tuple:
-        return f"list of {_type_name(args[0])}" if args[-1] is ... else f"[{', '.join(map(_type_name, args))}]"
+        return (
+            f"list of {_type_name(args[0])}"
+            if args[-1] is ...
+            else f"[{', '.join(map(_type_name, args))}]"
+        )
     if isinstance(annotation, type) and hasattr(annotation, "__members__"):
         return " | ".join(m.value for m in annotation)  # type: ignore[attr-defined]
     return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
@@ -336,7 +391,13 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, str):
         return value if value else '""'
-    return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        str(list(value))
+        if isinstance(value, tuple)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 def dump(config: Config) -> str:
@@ -349,7 +410,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if text[:1] in "+-.0123456789" else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="'" if text[:1] in "+-.0123456789" else None
+    )
 
 
 _Dumper.add_representer(str, _text)

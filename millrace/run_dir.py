@@ -68,12 +68,17 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         made = (path, *above)
     if resume == "never" and (path / "history.jsonl").exists():
         raise bad_value(
-            "trainer.run_dir", str(path), "a run is already there", "trainer.resume=auto to go on with it, or another folder"
+            "trainer.run_dir",
+            str(path),
+            "a run is already there",
+            "trainer.resume=auto to go on with it, or another folder",
         )
     notes += _lock(path)
     try:
         if not (path / "history.jsonl").exists() and (path / "config.yaml").is_file():
-            shutil.rmtree(path / "model", ignore_errors=True)  # of a run that never began, perhaps with other data
+            shutil.rmtree(
+                path / "model", ignore_errors=True
+            )  # of a run that never began, perhaps with other data
         (path / "logs").mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(dump(config))
         _take_model(found, path)
@@ -86,9 +91,13 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     """A folder for an evaluation's logs, and the checkpoint that trainer.resume (and trainer.run_dir, for auto) names."""
     resume, found = config.trainer.resume, None
     if resume == "auto":
-        run, found, _ = _newest(Path(config.trainer.run_dir) if config.trainer.run_dir else None, root, config.name)
+        run, found, _ = _newest(
+            Path(config.trainer.run_dir) if config.trainer.run_dir else None, root, config.name
+        )
         if found is None:
-            raise bad_value("trainer.run_dir", str(run or ""), "holds no whole checkpoint", "another run folder")
+            raise bad_value(
+                "trainer.run_dir", str(run or ""), "holds no whole checkpoint", "another run folder"
+            )
     elif resume not in ("never", "auto"):
         found = _checkpoint(resume)
     above = _missing(root)
@@ -120,18 +129,30 @@ def _check_same_problems(config: Config, checkpoint: Path) -> None:
         pairs["model.target_modules"] = (config.model.target_modules, before.model.target_modules)
     for key, (now, then) in pairs.items():
         if now != then:
-            raise bad_value(key, now, f"the checkpoint {checkpoint} was made with {then!r}", f"{key}={then}, or a new run")
+            raise bad_value(
+                key,
+                now,
+                f"the checkpoint {checkpoint} was made with {then!r}",
+                f"{key}={then}, or a new run",
+            )
     estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
     if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
         lacks = "critic" if "gae" in (estimator, before_it) else "greedy response to each prompt"
         has = "a" if before_it in ("gae", "remax") else "no"
         rule = f"the checkpoint {checkpoint} was made with {before_it}: it has {has} {lacks}"
-        raise bad_value("algorithm.adv_estimator", estimator, rule, f"algorithm.adv_estimator={before_it}, or a new run")
+        raise bad_value(
+            "algorithm.adv_estimator",
+            estimator,
+            rule,
+            f"algorithm.adv_estimator={before_it}, or a new run",
+        )
     if config.needs_reference != before.needs_reference:
         rule = f"the checkpoint {checkpoint} was made {'with' if before.needs_reference else 'without'} a reference policy"
         in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
         key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
-        raise bad_value(key, config.needs_reference, rule, "the KL settings of that run, or a new run")
+        raise bad_value(
+            key, config.needs_reference, rule, "the KL settings of that run, or a new run"
+        )
 
 
 def _missing(path: Path) -> tuple[Path, ...]:
@@ -143,13 +164,20 @@ def _checkpoint(resume: str) -> Path:
     found = Path(resume)
     if not found.is_dir():
         raise bad_value(
-            "trainer.resume", resume, "no such folder", "never, auto, or a folder such as RUN/checkpoints/version-000020"
+            "trainer.resume",
+            resume,
+            "no such folder",
+            "never, auto, or a folder such as RUN/checkpoints/version-000020",
         )
     try:
         verify(found)
     except CheckpointError as error:
         newest = Checkpoints(found, keep=1).newest()[0]  # where it is a run's folder
-        fix = f"trainer.resume={newest}" if newest else "trainer.resume=auto takes the newest whole checkpoint of trainer.run_dir"
+        fix = (
+            f"trainer.resume={newest}"
+            if newest
+            else "trainer.resume=auto takes the newest whole checkpoint of trainer.run_dir"
+        )
         raise bad_value("trainer.resume", resume, str(error), fix) from None
     return found
 
@@ -162,8 +190,16 @@ def _newest(path: Path | None, root: Path, name: str) -> tuple[Path | None, Path
         notes += [f"passed over a checkpoint: {why}" for why in passed]
         if found is not None:
             return folder, found, notes
-        notes.append(f"{folder} has no checkpoint" + (": the run begins from its start" if path else ""))
-    return path, None, notes if path else [*notes, f"no run of {name} in {root} has a checkpoint: a new one begins"]
+        notes.append(
+            f"{folder} has no checkpoint" + (": the run begins from its start" if path else "")
+        )
+    return (
+        path,
+        None,
+        notes
+        if path
+        else [*notes, f"no run of {name} in {root} has a checkpoint: a new one begins"],
+    )
 
 
 _locks: dict[Path, int] = {}
@@ -187,11 +223,16 @@ def _lock(path: Path) -> list[str]:
         who = os.read(lock, 200).decode(errors="replace").strip()
         os.close(lock)
         raise bad_value(
-            "trainer.run_dir", str(path), f"{who or 'another run'} is writing here", "wait for it, or another folder"
+            "trainer.run_dir",
+            str(path),
+            f"{who or 'another run'} is writing here",
+            "wait for it, or another folder",
         ) from None
     except OSError as error:
         os.close(lock)
-        return [f"{path} cannot be locked ({error.strerror}): see to it that no other process trains there"]
+        return [
+            f"{path} cannot be locked ({error.strerror}): see to it that no other process trains there"
+        ]
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _locks[path.resolve()] = lock
@@ -211,7 +252,9 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
-    return sorted((int(m[1]), p) for p in root.glob(f"{name}-*") if (m := pattern.fullmatch(p.name)))
+    return sorted(
+        (int(m[1]), p) for p in root.glob(f"{name}-*") if (m := pattern.fullmatch(p.name))
+    )
 
 
 def _next(root: Path, name: str) -> Path:
@@ -225,6 +268,8 @@ def _next(root: Path, name: str) -> Path:
             number += 1
         except OSError as error:
             rule = f"{path} cannot be made: {error.strerror or error}"
-            raise bad_value("trainer.run_dir", "", rule, "trainer.run_dir=FOLDER, one that can be written to") from None
+            raise bad_value(
+                "trainer.run_dir", "", rule, "trainer.run_dir=FOLDER, one that can be written to"
+            ) from None
         else:
             return path

@@ -36,7 +36,10 @@ def show(console: Console, outcome: Outcome) -> None:
     if outcome.last is not None:
         console.print(_comparison(outcome.first, outcome.last))
         console.print(_transcripts(outcome.first, outcome.last))
-    times, say = outcome.timings, partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    times, say = (
+        outcome.timings,
+        partial(console.print, highlight=False, markup=False, soft_wrap=True),
+    )
     say(
         f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, {outcome.versions} versions; "
         f"start {times.get('start', 0):.1f} s, warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
@@ -57,7 +60,11 @@ def _comparison(first: Result | None, last: Result) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     for name, value in last.values.items():
         before = first.values.get(name) if first else None
-        table.add_row(Text(name.removeprefix("val/")), "-" if before is None else f"{before:.3f}", f"{value:.3f}")
+        table.add_row(
+            Text(name.removeprefix("val/")),
+            "-" if before is None else f"{before:.3f}",
+            f"{value:.3f}",
+        )
     return table
 
 

@@ -35,7 +35,13 @@ from millrace.types import (
 class RolloutCase:
     """What a rollout engine is asked during its checks."""
 
-    prompts: tuple[tuple[int, ...], ...] = ((3, 4, 5, 6), (7, 3), (5, 5, 5, 5, 5, 4), (6,), (4, 7, 3, 6, 5))
+    prompts: tuple[tuple[int, ...], ...] = (
+        (3, 4, 5, 6),
+        (7, 3),
+        (5, 5, 5, 5, 5, 4),
+        (6,),
+        (4, 7, 3, 6, 5),
+    )
     """Token ids that the engine's model knows."""
     length: int = 48
     """Tokens of a long response, which together with any prompt fits the engine. Interrupts must hit it on the way."""
@@ -47,7 +53,9 @@ class RolloutCase:
     """Seconds any wait may take."""
 
 
-async def check_rollout_engine(make: Callable[[], Awaitable[RolloutEngine]], case: RolloutCase | None = None) -> None:
+async def check_rollout_engine(
+    make: Callable[[], Awaitable[RolloutEngine]], case: RolloutCase | None = None
+) -> None:
     """Run every check on a fresh engine of `make`."""
     case = case or RolloutCase()
     for check in _ROLLOUT_CHECKS:
@@ -55,7 +63,9 @@ async def check_rollout_engine(make: Callable[[], Awaitable[RolloutEngine]], cas
         try:
             await asyncio.wait_for(check(engine, case), case.timeout_s)
         except TimeoutError:
-            raise AssertionError(f"{check.__name__}: still waiting after {case.timeout_s} s") from None
+            raise AssertionError(
+                f"{check.__name__}: still waiting after {case.timeout_s} s"
+            ) from None
         finally:
             await engine.close()
 
@@ -70,11 +80,19 @@ def joined(segments: Sequence[Segment]) -> Tokens:
 
 def _well_formed(segments: tuple[Segment, ...], params: SamplingParams) -> None:
     for segment in segments:
-        assert isinstance(segment.tokens, array) and segment.tokens.typecode == "i", "tokens must be array('i')"
-        assert isinstance(segment.log_probs, array) and segment.log_probs.typecode == "f", "log_probs must be array('f')"
+        assert isinstance(segment.tokens, array) and segment.tokens.typecode == "i", (
+            "tokens must be array('i')"
+        )
+        assert isinstance(segment.log_probs, array) and segment.log_probs.typecode == "f", (
+            "log_probs must be array('f')"
+        )
         assert segment.tokens, "a segment without tokens"
-        assert segment.author is Author.POLICY, f"an engine's segment is the policy's, not {segment.author}"
-        assert segment.version >= 0, f"version {segment.version}: each segment names the version that drew it"
+        assert segment.author is Author.POLICY, (
+            f"an engine's segment is the policy's, not {segment.author}"
+        )
+        assert segment.version >= 0, (
+            f"version {segment.version}: each segment names the version that drew it"
+        )
         assert len(segment.log_probs) == len(segment.tokens), "one log-prob for each token"
         bad = [x for x in segment.log_probs if not (math.isfinite(x) and x <= 1e-6)]
         assert not bad, f"log-probs are finite and not positive, found {bad[:3]}"
@@ -104,12 +122,18 @@ async def _limits_are_kept(engine: RolloutEngine, case: RolloutCase) -> None:
     for limit in (1, 2, case.length):
         params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=limit)
         got = await _generate(engine, case.prompts[0], params)
-        assert len(joined(got)) == limit, f"ignore_eos draws exactly max_tokens={limit}, got {len(joined(got))}"
-        assert got[-1].stop is Stop.LENGTH, f"stop of a response at its limit is LENGTH, not {got[-1].stop}"
+        assert len(joined(got)) == limit, (
+            f"ignore_eos draws exactly max_tokens={limit}, got {len(joined(got))}"
+        )
+        assert got[-1].stop is Stop.LENGTH, (
+            f"stop of a response at its limit is LENGTH, not {got[-1].stop}"
+        )
     for seed, prompt in enumerate(case.prompts):
         params = SamplingParams(max_tokens=8, seed=seed)
         got = await _generate(engine, prompt, params)
-        assert got and got[-1].stop in (Stop.EOS, Stop.LENGTH), f"stop is {got[-1].stop if got else None}"
+        assert got and got[-1].stop in (Stop.EOS, Stop.LENGTH), (
+            f"stop is {got[-1].stop if got else None}"
+        )
         if got[-1].stop is Stop.LENGTH:
             assert len(joined(got)) == 8, f"LENGTH after {len(joined(got))} of 8 tokens"
 
@@ -126,23 +150,40 @@ async def _seeds_repeat(engine: RolloutEngine, case: RolloutCase) -> None:
 
 async def _batch_does_not_matter(engine: RolloutEngine, case: RolloutCase) -> None:
     jobs = [
-        (prompt, SamplingParams(max_tokens=6 + 5 * i, ignore_eos=True, seed=10 * i + j, temperature=0.0 if j == 2 else 1.0))
+        (
+            prompt,
+            SamplingParams(
+                max_tokens=6 + 5 * i,
+                ignore_eos=True,
+                seed=10 * i + j,
+                temperature=0.0 if j == 2 else 1.0,
+            ),
+        )
         for i, prompt in enumerate(case.prompts)
         for j in range(3)
     ]
     alone = [joined(await _generate(engine, *job)) for job in jobs]
     together = await asyncio.gather(*(_generate(engine, *job) for job in reversed(jobs)))
     for (prompt, params), one, many in zip(jobs, alone, reversed(together), strict=True):
-        assert one == joined(many), f"prompt {prompt}, {params}: alone {one.tolist()}, in a batch {joined(many).tolist()}"
+        assert one == joined(many), (
+            f"prompt {prompt}, {params}: alone {one.tolist()}, in a batch {joined(many).tolist()}"
+        )
 
 
 async def _interrupt_returns_all(engine: RolloutEngine, case: RolloutCase) -> None:
     await engine.interrupt()  # with nothing running it just returns
     params = SamplingParams(max_tokens=case.length, ignore_eos=True)
     count = min((await engine.stats()).slots, 14) + 2
-    tasks = [asyncio.create_task(_generate(engine, case.prompts[i % len(case.prompts)], params)) for i in range(count)]
+    tasks = [
+        asyncio.create_task(_generate(engine, case.prompts[i % len(case.prompts)], params))
+        for i in range(count)
+    ]
     kept = asyncio.create_task(
-        _generate(engine, case.prompts[1], SamplingParams(max_tokens=case.length, ignore_eos=True, interruptible=False))
+        _generate(
+            engine,
+            case.prompts[1],
+            SamplingParams(max_tokens=case.length, ignore_eos=True, interruptible=False),
+        )
     )
     await _drawing(engine, 2, case)
     await engine.interrupt()
@@ -150,31 +191,49 @@ async def _interrupt_returns_all(engine: RolloutEngine, case: RolloutCase) -> No
     assert not late, f"interrupt() returned while {len(late)} of {count} generate calls had not"
     results = [t.result() for t in tasks]
     stopped = [r for r in results if not r or r[-1].stop is Stop.INTERRUPTED]
-    assert stopped, f"nothing was interrupted: {case.length} tokens were drawn before interrupt() came. Give a longer length"
+    assert stopped, (
+        f"nothing was interrupted: {case.length} tokens were drawn before interrupt() came. Give a longer length"
+    )
     for got in results:
         if got and got[-1].stop is not Stop.INTERRUPTED:
-            assert len(joined(got)) == case.length, f"stop {got[-1].stop} after {len(joined(got))} of {case.length} tokens"
+            assert len(joined(got)) == case.length, (
+                f"stop {got[-1].stop} after {len(joined(got))} of {case.length} tokens"
+            )
     got = await kept
-    assert got[-1].stop is Stop.LENGTH, f"a request with interruptible=False ended with {got[-1].stop}"
-    assert len(joined(got)) == case.length, f"a request with interruptible=False drew {len(joined(got))} of {case.length}"
+    assert got[-1].stop is Stop.LENGTH, (
+        f"a request with interruptible=False ended with {got[-1].stop}"
+    )
+    assert len(joined(got)) == case.length, (
+        f"a request with interruptible=False drew {len(joined(got))} of {case.length}"
+    )
 
 
 async def _resume_goes_on(engine: RolloutEngine, case: RolloutCase) -> None:
     for temperature in (0.0, 1.0):
         prompt = case.prompts[0]
-        params = SamplingParams(max_tokens=case.length, ignore_eos=True, temperature=temperature, seed=5)
+        params = SamplingParams(
+            max_tokens=case.length, ignore_eos=True, temperature=temperature, seed=5
+        )
         whole = joined(await _generate(engine, prompt, params))
         task = asyncio.create_task(_generate(engine, prompt, params))
         await _drawing(engine, 1, case)
         await engine.interrupt()
         first = await task
-        assert first and first[-1].stop is Stop.INTERRUPTED, "not interrupted on its way. Give a longer length, a shorter poll_s"
+        assert first and first[-1].stop is Stop.INTERRUPTED, (
+            "not interrupted on its way. Give a longer length, a shorter poll_s"
+        )
         done = joined(first)
         rest_params = SamplingParams(
-            max_tokens=case.length - len(done), ignore_eos=True, temperature=temperature, seed=5, offset=len(done)
+            max_tokens=case.length - len(done),
+            ignore_eos=True,
+            temperature=temperature,
+            seed=5,
+            offset=len(done),
         )
         rest = joined(await _generate(engine, [*prompt, *done], rest_params))
-        assert len(done) + len(rest) == case.length, f"{len(done)} + {len(rest)} tokens, not {case.length}"
+        assert len(done) + len(rest) == case.length, (
+            f"{len(done)} + {len(rest)} tokens, not {case.length}"
+        )
         if temperature == 0 or case.exact_resume:
             assert done + rest == whole, (
                 f"temperature {temperature}, interrupted after {len(done)}: {(done + rest).tolist()}, in one go {whole.tolist()}"
@@ -186,11 +245,15 @@ async def _stats_move(engine: RolloutEngine, case: RolloutCase) -> None:
     assert before.slots >= 1, f"{before.slots} decode slots"
     await _generate(engine, case.prompts[0], SamplingParams(max_tokens=9, ignore_eos=True))
     after = await engine.stats()
-    assert after.tokens - before.tokens == 9, f"9 tokens were drawn, stats count {after.tokens - before.tokens}"
+    assert after.tokens - before.tokens == 9, (
+        f"9 tokens were drawn, stats count {after.tokens - before.tokens}"
+    )
     assert after.prefill_tokens > before.prefill_tokens, "prefill_tokens did not move"
     assert after.busy_slot_s > before.busy_slot_s, "busy_slot_s did not move"
     await asyncio.sleep(case.poll_s)
-    assert (await engine.stats()).busy_slot_s == after.busy_slot_s, "busy_slot_s grows while nothing runs"
+    assert (await engine.stats()).busy_slot_s == after.busy_slot_s, (
+        "busy_slot_s grows while nothing runs"
+    )
 
 
 async def _cancel_frees_slots(engine: RolloutEngine, case: RolloutCase) -> None:
@@ -215,7 +278,9 @@ async def _sleep_and_wake(engine: RolloutEngine, case: RolloutCase) -> None:
     await engine.sleep()
     await engine.wake()
     after = joined(await _generate(engine, case.prompts[0], params))
-    assert before == after, f"greedy tokens {before.tolist()} before sleep, {after.tolist()} after wake"
+    assert before == after, (
+        f"greedy tokens {before.tolist()} before sleep, {after.tolist()} after wake"
+    )
 
 
 _ROLLOUT_CHECKS = (
@@ -249,7 +314,9 @@ class TrainCase:
     """Largest difference between log-probs of one trajectory in different batches."""
 
 
-async def check_train_engine(make: Callable[[], Awaitable[TrainEngine]], case: TrainCase | None = None) -> None:
+async def check_train_engine(
+    make: Callable[[], Awaitable[TrainEngine]], case: TrainCase | None = None
+) -> None:
     """Run every check on fresh engines of `make`, which all start from the same weights."""
     case = case or TrainCase()
     for check in _TRAIN_CHECKS:
@@ -273,39 +340,75 @@ def train_samples(case: TrainCase, count: int, seed: int = 0) -> tuple[Sample, .
         return Segment(ids(length), version=0, log_probs=floats_of([log_prob] * length), stop=stop)
 
     def trajectory(j: int) -> Trajectory:
-        turns = (said(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
+        turns = (
+            (said(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
+        )
         return Trajectory((*turns, said(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
 
     return tuple(
-        Sample(Prompt(i, ids(rng.randint(1, 4)), "", "check"), tuple(trajectory(j) for j in range(4))) for i in range(count)
+        Sample(
+            Prompt(i, ids(rng.randint(1, 4)), "", "check"), tuple(trajectory(j) for j in range(4))
+        )
+        for i in range(count)
     )
 
 
 def _difference(a: list[list[float]], b: list[list[float]]) -> float:
-    assert [len(x) for x in a] == [len(x) for x in b], "log_probs of the same samples have different shapes"
-    return max((abs(x - y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)), default=0.0)
+    assert [len(x) for x in a] == [len(x) for x in b], (
+        "log_probs of the same samples have different shapes"
+    )
+    return max(
+        (
+            abs(x - y)
+            for row, other in zip(a, b, strict=True)
+            for x, y in zip(row, other, strict=True)
+        ),
+        default=0.0,
+    )
 
 
-async def _optimizer_steps_are_counted(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
+async def _optimizer_steps_are_counted(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
     for count, steps in ((case.mini_batch_size, 1), (2 * case.mini_batch_size + 1, 3), (1, 1)):
         report = await engine.step(TrainBatch(train_samples(case, count), 0))
-        assert report.optimizer_steps == steps, f"{count} samples by {case.mini_batch_size}: {report.optimizer_steps} steps"
-        bad = {k: v for k, v in report.metrics.items() if not (isinstance(v, float) and math.isfinite(v))}
+        assert report.optimizer_steps == steps, (
+            f"{count} samples by {case.mini_batch_size}: {report.optimizer_steps} steps"
+        )
+        bad = {
+            k: v
+            for k, v in report.metrics.items()
+            if not (isinstance(v, float) and math.isfinite(v))
+        }
         assert not bad, f"metrics are finite floats, found {bad}"
 
 
-async def _log_probs_are_those_of_the_policys_tokens(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
+async def _log_probs_are_those_of_the_policys_tokens(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
     samples = train_samples(case, 3)
     together = await engine.log_probs(samples)
-    own = [[s for s in t.segments if s.author is Author.POLICY] for x in samples for t in x.trajectories]
-    assert [len(x) for x in together] == [len(joined(x)) for x in own], "one log-prob for each token of the policy, by trajectory"
-    assert all(math.isfinite(x) and x <= 1e-6 for row in together for x in row), "log-probs are finite and not positive"
+    own = [
+        [s for s in t.segments if s.author is Author.POLICY]
+        for x in samples
+        for t in x.trajectories
+    ]
+    assert [len(x) for x in together] == [len(joined(x)) for x in own], (
+        "one log-prob for each token of the policy, by trajectory"
+    )
+    assert all(math.isfinite(x) and x <= 1e-6 for row in together for x in row), (
+        "log-probs are finite and not positive"
+    )
     alone = [row for sample in samples for row in await engine.log_probs((sample,))]
     worst = _difference(together, alone)
-    assert worst <= case.tolerance, f"log-probs differ by {worst} between batches: rows see each other"
+    assert worst <= case.tolerance, (
+        f"log-probs differ by {worst} between batches: rows see each other"
+    )
 
 
-async def _rewarded_trajectories_become_likelier(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
+async def _rewarded_trajectories_become_likelier(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
     samples = train_samples(case, case.mini_batch_size)
 
     async def gap() -> float:
@@ -316,10 +419,14 @@ async def _rewarded_trajectories_become_likelier(engine: TrainEngine, _: TrainEn
     for step in range(case.learn_steps):
         await engine.step(TrainBatch(samples, step))
     after = await gap()
-    assert after > before, f"log-prob of rewarded over other trajectories was {before}, is {after} after training"
+    assert after > before, (
+        f"log-prob of rewarded over other trajectories was {before}, is {after} after training"
+    )
 
 
-async def _same_calls_same_weights(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
+async def _same_calls_same_weights(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
     samples = train_samples(case, 3)
     results = []
     for each in (engine, other):
@@ -327,10 +434,14 @@ async def _same_calls_same_weights(engine: TrainEngine, other: TrainEngine, case
             await each.step(TrainBatch(train_samples(case, case.mini_batch_size + 1, seed), seed))
         results.append(await each.log_probs(samples))
     worst = _difference(*results)
-    assert worst <= (0.0 if case.exact else case.tolerance), f"the same steps on two engines differ by {worst}"
+    assert worst <= (0.0 if case.exact else case.tolerance), (
+        f"the same steps on two engines differ by {worst}"
+    )
 
 
-async def _a_checkpoint_goes_on_as_if_nothing_happened(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
+async def _a_checkpoint_goes_on_as_if_nothing_happened(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
     samples = train_samples(case, 3)
 
     def batch(seed: int) -> TrainBatch:
@@ -344,15 +455,24 @@ async def _a_checkpoint_goes_on_as_if_nothing_happened(engine: TrainEngine, othe
     limit = 0.0 if case.exact else case.tolerance
     for seed in (2, 3):
         worst = _difference(await engine.log_probs(samples), await other.log_probs(samples))
-        assert worst <= limit, f"log-probs differ by {worst} after a checkpoint and {seed - 2} more steps"
+        assert worst <= limit, (
+            f"log-probs differ by {worst} after a checkpoint and {seed - 2} more steps"
+        )
         reports = [await each.step(batch(seed)) for each in (engine, other)]
         if case.exact:
-            assert reports[0] == reports[1], f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
+            assert reports[0] == reports[1], (
+                f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
+            )
 
 
-async def _a_staged_checkpoint_is_the_state_at_its_cut(engine: TrainEngine, other: TrainEngine, case: TrainCase) -> None:
+async def _a_staged_checkpoint_is_the_state_at_its_cut(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
     """Though the engine steps on, sleeps and saves once more before it is awaited."""
-    samples, batches = train_samples(case, 3), [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)]
+    samples, batches = (
+        train_samples(case, 3),
+        [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)],
+    )
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
         cuts, reports = [], [await engine.step(batches[0])]
         for k, target in enumerate((folder, later), start=1):
@@ -363,14 +483,18 @@ async def _a_staged_checkpoint_is_the_state_at_its_cut(engine: TrainEngine, othe
             await engine.wake()
         await engine.saved()
         await engine.saved()
-        for target, cut, batch, report in zip((folder, later), cuts, batches[1:], reports[1:], strict=True):
+        for target, cut, batch, report in zip(
+            (folder, later), cuts, batches[1:], reports[1:], strict=True
+        ):
             await other.load(target)
             worst = _difference(cut, await other.log_probs(samples))
             assert worst <= (0.0 if case.exact else case.tolerance), (
                 f"log-probs of a staged save differ by {worst} from its cut's"
             )
             found = await other.step(batch)
-            assert found == report or not case.exact, f"a step after a staged save reports {found}, the one beside it {report}"
+            assert found == report or not case.exact, (
+                f"a step after a staged save reports {found}, the one beside it {report}"
+            )
 
 
 async def _training_sleeps_and_wakes(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:

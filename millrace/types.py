@@ -95,7 +95,9 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.author is Author.POLICY and len(self.log_probs) != len(self.tokens):
-            raise ValueError(f"a policy segment of {len(self.tokens)} tokens has {len(self.log_probs)} log-probs")
+            raise ValueError(
+                f"a policy segment of {len(self.tokens)} tokens has {len(self.log_probs)} log-probs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +190,6 @@ class Sample:
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest version in any trajectory that is trained; the version at admission if nothing was drawn."""
-        return min((v for t in self.trajectories for v in t.versions), default=self.admitted_version)
+        return min(
+            (v for t in self.trajectories for v in t.versions), default=self.admitted_version
+        )

@@ -46,7 +46,9 @@ class Worker:
         from torch.distributed import TCPStore
 
         if self._store is None:
-            self._store = TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=_CONNECT_S))
+            self._store = TCPStore(
+                address[0], address[1], None, False, timeout=timedelta(seconds=_CONNECT_S)
+            )
         self._store.set_timeout(timedelta(seconds=config.trainer.wait_deadline_s))
         return self._store
 
@@ -58,7 +60,9 @@ class TrainWorker(Worker):
     engine: FsdpTrainEngine
     sender: Sender | Silent | IpcSender
 
-    async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> dict[str, Any]:
+    async def build(
+        self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
+    ) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
         from millrace.engines import fsdp_train
         from millrace.engines.device import join_group, prepare
@@ -77,7 +81,12 @@ class TrainWorker(Worker):
         optim = self.config.actor.optim
         if phase == "sft":
             sft = self.config.sft
-            shape = {"lr": sft.lr, "lr_warmup_steps": sft.lr_warmup_steps, "lr_scheduler_type": "linear", "min_lr_ratio": 0.0}
+            shape = {
+                "lr": sft.lr,
+                "lr_warmup_steps": sft.lr_warmup_steps,
+                "lr_scheduler_type": "linear",
+                "min_lr_ratio": 0.0,
+            }
             optim = optim.model_copy(update=shape)
         self.engine.begin(optim, horizon)
 
@@ -132,12 +141,16 @@ class RolloutWorker(Worker):
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver
 
-            join = VllmReceiver.join(self.engine, self._meet(address, resolved), address, replica, config, resolved)  # type: ignore[arg-type]
+            join = VllmReceiver.join(
+                self.engine, self._meet(address, resolved), address, replica, config, resolved
+            )  # type: ignore[arg-type]
             self.receiver = await join
         else:
             from millrace.sync.collective import Receiver
 
-            self.receiver = await Receiver.join(self.engine, self._meet(address, resolved), replica, resolved)  # type: ignore[arg-type]
+            self.receiver = await Receiver.join(
+                self.engine, self._meet(address, resolved), replica, resolved
+            )  # type: ignore[arg-type]
 
 
 def _vllm_environment(model_folder: str) -> None:
@@ -150,7 +163,9 @@ def _vllm_environment(model_folder: str) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer is on these cores too
     }
     if os.path.isdir(model_folder):
-        defaults["HF_HUB_OFFLINE"] = "1"  # vLLM asks the hub about local folders, for minutes where there is no network
+        defaults["HF_HUB_OFFLINE"] = (
+            "1"  # vLLM asks the hub about local folders, for minutes where there is no network
+        )
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

@@ -16,7 +16,11 @@ from millrace.launch import Outcome
 from millrace.pipeline.validation import Result, Transcript
 
 QUICKSTART = str(Path(__file__).parent.parent / "recipes" / "quickstart.yaml")
-SMALL = ["data.train_files=['task:copy?size=100']", "data.val_files=[]", "model.shape.hidden_size=16"]
+SMALL = [
+    "data.train_files=['task:copy?size=100']",
+    "data.val_files=[]",
+    "model.shape.hidden_size=16",
+]
 
 
 @pytest.fixture
@@ -48,7 +52,12 @@ def test_the_command_is_installed():
 def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
     code, out, _ = run("--help")
     assert code == 0
-    for part in ("millrace train recipes/quickstart.yaml", "key=value", "--help-config", "130 or 143"):
+    for part in (
+        "millrace train recipes/quickstart.yaml",
+        "key=value",
+        "--help-config",
+        "130 or 143",
+    ):
         assert part in out
     for command in ("train", "sft", "eval", "export", "ledger", "doctor"):
         assert f" {command} " in out
@@ -67,15 +76,21 @@ def test_help_config_prints_every_key(run):
     code, out, _ = run("train", "--help-config", "--json")
     keys = json.loads(out)
     assert code == 0 and list(keys) == [key for key, _ in recipe.all_keys()]
-    assert all(set(value) == {"type", "default", "meaning"} and value["meaning"] for value in keys.values())
+    assert all(
+        set(value) == {"type", "default", "meaning"} and value["meaning"] for value in keys.values()
+    )
 
 
 def test_a_dry_run_prints_the_configuration_and_every_derived_number(run, tmp_path):
-    code, out, err = run("train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json")
+    code, out, err = run(
+        "train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json"
+    )
     assert (code, err) == (0, "")
     printed = json.loads(out.splitlines()[-1])
     assert set(printed) == {"config", "derived"}
-    assert printed["config"] == recipe.load(QUICKSTART, [*SMALL, "trainer.total_epochs=3"]).model_dump(mode="json")
+    assert printed["config"] == recipe.load(
+        QUICKSTART, [*SMALL, "trainer.total_epochs=3"]
+    ).model_dump(mode="json")
     assert printed["derived"] == {
         "window": 64,
         "capacity": 96,
@@ -102,7 +117,9 @@ def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(run, tmp_pat
 
 def test_a_dry_run_checks_the_data_too(run):
     code, out, err = run("train", QUICKSTART, "data.train_files=[nowhere.jsonl]", "--dry-run")
-    assert (code, out) == (2, "") and err.startswith("error: data.train_files = 'nowhere.jsonl': no such file")
+    assert (code, out) == (2, "") and err.startswith(
+        "error: data.train_files = 'nowhere.jsonl': no such file"
+    )
 
 
 def test_a_command_without_arguments_says_what_is_missing(run):
@@ -115,21 +132,33 @@ def test_a_command_without_arguments_says_what_is_missing(run):
 
 def test_sft_without_steps_is_refused(run):
     code, _, err = run("sft", QUICKSTART, "sft.steps=0")
-    assert code == 2 and err == "error: sft.steps = 0: there is nothing to do. Fix: sft.steps=200.\n"
+    assert (
+        code == 2 and err == "error: sft.steps = 0: there is nothing to do. Fix: sft.steps=200.\n"
+    )
 
 
 def test_a_ledger_of_what_is_no_run_is_refused(run, tmp_path):
     for folder in ("nowhere", "."):
         code, out, err = run("ledger", folder)
         assert (code, out) == (2, "")
-        assert err.startswith(f"error: RUN = {folder!r}: has no history.jsonl: not a run folder. Fix: ")
+        assert err.startswith(
+            f"error: RUN = {folder!r}: has no history.jsonl: not a run folder. Fix: "
+        )
 
 
 def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ()) -> None:
     lines: list[dict] = [{"event": "start", "attempt": 1, "version": 0}]
     for version, samples in enumerate(trained, 1):
         admitted = sum(map(len, trained[:version])) + len(held)
-        lines.append({"event": "version", "attempt": 1, "version": version, "admitted": admitted, "trained": samples})
+        lines.append(
+            {
+                "event": "version",
+                "attempt": 1,
+                "version": version,
+                "admitted": admitted,
+                "trained": samples,
+            }
+        )
     lines.append({**lines[-1], "event": "end", "trained": [], "held": list(held), "complete": True})
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -138,7 +167,12 @@ def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(run, tm
     write_history(tmp_path, [0, 1], [2, 3])
     code, out, _ = run("ledger", ".", "--json")
     found = json.loads(out)
-    assert code == 0 and (found["admitted"], found["trained"], found["lost"], found["trained_twice"]) == (4, 4, 0, 0)
+    assert code == 0 and (
+        found["admitted"],
+        found["trained"],
+        found["lost"],
+        found["trained_twice"],
+    ) == (4, 4, 0, 0)
     write_history(tmp_path, [0, 1], [1, 3])
     code, out, _ = run("ledger", ".", "--json")
     found = json.loads(out)
@@ -152,7 +186,11 @@ def test_the_doctor_reports_as_json_and_as_a_table(run):
     assert {"Python", "torch", "transformers", "pydantic"} <= names
     assert all(set(check) == {"name", "state", "found", "fix"} for check in report["checks"])
     assert all(check["fix"] for check in report["checks"] if check["state"] == "bad")
-    assert report["complete"] == all(check["state"] != "bad" for check in report["checks"]) == (code == 0)
+    assert (
+        report["complete"]
+        == all(check["state"] != "bad" for check in report["checks"])
+        == (code == 0)
+    )
     again, table, _ = run("doctor")
     assert again == code and "Python" in table
 
@@ -163,7 +201,9 @@ def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
 
     monkeypatch.setattr(recipe, "load", broken)
     code, _, err = run("train", QUICKSTART)
-    assert code == 1 and "Traceback" in err and err.endswith("\nerror: RuntimeError: no such luck\n")
+    assert (
+        code == 1 and "Traceback" in err and err.endswith("\nerror: RuntimeError: no such luck\n")
+    )
 
 
 def test_the_first_cause_of_a_group_is_no_mere_cancellation():
@@ -177,7 +217,9 @@ def test_the_first_cause_of_a_group_is_no_mere_cancellation():
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_an_address_runs_on_that_ray_cluster(run, command):
-    code, out, _ = run(command, QUICKSTART, *SMALL, "--address", "10.0.0.1:6379", "--dry-run", "--json")
+    code, out, _ = run(
+        command, QUICKSTART, *SMALL, "--address", "10.0.0.1:6379", "--dry-run", "--json"
+    )
     trainer = json.loads(out)["config"]["trainer"]
     assert code == 0 and (trainer["runtime"], trainer["ray_address"]) == ("ray", "10.0.0.1:6379")
 
@@ -193,7 +235,9 @@ def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_t
     lines = [line.strip() for line in out.splitlines()]
     assert "critic.optim.lr <float> = 1e-05" in lines and "actor.optim.lr <float> = 1e-06" in lines
     assert "actor.optim.betas <[float, float]> = [0.9, 0.999]" in lines
-    assert any(line.startswith("actor.loss_agg_mode <") and line.endswith("= null") for line in lines)
+    assert any(
+        line.startswith("actor.loss_agg_mode <") and line.endswith("= null") for line in lines
+    )
 
 
 def test_with_json_a_failure_is_an_object_too(run):
@@ -207,8 +251,14 @@ def test_with_json_a_failure_is_an_object_too(run):
     ("said", "fix"),
     [
         ("actor.clip_ratio=0.2", "Fix: actor.clip_ratio_low and actor.clip_ratio_high"),
-        ("trainer.total_training_steps=100", "Fix: rollout.total_rollout_steps, which counts samples"),
-        ("trainer.project_name=mine", "no such key. Fix: `millrace train --help-config` prints every key"),
+        (
+            "trainer.total_training_steps=100",
+            "Fix: rollout.total_rollout_steps, which counts samples",
+        ),
+        (
+            "trainer.project_name=mine",
+            "no such key. Fix: `millrace train --help-config` prints every key",
+        ),
         ("rollout.n", "Fix: for example rollout.n=8"),
         ("actor.optim.betas=[2,0.9]", "actor.optim.betas.0 = 2: must be less than 1"),
         ("trainer.seed=99999999999999999999", "trainer.seed = 99999999999999999999"),
@@ -237,7 +287,9 @@ def test_what_models_and_folders_are_called_is_no_markup():
 
 
 def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
-    monkeypatch.setattr(checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")])
+    monkeypatch.setattr(
+        checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")]
+    )
     _, out, _ = run("doctor")
     assert "missing [a]" in out and "pip install 'y[z]'" in out
 

@@ -18,9 +18,15 @@ def make(**sections) -> Config:
     return Config.model_validate(sections)
 
 
-@pytest.mark.parametrize(("key", "field"), list(recipe.all_keys()), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("key", "field"), list(recipe.all_keys()), ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_every_key_has_a_docstring_of_a_sentence(key, field):
-    assert field.description and field.description.strip().endswith(".") and len(field.description) >= 6
+    assert (
+        field.description
+        and field.description.strip().endswith(".")
+        and len(field.description) >= 6
+    )
 
 
 def test_describe_has_every_key_with_type_and_default():
@@ -29,7 +35,11 @@ def test_describe_has_every_key_with_type_and_default():
 
     def leaves(tree, prefix=""):
         for key, value in tree.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+            yield from (
+                leaves(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and value
+                else [f"{prefix}{key}"]
+            )
 
     with_type = {key for key, (kind, _) in described.items() if kind}
     assert with_type == set(leaves(Config().model_dump(mode="json")))
@@ -61,7 +71,9 @@ counts = st.integers(1, 40)
     rows=st.integers(1, 1000),
     n=st.integers(2, 16),
 )
-def test_derived_numbers_follow_from_the_keys(mini, require, trigger, staleness, samples, epochs, passes, rows, n):
+def test_derived_numbers_follow_from_the_keys(
+    mini, require, trigger, staleness, samples, epochs, passes, rows, n
+):
     config = make(
         actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs},
         async_training={
@@ -82,7 +94,9 @@ def test_derived_numbers_follow_from_the_keys(mini, require, trigger, staleness,
     assert (derived.versions - 1) * window < derived.samples <= derived.versions * window
     assert derived.lr_horizon == derived.optimizer_steps
     assert derived.optimizer_steps % epochs == 0
-    assert derived.optimizer_steps // epochs == derived.samples // mini + (derived.samples % mini > 0)
+    assert derived.optimizer_steps // epochs == derived.samples // mini + (
+        derived.samples % mini > 0
+    )
     assert derived.lookahead == (window if staleness else 1)
     assert derived.lag_bound == (derived.capacity + derived.lookahead - 2) // window
     assert config.derived(None).samples == samples
@@ -117,7 +131,9 @@ def test_nodes_are_shared_where_both_sides_fit(train, rollout, in_node, nodes):
         rollout={"nnodes": rollout[0], "n_gpus_per_node": rollout[1]},
     )
     assert nodes_needed(config) == config.derived().nodes_needed == nodes
-    assert config.trainer_ranks == train[0] * train[1] and config.replicas == rollout[0] * rollout[1]
+    assert (
+        config.trainer_ranks == train[0] * train[1] and config.replicas == rollout[0] * rollout[1]
+    )
 
 
 def test_colocated_sides_are_on_the_same_nodes():
@@ -140,13 +156,20 @@ def test_a_micro_batch_holds_the_longest_trajectory_or_is_refused(prompt, respon
     if room >= prompt + response:
         make(**sections)
     else:
-        with pytest.raises(ConfigError, match=rf"ppo_max_token_len_per_gpu = {room}: .* = {prompt + response} tokens"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"ppo_max_token_len_per_gpu = {room}: .* = {prompt + response} tokens",
+        ):
             make(**sections)
 
 
 @given(heads=st.integers(1, 12), groups=st.integers(1, 12), size=st.integers(1, 12))
 def test_shapes_with_whole_even_heads_are_taken(heads, groups, size):
-    shape = {"hidden_size": heads * size, "num_attention_heads": heads, "num_key_value_heads": groups}
+    shape = {
+        "hidden_size": heads * size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
     if size % 2 == 0 and heads % groups == 0:
         make(model={"shape": shape})
     else:
@@ -156,7 +179,11 @@ def test_shapes_with_whole_even_heads_are_taken(heads, groups, size):
 
 @given(batch=st.integers(1, 300), mini=st.integers(1, 16), mode=st.sampled_from(sorted(MODES)))
 def test_a_train_batch_is_the_window_or_refused(batch, mini, mode):
-    tree = {"mode": mode, "data": {"train_batch_size": batch}, "actor": {"ppo_mini_batch_size": mini}}
+    tree = {
+        "mode": mode,
+        "data": {"train_batch_size": batch},
+        "actor": {"ppo_mini_batch_size": mini},
+    }
     if mode in ("colocate_sync", "one_step_off") and batch % mini == 0:
         assert recipe.parse(recipe.resolve([tree])).schedule.window == batch
     else:

@@ -38,7 +38,9 @@ NAMES = {
     "estimators": get_args(config.Estimator),
     "policy losses": get_args(LossMode),
     "KL types": get_args(config.KlType),
-    "KL types of the reward": get_args(config.AlgorithmConfig.model_fields["kl_penalty"].annotation),
+    "KL types of the reward": get_args(
+        config.AlgorithmConfig.model_fields["kl_penalty"].annotation
+    ),
     "aggregations": get_args(AggMode),
     "rejection rules": RULES,
     "alarms": tuple(CAUSES),
@@ -57,12 +59,25 @@ def test_every_name_is_explained(kind: str) -> None:
 def keys_of(text: str) -> set[str]:
     """Dotted keys in a page, without their values."""
     sections = "|".join(Config.model_fields)
-    return {match[0] for match in re.finditer(rf"(?<![\w./-])(?:{sections})\.(?!md|py|yaml|json)[a-z_.]+[a-z]", text)}
+    return {
+        match[0]
+        for match in re.finditer(
+            rf"(?<![\w./-])(?:{sections})\.(?!md|py|yaml|json)[a-z_.]+[a-z]", text
+        )
+    }
 
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/algorithms.md", "docs/clusters.md", "docs/lora.md", "docs/metrics.md", "docs/vllm.md", "ARCHITECTURE.md"],
+    [
+        "README.md",
+        "docs/algorithms.md",
+        "docs/clusters.md",
+        "docs/lora.md",
+        "docs/metrics.md",
+        "docs/vllm.md",
+        "ARCHITECTURE.md",
+    ],
 )
 def test_every_key_on_a_page_exists(page: str) -> None:
     known = {key for key, _ in recipe.all_keys()} | set(recipe.ALIASES)
@@ -79,7 +94,10 @@ def test_limits_of_alarms_are_the_defaults() -> None:
 def presets() -> dict[str, list[str]]:
     """verl's presets, and the overrides that the page gives for them."""
     rows = re.findall(r"^\| `(\w+)` \| `(\{bypass_mode.+?\})` \| (.*)\|$", ALGORITHMS, re.MULTILINE)
-    return {name: [f"algorithm.rollout_correction={keys}", *re.findall(r"`(\w[\w.]*=[^`]+)`", rest)] for name, keys, rest in rows}
+    return {
+        name: [f"algorithm.rollout_correction={keys}", *re.findall(r"`(\w[\w.]*=[^`]+)`", rest)]
+        for name, keys, rest in rows
+    }
 
 
 PRESETS = presets()
@@ -96,9 +114,13 @@ def test_a_preset_is_what_its_name_says(name: str) -> None:
     assert c.async_training.use_rollout_log_probs == name.startswith("bypass")
     assert (c.actor.policy_loss.loss_mode == "reinforce") == name.startswith("bypass_pg")
     weights = {"token": "token_is|icepop|token_tis", "sequence": "seq_is|seq_tis|bypass_pg_is"}
-    assert correction.rollout_is == next((level for level, names in weights.items() if re.search(names, name)), None)
+    assert correction.rollout_is == next(
+        (level for level, names in weights.items() if re.search(names, name)), None
+    )
     rules = {"seq_mean_k1": "geo_rs", "seq_mean_k3": "k3_rs", "seq_sum_k1": "seq_is_rs"}
-    assert correction.rollout_rs == next((rule for rule, part in rules.items() if part in name), None)
+    assert correction.rollout_rs == next(
+        (rule for rule, part in rules.items() if part in name), None
+    )
     assert isinstance(correction.rollout_is_threshold, str) == ("icepop" in name)
 
 
@@ -135,7 +157,11 @@ CORRECTION = {
 CASES: dict[str, dict[str, Any]] = {
     "everything": {
         "actor": {"use_kl_loss": True, "entropy_coeff": 0.1},
-        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True, "rollout_correction": CORRECTION},
+        "algorithm": {
+            "adv_estimator": "gae",
+            "use_kl_in_reward": True,
+            "rollout_correction": CORRECTION,
+        },
         "async_training": {"use_rollout_log_probs": False},
     },
     "sequence weights in passing": {
@@ -183,7 +209,13 @@ def test_every_metric_of_a_version_is_documented() -> None:
     row = set(test_metrics.EXPECTED) - {"actor/rare"} | {"checkpoint/write_s"}
     row |= {"reward/score/mean", "reward/overlong_reward/mean", "reward/greedy/mean"}
     row |= set(Guard(GuardConfig()).as_metrics())
-    row |= {"val/task/mean@4", "val/task/best@4", "val/task/maj@4", "val/task/greedy", "val/task/reward_errors"}
+    row |= {
+        "val/task/mean@4",
+        "val/task/best@4",
+        "val/task/maj@4",
+        "val/task/greedy",
+        "val/task/reward_errors",
+    }
     sampling = DynamicSampling("score", max_num_gen_batches=0, window=1)
     sampling.keeps(random_samples(3, [1])[0], 0)
     row |= set(sampling.row(0))
@@ -205,17 +237,26 @@ def test_every_file_has_a_line_in_the_architecture() -> None:
             folder_ = f"{name.rpartition('/')[0]}/" if "/" in name else folder_
             listed.add(name if "/" in name else folder_ + name)
     package = ROOT / "millrace"
-    assert listed == {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
+    assert listed == {
+        str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"
+    }
 
 
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+            assert (page.parent / target).exists(), (
+                f"{page.name} links to {target}, which is not there"
+            )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -242,13 +283,19 @@ CLUSTERS = re.findall(
 
 
 @pytest.mark.parametrize("row", CLUSTERS, ids=lambda row: " ".join(row[:6]))
-def test_the_nodes_that_the_page_on_clusters_says_are_those_that_are_taken(row: tuple[str, ...]) -> None:
+def test_the_nodes_that_the_page_on_clusters_says_are_those_that_are_taken(
+    row: tuple[str, ...],
+) -> None:
     assert len(CLUSTERS) > 4
     *sides, more, sizes, taken = row
     t_nodes, t_devices, r_nodes, r_devices = (int(n or sides[k % 2]) for k, n in enumerate(sides))
     in_node = re.search(r"`trainer.gpus_in_node=(\d)`", more)
     c = Config(
-        trainer={"nnodes": t_nodes, "n_gpus_per_node": t_devices, "gpus_in_node": int(in_node[1]) if in_node else 0},
+        trainer={
+            "nnodes": t_nodes,
+            "n_gpus_per_node": t_devices,
+            "gpus_in_node": int(in_node[1]) if in_node else 0,
+        },
         rollout={"nnodes": r_nodes, "n_gpus_per_node": r_devices},
         async_training={"placement": "colocated" if "colocated" in more else "separate"},
     )

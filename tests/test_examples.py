@@ -45,21 +45,35 @@ exit "$1"
 """
 
 
-def job(folder: Path, *arguments: str, real: bool = False, **environment: str) -> subprocess.Popen[str]:
+def job(
+    folder: Path, *arguments: str, real: bool = False, **environment: str
+) -> subprocess.Popen[str]:
     """The script under Slurm's variables, on two nodes, with all but bash played by scripts, or with Ray and millrace themselves."""
     tools = folder / "bin"
     tools.mkdir()
-    scripts = {"srun": SRUN, "scontrol": "#!/bin/bash\necho node-0; echo node-1\n", "hostname": "#!/bin/bash\necho 127.0.0.1\n"}
+    scripts = {
+        "srun": SRUN,
+        "scontrol": "#!/bin/bash\necho node-0; echo node-1\n",
+        "hostname": "#!/bin/bash\necho 127.0.0.1\n",
+    }
     if real:
         for name in ("ray", "python"):
             scripts[name] = f'#!/bin/bash\nexec {Path(sys.executable).parent / name} "$@"\n'
         scripts["millrace"] = f'#!/bin/bash\nexec {sys.executable} -m millrace.cli "$@"\n'
     else:
-        scripts |= {"ray": RAY % sys.executable, "python": PYTHON % sys.executable, "millrace": COMMAND}
+        scripts |= {
+            "ray": RAY % sys.executable,
+            "python": PYTHON % sys.executable,
+            "millrace": COMMAND,
+        }
     for name, text in scripts.items():
         (tools / name).write_text(text)
         (tools / name).chmod(stat.S_IRWXU)
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_CPUS_PER_TASK": "1"}
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", str(SCRIPT), *arguments],
@@ -104,14 +118,20 @@ def test_a_job_that_is_told_to_end_lets_the_run_save_first(tmp_path: Path) -> No
 
 def test_a_job_whose_nodes_do_not_start_fails_and_says_so(tmp_path: Path) -> None:
     code, output = ended(job(tmp_path, "0", FAKE_RAY="broken"))
-    assert code == 1 and "no such interface" in output and "error: a node has left the cluster" in output
+    assert (
+        code == 1
+        and "no such interface" in output
+        and "error: a node has left the cluster" in output
+    )
     assert not (tmp_path / "said").exists()
 
 
 @pytest.mark.slow
 def test_a_command_runs_on_a_cluster_that_the_job_makes(tmp_path: Path) -> None:
     few = ["sft.steps=2", "sft.batch_size=8", f"trainer.run_dir={tmp_path / 'run'}"]
-    code, output = ended(job(tmp_path, "sft", str(runs.RECIPE), *few, "--json", real=True), timeout_s=150)
+    code, output = ended(
+        job(tmp_path, "sft", str(runs.RECIPE), *few, "--json", real=True), timeout_s=150
+    )
     assert code == 0, output
     assert (tmp_path / "run" / "sft" / "model.safetensors").is_file()
     assert "runtime: ray" in (tmp_path / "run" / "config.yaml").read_text()
@@ -125,23 +145,42 @@ def test_the_kubernetes_job_asks_for_the_nodes_that_its_command_needs() -> None:
     config = recipe.load(runs.RECIPE, rest[2:])
     cluster = job_["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
-    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == config.derived().nodes_needed
+    assert (
+        workers["replicas"]
+        == workers["minReplicas"]
+        == workers["maxReplicas"]
+        == config.derived().nodes_needed
+    )
     (pod,) = workers["template"]["spec"]["containers"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
     sizes = [0, *[gpus] * workers["replicas"]]
-    assert sum(choose(config, "GPU", sizes, sizes).shares) == gpus * workers["replicas"], "no GPU is idle"
+    assert sum(choose(config, "GPU", sizes, sizes).shares) == gpus * workers["replicas"], (
+        "no GPU is idle"
+    )
     assert config.trainer.resume == "auto" and job_["spec"]["backoffLimit"] > 0
     for spec, container in ((cluster["headGroupSpec"], head), (workers, pod)):
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
-        assert set(mounts.values()) <= volumes and "persistentVolumeClaim" in str(spec["template"]["spec"]["volumes"])
-        assert config.trainer.run_dir.startswith("/shared/") and path.startswith("/shared/") and "/shared" in mounts
-        assert spec["template"]["spec"]["restartPolicy"] == "Never" and container["image"] == head["image"]
+        assert set(mounts.values()) <= volumes and "persistentVolumeClaim" in str(
+            spec["template"]["spec"]["volumes"]
+        )
+        assert (
+            config.trainer.run_dir.startswith("/shared/")
+            and path.startswith("/shared/")
+            and "/shared" in mounts
+        )
+        assert (
+            spec["template"]["spec"]["restartPolicy"] == "Never"
+            and container["image"] == head["image"]
+        )
 
 
 def test_the_slurm_script_is_valid_bash() -> None:
-    assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, check=True).stderr == ""
+    assert (
+        subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, check=True).stderr
+        == ""
+    )
 
 
 def test_the_page_says_every_variable_of_the_slurm_script() -> None:

@@ -40,11 +40,32 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": {"config", "pipeline", "engines", "problems"},
     "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
-        *("assemble", "config", "problems", "run_dir", "pipeline", "rollout", "rewards", "environments", "observe", "schedule"),
+        *(
+            "assemble",
+            "config",
+            "problems",
+            "run_dir",
+            "pipeline",
+            "rollout",
+            "rewards",
+            "environments",
+            "observe",
+            "schedule",
+        ),
     },
     "summary": {"launch", "observe", "pipeline"},
     "console": {"recipe", "config", "observe", "problems"},
-    "bench": {"config", "console", "engines", "recipe", "launch", "observe", "rollout", "run_dir", "schedule"},
+    "bench": {
+        "config",
+        "console",
+        "engines",
+        "recipe",
+        "launch",
+        "observe",
+        "rollout",
+        "run_dir",
+        "schedule",
+    },
     "checkup": set(),
     "testing": {"ports"},
     "cli": {"console", "launch", "summary", "bench", "observe", "pipeline", "exporting", "checkup"},
@@ -59,9 +80,17 @@ ONE_LAYER = {"config_checks": "config", "config_vllm": "config"}
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "millrace":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "millrace"
+        ):
             parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names if a.name != "__version__"}
+            found |= (
+                {parts[1]}
+                if len(parts) > 1
+                else {a.name for a in node.names if a.name != "__version__"}
+            )
         elif isinstance(node, ast.Import):
             found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("millrace.")}
     return {ONE_LAYER.get(name, name) for name in found}
@@ -72,7 +101,9 @@ def layer_of(path: Path) -> str:
     return ONE_LAYER.get(name, name)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_imports_point_down(path: Path) -> None:
     layer = layer_of(path)
     if layer == "__init__":
@@ -91,7 +122,10 @@ def test_the_layers_have_no_cycle() -> None:
         left = {k: v for k, v in left.items() if k not in done}
 
 
-@pytest.mark.parametrize("module", ["millrace.pipeline.trainer", "millrace.config", "millrace.schedule.ledger", "millrace.cli"])
+@pytest.mark.parametrize(
+    "module",
+    ["millrace.pipeline.trainer", "millrace.config", "millrace.schedule.ledger", "millrace.cli"],
+)
 def test_the_loops_bring_in_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -113,8 +147,12 @@ PURE = {"asyncio", "time", "random", "logging", "torch", "socket", "uuid"}
 @pytest.mark.parametrize("path", sorted((PACKAGE / "schedule").glob("*.py")), ids=lambda p: p.name)
 def test_the_schedule_is_pure(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    names = {
+        a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
+    }
+    names |= {
+        n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module
+    }
     assert not names & PURE
     assert not any(isinstance(n, ast.AsyncFunctionDef | ast.Await) for n in ast.walk(tree))
 

@@ -34,14 +34,42 @@ def schedule_of(config: Config) -> dict:
 # -- modes
 
 TABLE = {
-    "colocate_sync": ("colocated", "drain", lambda trigger, staleness: trigger >= 1 and staleness == 0),
-    "on_policy_pipeline": ("separate", "drain", lambda trigger, staleness: trigger == 1 and staleness == 0),
-    "one_step_off": ("separate", "drain", lambda trigger, staleness: trigger == 1 and staleness == 1),
-    "stream_off_policy": ("separate", "drain", lambda trigger, staleness: trigger > 1 and staleness == 0),
-    "async_staleness": ("separate", "drain", lambda trigger, staleness: trigger >= 1 and staleness > 0),
-    "async_partial": ("separate", "interrupt", lambda trigger, staleness: trigger >= 1 and staleness > 0),
+    "colocate_sync": (
+        "colocated",
+        "drain",
+        lambda trigger, staleness: trigger >= 1 and staleness == 0,
+    ),
+    "on_policy_pipeline": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger == 1 and staleness == 0,
+    ),
+    "one_step_off": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger == 1 and staleness == 1,
+    ),
+    "stream_off_policy": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger > 1 and staleness == 0,
+    ),
+    "async_staleness": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
+    "async_partial": (
+        "separate",
+        "interrupt",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
     "async_swap": ("separate", "swap", lambda trigger, staleness: trigger >= 1 and staleness > 0),
-    "colocate_partial": ("colocated", "interrupt", lambda trigger, staleness: trigger >= 1 and staleness > 0),
+    "colocate_partial": (
+        "colocated",
+        "interrupt",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
 }
 """DESIGN's table of modes."""
 
@@ -51,12 +79,19 @@ def test_the_table_has_every_mode():
 
 
 @pytest.mark.parametrize("mode", TABLE)
-@pytest.mark.parametrize("before", ["name: r", *(f"mode: {mode}" for mode in TABLE), "async_training: {partial_rollout: true}"])
+@pytest.mark.parametrize(
+    "before",
+    ["name: r", *(f"mode: {mode}" for mode in TABLE), "async_training: {partial_rollout: true}"],
+)
 def test_a_mode_is_the_tables_row_whatever_the_recipe_said_before(write, before, mode):
     config = recipe.load(write(before), [f"mode={mode}"])
     placement, on_sync, fits = TABLE[mode]
     schedule = config.async_training
-    assert (config.mode, schedule.placement.value, schedule.on_sync.value) == (mode, placement, on_sync)
+    assert (config.mode, schedule.placement.value, schedule.on_sync.value) == (
+        mode,
+        placement,
+        on_sync,
+    )
     assert fits(schedule.trigger_parameter_sync_step, schedule.staleness_threshold)
     assert not schedule.partial_rollout
 
@@ -80,28 +115,42 @@ OTHER = {
 @pytest.mark.parametrize("key", OTHER)
 @pytest.mark.parametrize("where", ["recipe", "command line"])
 def test_every_key_of_a_mode_can_be_overridden_beside_it(write, mode, key, where):
-    beside = f"mode: {mode}\nasync_training: {{{key}: {OTHER[key]}}}" if where == "recipe" else "name: r"
+    beside = (
+        f"mode: {mode}\nasync_training: {{{key}: {OTHER[key]}}}" if where == "recipe" else "name: r"
+    )
     overrides = [] if where == "recipe" else [f"mode={mode}", f"async_training.{key}={OTHER[key]}"]
     changed = schedule_of(recipe.load(write(beside), overrides))
     plain = schedule_of(recipe.load(write(f"mode: {mode}")))
     assert changed[key] == OTHER[key]
-    assert {k: v for k, v in changed.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+    assert {k: v for k, v in changed.items() if k != key} == {
+        k: v for k, v in plain.items() if k != key
+    }
 
 
 def test_a_mode_keeps_what_it_says_nothing_of(write):
     text = "mode: async_partial\nasync_training: {trigger_parameter_sync_step: 3, staleness_threshold: 0.75, require_batches: 2}"
     schedule = recipe.load(write(text), ["mode=async_swap"]).async_training
-    assert (schedule.trigger_parameter_sync_step, schedule.staleness_threshold, schedule.require_batches) == (3, 0.75, 2)
+    assert (
+        schedule.trigger_parameter_sync_step,
+        schedule.staleness_threshold,
+        schedule.require_batches,
+    ) == (3, 0.75, 2)
     assert recipe.load(write(text), ["mode=on_policy_pipeline"]).schedule.capacity == 64
 
 
 def test_partial_rollout_means_interrupt(write):
     for spelled in ("true", "false"):
-        config = recipe.load(write("mode: async_staleness"), [f"async_training.partial_rollout={spelled}"])
-        assert config.async_training.on_sync.value == ("interrupt" if spelled == "true" else "drain")
+        config = recipe.load(
+            write("mode: async_staleness"), [f"async_training.partial_rollout={spelled}"]
+        )
+        assert config.async_training.on_sync.value == (
+            "interrupt" if spelled == "true" else "drain"
+        )
     partial = write("async_training: {partial_rollout: true}")
     assert recipe.load(partial).async_training.on_sync.value == "interrupt"
-    assert recipe.load(partial, ["async_training.on_sync=swap"]).async_training.on_sync.value == "swap"
+    assert (
+        recipe.load(partial, ["async_training.on_sync=swap"]).async_training.on_sync.value == "swap"
+    )
 
 
 @pytest.mark.parametrize("mode", ["colocate_sync", "one_step_off"])
@@ -118,8 +167,16 @@ def test_the_train_batch_sets_the_trigger(write, mode):
 def test_later_layers_win_key_by_key(write):
     write("name: parent\nrollout: {n: 2, temperature: 0.5}\nsft: {steps: 1}", "parent.yaml")
     write("inherits: parent.yaml\nrollout: {n: 3}", "child.yaml")
-    config = recipe.load(write("inherits: child.yaml\nsft: {steps: 2}", "grandchild.yaml"), ["rollout.n=4", "rollout.n=5"])
-    assert (config.name, config.rollout.n, config.rollout.temperature, config.sft.steps) == ("parent", 5, 0.5, 2)
+    config = recipe.load(
+        write("inherits: child.yaml\nsft: {steps: 2}", "grandchild.yaml"),
+        ["rollout.n=4", "rollout.n=5"],
+    )
+    assert (config.name, config.rollout.n, config.rollout.temperature, config.sft.steps) == (
+        "parent",
+        5,
+        0.5,
+        2,
+    )
 
 
 def test_inherits_is_a_path_from_the_recipe(write, tmp_path):
@@ -138,15 +195,26 @@ def test_an_empty_section_is_no_section(write):
 
 
 @pytest.mark.parametrize(
-    "key", ["rollout.n", "actor.ppo_mini_batch_size", "actor.optim.lr", "model.path", "algorithm.adv_estimator"]
+    "key",
+    [
+        "rollout.n",
+        "actor.ppo_mini_batch_size",
+        "actor.optim.lr",
+        "model.path",
+        "algorithm.adv_estimator",
+    ],
 )
 def test_the_prefix_of_verl_is_stripped(write, key):
-    value = {"actor.optim.lr": "0.5", "model.path": "here", "algorithm.adv_estimator": "grpo"}.get(key, "6")
+    value = {"actor.optim.lr": "0.5", "model.path": "here", "algorithm.adv_estimator": "grpo"}.get(
+        key, "6"
+    )
     assert recipe.load(write("name: r"), [f"actor_rollout_ref.{key}={value}"]) == recipe.load(
         write("name: r"), [f"{key}={value}"]
     )
     nested = yaml.safe_dump({"actor_rollout_ref": {key: yaml.safe_load(value)}})
-    assert recipe.load(write(f"name: r\n{nested}")) == recipe.load(write("name: r"), [f"{key}={value}"])
+    assert recipe.load(write(f"name: r\n{nested}")) == recipe.load(
+        write("name: r"), [f"{key}={value}"]
+    )
 
 
 @pytest.mark.parametrize(("theirs", "ours"), recipe.ALIASES.items())
@@ -161,7 +229,9 @@ def test_aliases(write, theirs, ours):
         "policy": "true",
     }
     value = next((v for end, v in numbers.items() if theirs.endswith(end)), "x.py:f")
-    assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(write("name: r"), [f"{ours}={value}"])
+    assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(
+        write("name: r"), [f"{ours}={value}"]
+    )
 
 
 def test_verls_resume_mode(write):
@@ -169,12 +239,25 @@ def test_verls_resume_mode(write):
 
 
 def test_verls_fsdp_size(write):
-    assert recipe.load(write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]).trainer.fsdp_size == 0
+    assert (
+        recipe.load(
+            write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]
+        ).trainer.fsdp_size
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-4", 1e-4), ("1E-4", 1e-4), ("2.e-3", 2e-3), ("+3e-5", 3e-5), ("1e3", 1000.0), ("0.5", 0.5), ("1", 1.0)],
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("2.e-3", 2e-3),
+        ("+3e-5", 3e-5),
+        ("1e3", 1000.0),
+        ("0.5", 0.5),
+        ("1", 1.0),
+    ],
 )
 def test_numbers_are_numbers_however_they_are_spelled(write, text, value):
     assert recipe.load(write("name: r"), [f"actor.optim.lr={text}"]).actor.optim.lr == value
@@ -184,12 +267,21 @@ def test_numbers_are_numbers_however_they_are_spelled(write, text, value):
 @pytest.mark.parametrize(
     ("item", "read"),
     [
-        ("data.train_files=[a.jsonl,b.jsonl]", lambda c: c.data.train_files == ("a.jsonl", "b.jsonl")),
-        ('data.train_files=["task:copy?size=3"]', lambda c: c.data.train_files == ("task:copy?size=3",)),
+        (
+            "data.train_files=[a.jsonl,b.jsonl]",
+            lambda c: c.data.train_files == ("a.jsonl", "b.jsonl"),
+        ),
+        (
+            'data.train_files=["task:copy?size=3"]',
+            lambda c: c.data.train_files == ("task:copy?size=3",),
+        ),
         ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
         ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
         ("+rollout.n=5", lambda c: c.rollout.n == 5),
-        ("model.shape={hidden_size: 32}", lambda c: c.model.shape.hidden_size == 32 and c.model.shape.num_hidden_layers == 3),
+        (
+            "model.shape={hidden_size: 32}",
+            lambda c: c.model.shape.hidden_size == 32 and c.model.shape.num_hidden_layers == 3,
+        ),
         ("reward.function=a.py:f=g", lambda c: c.reward.function == "a.py:f=g"),
     ],
 )
@@ -208,7 +300,9 @@ settings = st.fixed_dictionaries(
         "rollout.max_prompt_length": st.integers(1, 4096),
         "rollout.stop": st.lists(st.text(max_size=5), max_size=3),
         "actor.optim.lr": st.floats(1e-12, 1, exclude_min=True),
-        "actor.optim.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)).map(list),
+        "actor.optim.betas": st.tuples(
+            st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)
+        ).map(list),
         "actor.loss_agg_mode": st.sampled_from(["token-mean", "seq-mean-token-sum-norm"]),
         "async_training.staleness_threshold": st.floats(0, 8),
         "async_training.trigger_parameter_sync_step": st.integers(1, 32),
@@ -248,8 +342,14 @@ def test_the_quickstart_dumps_to_itself(write):
 # -- errors that no folder of tests/bad_inputs has
 
 junk = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 70) | st.floats(allow_nan=True) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 70)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 keys = [key for key, _ in recipe.all_keys()]

@@ -32,7 +32,9 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: floa
     return g.result(centered / (g.std()[g.index] + eps) if norm_by_std else centered)
 
 
-def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def grpo_passk(
+    rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+) -> Tensor:
     """Pass@k: the best of a group gets (r_1st - r_2nd) / (std_g + eps), the others 0 (arXiv 2503.19595).
 
     Two that share the best reward have no gap between them: all 0. A group of one gives 0, for pass@k needs a second best; verl
@@ -86,7 +88,11 @@ def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def gdpo(
-    components: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, float] | None = None, norm_by_std: bool = True
+    components: Mapping[str, Tensor],
+    groups: Tensor,
+    *,
+    weights: Mapping[str, float] | None = None,
+    norm_by_std: bool = True,
 ) -> Tensor:
     """sum_k w_k grpo(r_k): each reward normalised within its group before they are added (GDPO, arXiv 2601.05242).
 
@@ -97,8 +103,13 @@ def gdpo(
     chosen = dict(weights or {})
     unknown = sorted(set(chosen) - set(components))
     if not components or unknown:
-        raise ValueError(f"gdpo needs components, has {sorted(components)}; weights of unknown ones: {unknown}")
-    parts = [grpo(r, groups, norm_by_std=norm_by_std) * chosen.get(name, 1.0) for name, r in components.items()]
+        raise ValueError(
+            f"gdpo needs components, has {sorted(components)}; weights of unknown ones: {unknown}"
+        )
+    parts = [
+        grpo(r, groups, norm_by_std=norm_by_std) * chosen.get(name, 1.0)
+        for name, r in components.items()
+    ]
     return torch.stack(parts).sum(0)
 
 
@@ -119,7 +130,9 @@ def renumber(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def all_equal(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
     """Whether the values [N] of each group are one and the same, [num_groups] bool; index [N] as from `renumber`."""
-    return _extreme(values, index, num_groups, "amin") == _extreme(values, index, num_groups, "amax")
+    return _extreme(values, index, num_groups, "amin") == _extreme(
+        values, index, num_groups, "amax"
+    )
 
 
 def _extreme(values: Tensor, index: Tensor, num_groups: int, which: str) -> Tensor:
@@ -156,9 +169,13 @@ class _Grouped:
 
 def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
     if rewards.ndim != 1 or groups.shape != rewards.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [N]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [N]"
+        )
     r = rewards.detach().to(torch.float64)
     if not bool(torch.isfinite(r).all()):
         raise ValueError("a reward is not finite")
     index, size = renumber(groups)
-    return _Grouped(r, index, size, torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+    return _Grouped(
+        r, index, size, torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    )

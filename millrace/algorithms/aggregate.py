@@ -38,7 +38,9 @@ def token_weights(
     (verl's agg_loss, verl/trainer/ppo/core_algos.py; its 1e-8 beside the length is left out, for a token's sequence has one.)
     """
     if mode not in get_args(AggMode):
-        raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(get_args(AggMode))}")
+        raise ValueError(
+            f"unknown loss aggregation {mode!r}; known: {', '.join(get_args(AggMode))}"
+        )
     if scale <= 0:
         raise ValueError(f"scale must be over 0, got {scale}")
     lengths = sequence_lengths if sequence_lengths.is_floating_point() else sequence_lengths.float()

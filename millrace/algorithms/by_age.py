@@ -9,7 +9,9 @@ from millrace.algorithms.losses import log_ratio
 from millrace.algorithms.ragged import sequence_sums
 
 
-def by_age(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int) -> dict[str, float]:
+def by_age(
+    log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
+) -> dict[str, float]:
     """Metrics of the tokens of each age: 0 to max_age - 1, and `{max_age}+` for max_age and over.
 
     log_probs_a, log_probs_b [T]: the trainer's and the rollout's. ages [T] integers, at least 0: versions between the one that
@@ -32,8 +34,13 @@ def by_age(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int)
         raise ValueError(f"max_age, {max_age}, and every age must be at least 0")
     if not len(ages):
         return {"staleness/token_mean": 0.0, "staleness/token_max": 0.0}
-    metrics = {"staleness/token_mean": ages.double().mean().item(), "staleness/token_max": float(ages.max())}
-    for age, (tokens, count, total, weight, squares) in enumerate(_sums(log_probs_a, log_probs_b, ages, max_age)):
+    metrics = {
+        "staleness/token_mean": ages.double().mean().item(),
+        "staleness/token_max": float(ages.max()),
+    }
+    for age, (tokens, count, total, weight, squares) in enumerate(
+        _sums(log_probs_a, log_probs_b, ages, max_age)
+    ):
         name = f"{age}+" if age == max_age else str(age)
         metrics[f"staleness/token_share/{name}"] = tokens / len(ages)
         if tokens:
@@ -42,7 +49,9 @@ def by_age(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int)
     return metrics
 
 
-def _sums(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int) -> list[list[float]]:
+def _sums(
+    log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
+) -> list[list[float]]:
     """Of each bin: tokens, those with a finite log-ratio, and their sums of l, w and w^2."""
     delta = log_probs_a.detach().double() - log_probs_b.detach().double()
     finite = delta.isfinite()
@@ -50,5 +59,7 @@ def _sums(log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int) 
     weights = torch.where(finite, logs.exp(), 0.0)
     bins = ages.clamp(max=max_age).long()
     columns = (torch.ones_like(delta), finite.double(), logs, weights, weights.square())
-    sums: list[list[float]] = torch.stack([sequence_sums(x, bins, max_age + 1) for x in columns], 1).tolist()
+    sums: list[list[float]] = torch.stack(
+        [sequence_sums(x, bins, max_age + 1) for x in columns], 1
+    ).tolist()
     return sums

@@ -12,7 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.algorithms.rejection import Ratios, accept, accept_without_veto, beyond, rejected, share, spread
+from millrace.algorithms.rejection import (
+    Ratios,
+    accept,
+    accept_without_veto,
+    beyond,
+    rejected,
+    share,
+    spread,
+)
 from millrace.algorithms.rules import RejectionRule, check_band
 
 PREFIX = "rollout_corr/"
@@ -42,8 +50,13 @@ class CorrectionOptions:
         names = [rule.name for rule in self.rollout_rs]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
-        if self.rollout_token_veto_threshold is not None and not self.rollout_token_veto_threshold > 0:
-            raise ValueError(f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}")
+        if (
+            self.rollout_token_veto_threshold is not None
+            and not self.rollout_token_veto_threshold > 0
+        ):
+            raise ValueError(
+                f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}"
+            )
 
     @property
     def band(self) -> tuple[float, float]:
@@ -123,7 +136,9 @@ def correct(
 def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Which included tokens are kept, [M] bool, and the metrics of rejection."""
     metrics: dict[str, Tensor] = {}
-    verdicts = {"nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite}
+    verdicts = {
+        "nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite
+    }
     if options.rollout_token_veto_threshold is not None:
         verdicts["token_veto"] = accept_without_veto(options.rollout_token_veto_threshold, ratios)
     for rule in options.rollout_rs:
@@ -132,17 +147,27 @@ def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[st
     keep = torch.ones_like(ratios.finite)
     for name, verdict in verdicts.items():
         keep &= verdict
-        metrics |= {f"rollout_rs_{name}_{what}": value for what, value in rejected(verdict, ratios).items()}
-    return keep, metrics | {f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()}
+        metrics |= {
+            f"rollout_rs_{name}_{what}": value for what, value in rejected(verdict, ratios).items()
+        }
+    return keep, metrics | {
+        f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()
+    }
 
 
-def _weigh(ratios: Ratios, keep: Tensor, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _weigh(
+    ratios: Ratios, keep: Tensor, options: CorrectionOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Weight of each included token, [M] float64, and the metrics of weights."""
     if options.rollout_is is None:
         return keep.double(), {}
     by_token = options.rollout_is == "token"
     keeping = ratios.sums(keep.double())
-    logs, units, kept = (ratios.log, ratios.finite, keep) if by_token else (ratios.sequence_logs(), ratios.whole, keeping > 0)
+    logs, units, kept = (
+        (ratios.log, ratios.finite, keep)
+        if by_token
+        else (ratios.sequence_logs(), ratios.whole, keeping > 0)
+    )
     cut = _cut(logs, options)
     weights = torch.where(keep, cut if by_token else cut[ratios.ids], 0.0)
     low, high = _outside(logs[units], options)
@@ -153,7 +178,9 @@ def _weigh(ratios: Ratios, keep: Tensor, options: CorrectionOptions) -> tuple[Te
     }
     if isinstance(options.rollout_is_threshold, tuple):
         metrics["rollout_is_oob_ratio"] = share(low | high)
-    metrics |= _sequence_metrics(ratios, (ratios.sums(weights) / keeping)[keeping > 0], logs, options)
+    metrics |= _sequence_metrics(
+        ratios, (ratios.sums(weights) / keeping)[keeping > 0], logs, options
+    )
     if options.rollout_is_batch_normalize:
         mean = metrics["rollout_is_mean"]
         factor = torch.where(mean > 0, mean, 1.0)
@@ -175,7 +202,9 @@ def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
     return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
 
 
-def _sequence_metrics(ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions) -> dict[str, Tensor]:
+def _sequence_metrics(
+    ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions
+) -> dict[str, Tensor]:
     """rollout_is_seq_*; `means` are the mean weights of the sequences that keep a token."""
     of_tokens = options.rollout_is == "token"
     raw = (ratios.sums(ratios.log.exp()) / ratios.counts).log() if of_tokens else logs
@@ -189,7 +218,9 @@ def _sequence_metrics(ratios: Ratios, means: Tensor, logs: Tensor, options: Corr
     return {f"rollout_is_seq_{name}": value for name, value in metrics.items()}
 
 
-def drift(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None) -> dict[str, float]:
+def drift(
+    log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None
+) -> dict[str, float]:
     """How far policy a has moved from the policy b that drew the tokens, as `rollout_corr/NAME`; arguments as in `correct`.
 
     kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
@@ -238,17 +269,25 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor
     if mask is not None:
         w = w[mask != 0]
     squares = w.square().sum() * w.numel()
-    return torch.where(squares > 0, w.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return torch.where(
+        squares > 0, w.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0.0
+    )
 
 
-def _check_shapes(log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None) -> None:
+def _check_shapes(
+    log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
+) -> None:
     shapes = [tuple(x.shape) for x in (log_probs_b, include) if x is not None]
     if log_probs_a.ndim != 1 or any(shape != log_probs_a.shape for shape in shapes):
-        raise ValueError(f"log-probs and include must all be [T], got {[tuple(log_probs_a.shape), *shapes]}")
+        raise ValueError(
+            f"log-probs and include must all be [T], got {[tuple(log_probs_a.shape), *shapes]}"
+        )
     if include is not None and include.dtype != torch.bool:
         raise ValueError(f"include must be bool, got {include.dtype}")
     if int(lengths.sum()) != len(log_probs_a):
-        raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(log_probs_a)} log-probs")
+        raise ValueError(
+            f"lengths add up to {int(lengths.sum())}, but there are {len(log_probs_a)} log-probs"
+        )
 
 
 def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
@@ -264,4 +303,7 @@ def _mean(values: Tensor) -> Tensor:
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
     """Numbers, in one transfer from the device."""
-    return {PREFIX + name: value for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)}
+    return {
+        PREFIX + name: value
+        for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)
+    }

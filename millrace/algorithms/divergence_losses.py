@@ -21,7 +21,11 @@ def dppo_tv(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Kept where p - p_old <= clip_high if A > 0, p - p_old >= -clip_low if A < 0 (binary total variation). Edges are kept."""
     x = inputs.trained()
     shift = x.log_probs.detach().exp() - x.old_log_probs.exp()
-    return _kept_gradient(x, torch.where(x.advantages > 0, shift <= options.clip_high, shift >= -options.clip_low), options)
+    return _kept_gradient(
+        x,
+        torch.where(x.advantages > 0, shift <= options.clip_high, shift >= -options.clip_low),
+        options,
+    )
 
 
 def dppo_kl(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -40,7 +44,9 @@ def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
     Shape and dtype of the arguments. Unlike verl, which adds 1e-8 to 1 - exp(log p), small 1 - p keep their digits.
     """
     rest_old, rest = ((-x.expm1()).clamp(min=TINY) for x in (old_log_probs, log_probs))
-    return rest_old * (rest_old.log() - rest.log()) - old_log_probs.exp() * log_ratio(log_probs, old_log_probs)
+    return rest_old * (rest_old.log() - rest.log()) - old_log_probs.exp() * log_ratio(
+        log_probs, old_log_probs
+    )
 
 
 def _kept_gradient(x: LossInput, kept: Tensor, options: LossOptions) -> TokenLoss:
@@ -49,5 +55,7 @@ def _kept_gradient(x: LossInput, kept: Tensor, options: LossOptions) -> TokenLos
     weight = torch.where(kept, ratio.clamp(max=options.dppo_clip_c), 0.0)
     pushed = x.advantages != 0
     truncated = kept & pushed & (ratio > options.dppo_clip_c)
-    stats = statistics(x.log_probs, log_ratio=delta, clipped=~kept & pushed, clipped_lower=truncated)
+    stats = statistics(
+        x.log_probs, log_ratio=delta, clipped=~kept & pushed, clipped_lower=truncated
+    )
     return -x.advantages * weight * x.log_probs, stats

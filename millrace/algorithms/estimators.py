@@ -57,13 +57,22 @@ class AdvantageBatch:
 
     def per_trajectory(self) -> dict[str, Tensor | None]:
         """The fields that are [N], by name; those of `components` as well."""
-        own = {"groups": self.groups, "lengths": self.lengths, "scores": self.scores, "greedy_scores": self.greedy_scores}
+        own = {
+            "groups": self.groups,
+            "lengths": self.lengths,
+            "scores": self.scores,
+            "greedy_scores": self.greedy_scores,
+        }
         parts = {f"components[{name!r}]": x for name, x in (self.components or {}).items()}
         return {**own, "truncated": self.truncated, "keep": self.keep, **parts}
 
     def per_token(self) -> dict[str, Tensor | None]:
         """The fields that are [T], by name."""
-        critic = {"token_rewards": self.token_rewards, "values": self.values, "log_probs": self.log_probs}
+        critic = {
+            "token_rewards": self.token_rewards,
+            "values": self.values,
+            "log_probs": self.log_probs,
+        }
         return {**critic, "sum_pi_squared": self.sum_pi_squared, "weights": self.weights}
 
 
@@ -114,10 +123,14 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
     missing = sorted(field for field in NEEDS[name] if given[field] is None)
     if missing:
         raise ValueError(f"advantage estimator {name} needs {', '.join(missing)}")
-    keep = torch.ones_like(batch.groups, dtype=torch.bool) if batch.keep is None else batch.keep.bool()
+    keep = (
+        torch.ones_like(batch.groups, dtype=torch.bool) if batch.keep is None else batch.keep.bool()
+    )
     at = keep[sequence_ids(batch.lengths)]
     found = ESTIMATORS[name](_part(batch, keep, at), options)
-    return Advantages(_spread(found.tokens, at), None if found.returns is None else _spread(found.returns, at))
+    return Advantages(
+        _spread(found.tokens, at), None if found.returns is None else _spread(found.returns, at)
+    )
 
 
 def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
@@ -129,14 +142,19 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
             raise ValueError(f"{name} is not finite everywhere")
         return y
 
-    tokens = {name: None if x is None else floats(name, x, at) for name, x in batch.per_token().items()}
+    tokens = {
+        name: None if x is None else floats(name, x, at) for name, x in batch.per_token().items()
+    }
     return AdvantageBatch(
         scores=floats("scores", batch.scores, keep),
         groups=batch.groups[keep],
         lengths=batch.lengths[keep],
-        components=batch.components and {k: floats(f"component {k}", x, keep) for k, x in batch.components.items()},
+        components=batch.components
+        and {k: floats(f"component {k}", x, keep) for k, x in batch.components.items()},
         truncated=None if batch.truncated is None else batch.truncated.bool()[keep],
-        greedy_scores=None if batch.greedy_scores is None else floats("greedy_scores", batch.greedy_scores, keep),
+        greedy_scores=None
+        if batch.greedy_scores is None
+        else floats("greedy_scores", batch.greedy_scores, keep),
         **tokens,
     )
 
@@ -149,7 +167,9 @@ def _outcomes(batch: AdvantageBatch) -> Tensor:
     """s_i [N]."""
     if batch.token_rewards is None:
         return batch.scores
-    return batch.scores + sequence_sums(batch.token_rewards, sequence_ids(batch.lengths), len(batch.lengths))
+    return batch.scores + sequence_sums(
+        batch.token_rewards, sequence_ids(batch.lengths), len(batch.lengths)
+    )
 
 
 def _rewards(batch: AdvantageBatch) -> Tensor:
@@ -176,7 +196,9 @@ def _rloo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 
 def _opo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    return Advantages(_each_token(batch, advantages.opo(_outcomes(batch), batch.groups, batch.lengths)))
+    return Advantages(
+        _each_token(batch, advantages.opo(_outcomes(batch), batch.groups, batch.lengths))
+    )
 
 
 def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -185,7 +207,9 @@ def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     """Reward to go with discount gamma, whitened over all tokens; no baseline of the group (REINFORCE++, arXiv 2501.03262)."""
-    return Advantages(returns.whiten(returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma)))
+    return Advantages(
+        returns.whiten(returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma))
+    )
 
 
 def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -204,9 +228,13 @@ def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     token_rewards are refused: every reward here is normalised by itself, and verl forgets a KL penalty without a word.
     """
     if batch.token_rewards is not None:
-        raise ValueError("gdpo has no place for token_rewards: put a KL penalty into the loss, not into the reward")
+        raise ValueError(
+            "gdpo has no place for token_rewards: put a KL penalty into the loss, not into the reward"
+        )
     weights, by_std = options.component_weights, options.norm_by_std
-    scalars = advantages.gdpo(batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std)
+    scalars = advantages.gdpo(
+        batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std
+    )
     return Advantages(returns.whiten(_each_token(batch, scalars)))
 
 
@@ -217,8 +245,17 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         if batch.truncated is None:
             raise ValueError("advantage estimator gae with bootstrap_truncated needs truncated")
         truncated = batch.truncated
-        rewards = returns.place_scores(batch.scores.masked_fill(truncated, 0.0), batch.lengths, batch.token_rewards)
-    found, targets = returns.gae(rewards, batch.values, batch.lengths, gamma=options.gamma, lam=options.lam, truncated=truncated)
+        rewards = returns.place_scores(
+            batch.scores.masked_fill(truncated, 0.0), batch.lengths, batch.token_rewards
+        )
+    found, targets = returns.gae(
+        rewards,
+        batch.values,
+        batch.lengths,
+        gamma=options.gamma,
+        lam=options.lam,
+        truncated=truncated,
+    )
     return Advantages(returns.whiten(found) if options.whiten else found, targets)
 
 
@@ -231,7 +268,12 @@ def _optimal_token_baseline(batch: AdvantageBatch, options: AdvantageOptions) ->
     assert batch.log_probs is not None and batch.sum_pi_squared is not None
     return Advantages(
         returns.optimal_token_baseline(
-            _rewards(batch), batch.lengths, batch.groups, batch.log_probs, batch.sum_pi_squared, batch.weights
+            _rewards(batch),
+            batch.lengths,
+            batch.groups,
+            batch.log_probs,
+            batch.sum_pi_squared,
+            batch.weights,
         )
     )
 

@@ -64,7 +64,9 @@ _BASE: dict[str, Estimator] = {
     "k3": k3,
 }
 
-KL: dict[str, Estimator] = _BASE | {f"{name}+": with_k2_gradient(estimator) for name, estimator in _BASE.items()}
+KL: dict[str, Estimator] = _BASE | {
+    f"{name}+": with_k2_gradient(estimator) for name, estimator in _BASE.items()
+}
 """By the names that recipes use; a name with `+` has the gradient of k2."""
 
 MAX_ERROR = 0.2
@@ -83,6 +85,8 @@ def adapt(coef: float, kl: float, target: float, horizon: float, count: float) -
     if not math.isfinite(kl):
         raise ValueError(f"kl is {kl}")
     if MAX_ERROR * count >= horizon:
-        raise ValueError(f"a horizon of {horizon} is too short for steps of {count}: it must be over {MAX_ERROR * count}")
+        raise ValueError(
+            f"a horizon of {horizon} is too short for steps of {count}: it must be over {MAX_ERROR * count}"
+        )
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return coef * (1 + error * count / horizon)

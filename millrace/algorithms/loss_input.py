@@ -55,7 +55,9 @@ class LossInput:
         }
         for name, tensor in tensors.items():
             if tensor.shape != self.log_probs.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(self.log_probs.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(self.log_probs.shape)}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,11 @@ class LossOptions:
     def __post_init__(self) -> None:
         if self.clip_c <= 1:
             raise ValueError(f"clip_c must be over 1, got {self.clip_c}")
-        at_least_0 = {"clip_low": self.clip_low, "clip_high": self.clip_high, "ppo_kl_coef": self.ppo_kl_coef}
+        at_least_0 = {
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "ppo_kl_coef": self.ppo_kl_coef,
+        }
         for name, value in at_least_0.items():
             if value < 0:
                 raise ValueError(f"{name} must not be below 0, got {value}")
@@ -110,9 +116,16 @@ log_ratio      log(pi / pi_old) clamped to +-20; -mean is verl's ppo_kl
 
 
 def statistics(
-    log_probs: Tensor, *, log_ratio: Tensor | None = None, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
+    log_probs: Tensor,
+    *,
+    log_ratio: Tensor | None = None,
+    clipped: Tensor | None = None,
+    clipped_lower: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The three entries of a TokenLoss, in the dtype of `log_probs`; what is not given is 0."""
     given = {"clipped": clipped, "clipped_lower": clipped_lower, "log_ratio": log_ratio}
     zeros = torch.zeros_like(log_probs)
-    return {name: zeros if value is None else value.detach().to(log_probs.dtype) for name, value in given.items()}
+    return {
+        name: zeros if value is None else value.detach().to(log_probs.dtype)
+        for name, value in given.items()
+    }

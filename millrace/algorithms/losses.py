@@ -20,7 +20,9 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
     """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and the bool mask of where the clip won; shapes of `ratio`.
 
     A ratio on an edge is inside: it is not clipped and has its whole gradient.
@@ -101,7 +103,9 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     ratio = delta.exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     clipped = (weight != ratio) & (x.advantages != 0)
-    return -weight * x.advantages * x.log_probs, statistics(x.log_probs, log_ratio=delta, clipped=clipped)
+    return -weight * x.advantages * x.log_probs, statistics(
+        x.log_probs, log_ratio=delta, clipped=clipped
+    )
 
 
 def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -111,7 +115,9 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
-    tau = torch.where(x.advantages > 0, delta.new_full((), options.tau_pos), delta.new_full((), options.tau_neg))
+    tau = torch.where(
+        x.advantages > 0, delta.new_full((), options.tau_pos), delta.new_full((), options.tau_neg)
+    )
     gate = torch.sigmoid(tau * (delta.exp() - 1)) * (4 / tau)
     return -gate * x.advantages, statistics(x.log_probs, log_ratio=delta)
 
@@ -135,8 +141,12 @@ def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
     x = inputs.trained()
     selected = _selected(x)
     delta = log_ratio(x.log_probs, x.old_log_probs)
-    loss, clipped = clipped_surrogate(delta.exp(), x.advantages, options.clip_low, options.clip_high)
-    return loss.masked_fill(selected, 0.0), statistics(x.log_probs, log_ratio=delta, clipped=clipped | selected)
+    loss, clipped = clipped_surrogate(
+        delta.exp(), x.advantages, options.clip_low, options.clip_high
+    )
+    return loss.masked_fill(selected, 0.0), statistics(
+        x.log_probs, log_ratio=delta, clipped=clipped | selected
+    )
 
 
 def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -155,5 +165,7 @@ def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 def _selected(inputs: LossInput) -> Tensor:
     if inputs.selected is None:
-        raise ValueError("this loss needs `selected`: the tokens that covariance.py chooses over the whole mini-batch")
+        raise ValueError(
+            "this loss needs `selected`: the tokens that covariance.py chooses over the whole mini-batch"
+        )
     return inputs.selected

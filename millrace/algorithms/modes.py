@@ -4,13 +4,43 @@ from __future__ import annotations
 
 from typing import Literal
 
-AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-LossMode = Literal[
-    "vanilla", "gspo", "cispo", "gpg", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "reinforce"
+AggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 
-USES_OLD = frozenset({"vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"})
+LossMode = Literal[
+    "vanilla",
+    "gspo",
+    "cispo",
+    "gpg",
+    "sapo",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "reinforce",
+]
+
+USES_OLD = frozenset(
+    {
+        "vanilla",
+        "gspo",
+        "cispo",
+        "sapo",
+        "geo_mean",
+        "clip_cov",
+        "kl_cov",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+    }
+)
 """Modes that take a ratio against old log-probs; gpg and reinforce read none."""
 
 SELECTS = frozenset({"clip_cov", "kl_cov"})

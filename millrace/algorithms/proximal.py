@@ -10,7 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def interpolate(rollout_log_probs: Tensor, log_probs: Tensor, token_versions: Tensor, version: int) -> Tensor:
+def interpolate(
+    rollout_log_probs: Tensor, log_probs: Tensor, token_versions: Tensor, version: int
+) -> Tensor:
     """log mu + alpha (log theta - log mu), alpha = (v_prox - v_mu) / (v_theta - v_mu), [T] in the dtype of log_probs, detached.
 
     rollout_log_probs (mu) and log_probs (theta, of the policy under training) [T] floating; token_versions (v_mu) [T] integers:

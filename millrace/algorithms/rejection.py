@@ -36,7 +36,9 @@ class Ratios:
     """Sequences that have an included token, and only finite ones, [N] bool."""
 
     @classmethod
-    def of(cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None) -> Ratios:
+    def of(
+        cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
+    ) -> Ratios:
         """From log-probs [T], lengths [N] and include [T] bool."""
         ids = sequence_ids(lengths)
         delta = log_probs_a.detach().double() - log_probs_b.detach().double()
@@ -64,10 +66,17 @@ def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tenso
     fraction_high and fraction_low are the shares above and below the bounds. All are 0 where there is nothing to count.
     """
     statistic, valid = _statistic(rule, ratios)
-    low, high = beyond(statistic, rule.lower, rule.upper) if rule.in_ratio_space else _over(statistic, rule.upper)
+    low, high = (
+        beyond(statistic, rule.lower, rule.upper)
+        if rule.in_ratio_space
+        else _over(statistic, rule.upper)
+    )
     accepted = valid & ~low & ~high
     shown = statistic.exp() if rule.in_ratio_space else statistic
-    metrics = spread(shown[valid]) | {"fraction_high": share(high[valid]), "fraction_low": share(low[valid])}
+    metrics = spread(shown[valid]) | {
+        "fraction_high": share(high[valid]),
+        "fraction_low": share(low[valid]),
+    }
     return (accepted if rule.name.startswith("token") else accepted[ratios.ids]), metrics
 
 
@@ -96,7 +105,9 @@ def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
     if level == "token":
         return tokens, ratios.finite
     if level == "seq_max":
-        largest = tokens.new_zeros(len(ratios.counts)).scatter_reduce_(0, ratios.ids, tokens, "amax")
+        largest = tokens.new_zeros(len(ratios.counts)).scatter_reduce_(
+            0, ratios.ids, tokens, "amax"
+        )
         return largest, ratios.whole
     if rule.name == "seq_sum_k1":
         return ratios.sequence_logs(), ratios.whole
@@ -114,7 +125,12 @@ def spread(values: Tensor) -> dict[str, Tensor]:
     """Mean, max, min and population standard deviation of a float64 tensor; 0 where it is empty."""
     if not len(values):
         return dict.fromkeys(("mean", "max", "min", "std"), values.new_zeros(()))
-    return {"mean": values.mean(), "max": values.max(), "min": values.min(), "std": values.std(correction=0)}
+    return {
+        "mean": values.mean(),
+        "max": values.max(),
+        "min": values.min(),
+        "std": values.std(correction=0),
+    }
 
 
 def share(flags: Tensor) -> Tensor:

@@ -20,7 +20,11 @@ def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None =
     The score of a trajectory without tokens falls away.
     """
     score = scores.detach().double()
-    base = score.new_zeros(int(lengths.sum())) if token_rewards is None else token_rewards.detach().double()
+    base = (
+        score.new_zeros(int(lengths.sum()))
+        if token_rewards is None
+        else token_rewards.detach().double()
+    )
     at, has = last_tokens(lengths)
     return base.index_add(0, at, score[has]).to(_dtype(scores))
 
@@ -32,7 +36,9 @@ def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> 
     decides its sum, to the last bit: equal ends of trajectories have equal sums.
     """
     total = rewards.detach().double()
-    remaining = (lengths.cumsum(0) - 1)[sequence_ids(lengths)] - torch.arange(len(total), device=total.device)
+    remaining = (lengths.cumsum(0) - 1)[sequence_ids(lengths)] - torch.arange(
+        len(total), device=total.device
+    )
     longest = int(lengths.max()) if len(lengths) else 0
     step = 1
     while step < longest:
@@ -42,7 +48,13 @@ def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> 
 
 
 def gae(
-    rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float, truncated: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    truncated: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438), not yet whitened, and the critic's targets; both [T].
 
@@ -97,7 +109,9 @@ def optimal_token_baseline(
     out, for it pulls B to 0 where the policy is sure of itself; if every W is 0, B is the plain mean.
     """
     to_go = discounted_sums(rewards.double(), lengths)
-    energy = (1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()).clamp(min=0)
+    energy = (1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()).clamp(
+        min=0
+    )
     if weights is not None:
         energy = energy * weights.detach().double().square()
     # Sums from the front are sums to go of the batch read backwards.
@@ -106,7 +120,11 @@ def optimal_token_baseline(
     total = sequence_sums(path, cell, len(size))[cell]
     share = torch.where(total > 0, path / total, 1.0 / size.double()[cell])
     baseline = sequence_sums(share * to_go, cell, len(size))
-    return (to_go - baseline[cell]).masked_fill(all_equal(to_go, cell, len(size))[cell], 0.0).to(_dtype(rewards))
+    return (
+        (to_go - baseline[cell])
+        .masked_fill(all_equal(to_go, cell, len(size))[cell], 0.0)
+        .to(_dtype(rewards))
+    )
 
 
 def whiten(values: Tensor) -> Tensor:

@@ -39,10 +39,14 @@ class RejectionRule:
             raise ValueError(f"unknown rejection rule {self.name!r}; known: {', '.join(RULES)}")
         if self.in_ratio_space:
             if self.lower is None:
-                raise ValueError(f"{self.name} bounds a ratio on both sides: give it lower and upper, such as 0.5 and 2.0")
+                raise ValueError(
+                    f"{self.name} bounds a ratio on both sides: give it lower and upper, such as 0.5 and 2.0"
+                )
             check_band(self.lower, self.upper)
         elif self.lower is not None:
-            raise ValueError(f"{self.name} has an upper bound alone: leave out its lower bound {self.lower}")
+            raise ValueError(
+                f"{self.name} has an upper bound alone: leave out its lower bound {self.lower}"
+            )
         elif not self.upper > 0:
             raise ValueError(f"the upper bound of {self.name} must be over 0, got {self.upper}")
 
@@ -55,7 +59,9 @@ class RejectionRule:
 def check_band(lower: float, upper: float) -> None:
     """Raises ValueError unless 0 <= lower <= upper and upper > 0."""
     if not (0 <= lower <= upper and upper > 0):
-        raise ValueError(f"a band of ratios needs 0 <= lower <= upper and upper over 0, got {lower} to {upper}")
+        raise ValueError(
+            f"a band of ratios needs 0 <= lower <= upper and upper over 0, got {lower} to {upper}"
+        )
 
 
 def parse_threshold(value: str | float) -> float | tuple[float, float]:
@@ -67,11 +73,15 @@ def parse_threshold(value: str | float) -> float | tuple[float, float]:
     parts = value.split("_") if isinstance(value, str) else [value]
     try:
         # float(True) is 1.0; and "1_0_5" must not become 1 to 5.
-        numbers = [] if isinstance(value, bool) or len(parts) > 2 else [float(part) for part in parts]
+        numbers = (
+            [] if isinstance(value, bool) or len(parts) > 2 else [float(part) for part in parts]
+        )
     except ValueError:
         numbers = []
     if not numbers:
-        raise ValueError(f"threshold {value!r} is neither a number, such as 2.0, nor a pair of numbers, such as '0.5_5.0'")
+        raise ValueError(
+            f"threshold {value!r} is neither a number, such as 2.0, nor a pair of numbers, such as '0.5_5.0'"
+        )
     if len(numbers) == 2:
         check_band(*numbers)
         return numbers[0], numbers[1]
@@ -92,7 +102,9 @@ def parse_rules(
     names = [str(name) for name in _items(rollout_rs)]
     specs = _items(thresholds)
     if not names and specs:
-        raise ValueError(f"rollout_rs_threshold {thresholds!r} has no rule: name one in rollout_rs, or leave the threshold out")
+        raise ValueError(
+            f"rollout_rs_threshold {thresholds!r} has no rule: name one in rollout_rs, or leave the threshold out"
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"rollout_rs {rollout_rs!r} names a rule twice: name each once")
     if names and not specs:
@@ -102,7 +114,10 @@ def parse_rules(
             f"rollout_rs {', '.join(names)} needs one threshold for all or {len(names)}, one for each rule: "
             f"rollout_rs_threshold {thresholds!r} has {len(specs)}"
         )
-    return tuple(_rule(name, spec) for name, spec in zip(names, specs * len(names) if len(specs) == 1 else specs, strict=True))
+    return tuple(
+        _rule(name, spec)
+        for name, spec in zip(names, specs * len(names) if len(specs) == 1 else specs, strict=True)
+    )
 
 
 def _items(value: str | float | Sequence[str | float] | None) -> list[str | float]:
@@ -117,14 +132,22 @@ def _rule(name: str, spec: str | float) -> RejectionRule:
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r} in rollout_rs; known: {', '.join(RULES)}")
     ratio = name.endswith("k1")
-    fix = "'0.5_2.0' (bounds of the ratio), or 2.0 for 0.5 to 2.0" if ratio else "one upper bound, such as 0.01"
+    fix = (
+        "'0.5_2.0' (bounds of the ratio), or 2.0 for 0.5 to 2.0"
+        if ratio
+        else "one upper bound, such as 0.01"
+    )
     try:
         bounds = parse_threshold(spec)
         if ratio and isinstance(bounds, float):
             if bounds < 1:
-                raise ValueError(f"a single bound u stands for 1/u to u and must be 1 or more, got {bounds}")
+                raise ValueError(
+                    f"a single bound u stands for 1/u to u and must be 1 or more, got {bounds}"
+                )
             bounds = (1 / bounds, bounds)
         lower, upper = bounds if isinstance(bounds, tuple) else (None, bounds)
         return RejectionRule(name, lower, upper)
     except ValueError as error:
-        raise ValueError(f"rollout_rs_threshold {spec!r} does not fit the rule {name}: {error}. Write {fix}") from None
+        raise ValueError(
+            f"rollout_rs_threshold {spec!r} does not fit the rule {name}: {error}. Write {fix}"
+        ) from None

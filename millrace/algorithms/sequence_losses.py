@@ -30,8 +30,12 @@ def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     mean = _sequence_means((x.log_probs - x.old_log_probs).detach(), x)[x.sequence_ids]
     # In this order the difference is exactly 0 and keeps the digits of the mean: clips of 3e-4 need them.
     log_s = (x.log_probs - x.log_probs.detach() + mean).clamp(max=MAX_SEQUENCE_LOG_RATIO)
-    loss, clipped = clipped_surrogate(log_s.exp(), x.advantages, options.clip_low, options.clip_high)
-    return loss, statistics(x.log_probs, log_ratio=log_ratio(x.log_probs, x.old_log_probs), clipped=clipped)
+    loss, clipped = clipped_surrogate(
+        log_s.exp(), x.advantages, options.clip_low, options.clip_high
+    )
+    return loss, statistics(
+        x.log_probs, log_ratio=log_ratio(x.log_probs, x.old_log_probs), clipped=clipped
+    )
 
 
 def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -52,9 +56,13 @@ def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
     advantages = _sequence_means(x.advantages, x)
     adv = advantages[x.sequence_ids]
     delta = log_ratio(x.log_probs, x.old_log_probs)
-    bounded = torch.where(adv > 0, delta.clamp(max=options.clip_high), delta.clamp(min=-options.clip_low))
+    bounded = torch.where(
+        adv > 0, delta.clamp(max=options.clip_high), delta.clamp(min=-options.clip_low)
+    )
     loss = -advantages * _sequence_means(bounded, x).exp()
-    clipped = torch.where(adv > 0, delta > options.clip_high, (delta < -options.clip_low) & (adv < 0))
+    clipped = torch.where(
+        adv > 0, delta > options.clip_high, (delta < -options.clip_low) & (adv < 0)
+    )
     stats = statistics(x.log_probs, log_ratio=delta, clipped=clipped)
     return loss[x.sequence_ids].masked_fill(~x.mask, 0.0), stats
 

@@ -14,7 +14,9 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float
     length >= 0.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer must be over 0 and at most max_length, {max_length}: got {buffer}")
+        raise ValueError(
+            f"buffer must be over 0 and at most max_length, {max_length}: got {buffer}"
+        )
     if not factor >= 0:
         raise ValueError(f"factor must be at least 0, got {factor}")
     if length < 0:

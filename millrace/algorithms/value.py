@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2): PPO's clipped value loss.
 
     All [T] and of one floating dtype; only `values` has a gradient: v - R, or 0 where the clipped side is larger. A value on

@@ -8,10 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from millrace.console import Address, DryRun, HelpConfig, Json, Overrides, Recipe, configure, overrides_on, report, run_async
+from millrace.console import (
+    Address,
+    DryRun,
+    HelpConfig,
+    Json,
+    Overrides,
+    Recipe,
+    configure,
+    overrides_on,
+    report,
+    run_async,
+)
 from millrace.observe.progress import Progress
 
-bench = typer.Typer(no_args_is_help=True, help="Measure modes, training, and the weight sync, of a recipe on these devices.")
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure modes, training, and the weight sync, of a recipe on these devices.",
+)
 
 
 @bench.command(name="sync")
@@ -28,8 +42,16 @@ def bench_sync(
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.bench.sync import bench_sync as work
 
-    found = run_async(json_, config.name, "bench sync", lambda progress: work(config, progress, repeats), lambda: False)
-    lines = [f"{found['bytes'] / 1e6:,.1f} MB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.4g} GB/s"]
+    found = run_async(
+        json_,
+        config.name,
+        "bench sync",
+        lambda progress: work(config, progress, repeats),
+        lambda: False,
+    )
+    lines = [
+        f"{found['bytes'] / 1e6:,.1f} MB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.4g} GB/s"
+    ]
     for load, f in ((load, found[load]) for load in ("idle", "busy") if load in found):
         lines.append(
             f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.4g} GB/s, {f['share_of_link']:.0%} of the link), "
@@ -56,9 +78,18 @@ def bench_train(
 
     limit = config.actor.ppo_max_token_len_per_gpu
     if length > limit:
-        raise bad_value("--length", length, f"actor.ppo_max_token_len_per_gpu = {limit}", f"--length {limit} or less")
+        raise bad_value(
+            "--length",
+            length,
+            f"actor.ppo_max_token_len_per_gpu = {limit}",
+            f"--length {limit} or less",
+        )
     found = run_async(
-        json_, config.name, "bench train", lambda progress: work(config, progress, length=length, steps=steps), lambda: False
+        json_,
+        config.name,
+        "bench train",
+        lambda progress: work(config, progress, length=length, steps=steps),
+        lambda: False,
     )
     report(
         json_,
@@ -74,12 +105,27 @@ def bench_modes(
     path: Recipe = None,
     overrides: Overrides = None,
     address: Address = None,
-    modes: Annotated[str, typer.Option(help="Modes, with commas between.")] = "colocate_sync,one_step_off,async_partial",
-    splits: Annotated[str, typer.Option(help="Devices that train + devices that roll out, with commas between.")] = "1+1",
-    uniform: Annotated[str, typer.Option(help="Modes that run once more with all responses of the mean length.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")] = 1,
-    skip: Annotated[int, typer.Option(min=0, help="First optimizer steps, in no rate; nor is the end, as rollouts run dry.")] = 1,
-    folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path("runs/bench-modes"),
+    modes: Annotated[
+        str, typer.Option(help="Modes, with commas between.")
+    ] = "colocate_sync,one_step_off,async_partial",
+    splits: Annotated[
+        str, typer.Option(help="Devices that train + devices that roll out, with commas between.")
+    ] = "1+1",
+    uniform: Annotated[
+        str, typer.Option(help="Modes that run once more with all responses of the mean length.")
+    ] = "",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")
+    ] = 1,
+    skip: Annotated[
+        int,
+        typer.Option(
+            min=0, help="First optimizer steps, in no rate; nor is the end, as rollouts run dry."
+        ),
+    ] = 1,
+    folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path(
+        "runs/bench-modes"
+    ),
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
@@ -98,12 +144,18 @@ def bench_modes(
     figures: list[dict[str, Any]] = []
 
     def measure(progress: Progress) -> Coroutine[Any, Any, None]:
-        return work.bench_modes(path, overrides, arms, folder, progress, figures, skip=skip, repeats=repeats)
+        return work.bench_modes(
+            path, overrides, arms, folder, progress, figures, skip=skip, repeats=repeats
+        )
 
     try:
         run_async(json_, path.stem, "bench modes", measure, lambda: False)
     finally:
         if figures:  # also where something ended it: what was measured until then
             done, planned = len(figures), len(arms) * repeats
-            text = work.table(figures) + (f"\nnot complete: {done} of {planned} runs" if done < planned else "")
-            report(json_, {"folder": str(folder), "complete": done == planned, "runs": figures}, text)
+            text = work.table(figures) + (
+                f"\nnot complete: {done} of {planned} runs" if done < planned else ""
+            )
+            report(
+                json_, {"folder": str(folder), "complete": done == planned, "runs": figures}, text
+            )

@@ -17,7 +17,11 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
     Dense models with gated MLPs (Qwen2, Qwen3, Llama, Mistral). Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
     """
     shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
-    hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
+    hidden, layers, heads = (
+        shape["hidden_size"],
+        shape["num_hidden_layers"],
+        shape["num_attention_heads"],
+    )
     head = shape.get("head_dim") or hidden // heads
     keys = shape.get("num_key_value_heads") or heads
     layer = hidden * head * (2 * heads + 2 * keys) + 3 * hidden * shape["intermediate_size"]

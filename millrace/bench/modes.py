@@ -41,10 +41,18 @@ class Arm:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"mode={self.mode}", f"trainer.n_gpus_per_node={self.trainers}", f"rollout.n_gpus_per_node={self.rollouts}"]
+        return [
+            f"mode={self.mode}",
+            f"trainer.n_gpus_per_node={self.trainers}",
+            f"rollout.n_gpus_per_node={self.rollouts}",
+        ]
 
     def __str__(self) -> str:
-        name = f"{self.mode} on {self.trainers}" if self.colocated else f"{self.mode} {self.trainers}+{self.rollouts}"
+        name = (
+            f"{self.mode} on {self.trainers}"
+            if self.colocated
+            else f"{self.mode} {self.trainers}+{self.rollouts}"
+        )
         return f"{name}, uniform" if self.uniform else name
 
 
@@ -70,11 +78,23 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
         for split in splits:
             sides = split.split("+")
             if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
-                raise bad_value("--splits", split, "devices that train, a plus, devices that roll out", "--splits 1+1")
+                raise bad_value(
+                    "--splits",
+                    split,
+                    "devices that train, a plus, devices that roll out",
+                    "--splits 1+1",
+                )
             t, r = map(int, sides)
-            arm = Arm(mode, t + r, t + r) if MODES[mode]["placement"] == "colocated" else Arm(mode, t, r)
+            arm = (
+                Arm(mode, t + r, t + r)
+                if MODES[mode]["placement"] == "colocated"
+                else Arm(mode, t, r)
+            )
             arms += [] if arm in arms else [arm]
-    return [*(a for a in arms if a.mode in modes), *(replace(a, uniform=True) for a in arms if a.mode in uniform)]
+    return [
+        *(a for a in arms if a.mode in modes),
+        *(replace(a, uniform=True) for a in arms if a.mode in uniform),
+    ]
 
 
 async def bench_modes(
@@ -93,11 +113,20 @@ async def bench_modes(
     Versions that are not `counted`, in which the pipeline fills or drains and kernels compile, are in no figure but `seconds`. Each
     run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
     """
-    engines = {(arm.colocated, arm.trainers, arm.rollouts): [a for a in arms if _engines(a) == _engines(arm)] for arm in arms}
+    engines = {
+        (arm.colocated, arm.trainers, arm.rollouts): [
+            a for a in arms if _engines(a) == _engines(arm)
+        ]
+        for arm in arms
+    }
     for arm in arms:
         check_size(recipe.load(path, overrides, [*QUIET, *arm.overrides]), skip)
     for k, group in enumerate(engines.values()):
-        config = recipe.load(path, overrides, [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"])
+        config = recipe.load(
+            path,
+            overrides,
+            [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"],
+        )
         async with open_session(config, progress) as s:
             rate = (await s.engines.train.matmul_rates())[0]
             alone: dict[tuple[bool, int], float] = {}
@@ -105,13 +134,17 @@ async def bench_modes(
                 for arm in group:
                     # A layer over the user's: what a mode fixes is not theirs to change for all of them.
                     said = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
-                    own = recipe.load(path, overrides, [*said, *(_uniform(s, config) if arm.uniform else ())])
+                    own = recipe.load(
+                        path, overrides, [*said, *(_uniform(s, config) if arm.uniform else ())]
+                    )
                     found = await _run(replace(s, config=own, run=folder_of_run(own, s)), skip)
                     requests = (arm.uniform, own.schedule.capacity)
                     if requests not in alone:
                         alone[requests] = await _alone(s, own)
                     figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone[requests]))
-                    with (folder / "figures.jsonl").open("a") as lines:  # at once: a later arm may fail
+                    with (folder / "figures.jsonl").open(
+                        "a"
+                    ) as lines:  # at once: a later arm may fail
                         lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")
 
@@ -123,10 +156,21 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
 def _uniform(s: Session, config: Config) -> list[str]:
     """Every response as long as they are on average."""
     if drawn_lengths(config) is None:
-        raise bad_value("--uniform", "", "the recipe draws no lengths", "rollout.drawn_lengths.enable=true, or leave it out")
-    prompts = sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps)) * config.rollout.n
+        raise bad_value(
+            "--uniform",
+            "",
+            "the recipe draws no lengths",
+            "rollout.drawn_lengths.enable=true, or leave it out",
+        )
+    prompts = (
+        sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps))
+        * config.rollout.n
+    )
     lengths = _lengths(s, config)
-    return ["rollout.drawn_lengths.sigma=0", f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}"]
+    return [
+        "rollout.drawn_lengths.sigma=0",
+        f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}",
+    ]
 
 
 def folder_of_run(config: Config, s: Session) -> RunDir:
@@ -144,7 +188,10 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     await s.engines.trainers_turn()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "reward/mean" in row]
-    rows = [rows[k] for k in counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)]
+    rows = [
+        rows[k]
+        for k in counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)
+    ]
     wall = sum(row["perf/time_per_version"] for row in rows)
 
     def over_time(name: str) -> float:
@@ -199,7 +246,13 @@ def check_size(config: Config, skip: int) -> None:
 
 
 def _with_ceilings(
-    found: dict[str, float], arm: Arm, turn: int, s: Session, config: Config, rate: float, alone: float
+    found: dict[str, float],
+    arm: Arm,
+    turn: int,
+    s: Session,
+    config: Config,
+    rate: float,
+    alone: float,
 ) -> dict[str, Any]:
     """The figures, against what the devices can do."""
     flops = train_flops(s.run.model, _lengths(s, config), config)
@@ -207,11 +260,22 @@ def _with_ceilings(
     stepping = found["step_s"] / found["version_s"]
     mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
     decoding = found["drawn_tokens_per_s"] / alone
-    names = {"arm": str(arm), "mode": arm.mode, "trainers": arm.trainers, "rollouts": arm.rollouts, "turn": turn}
+    names = {
+        "arm": str(arm),
+        "mode": arm.mode,
+        "trainers": arm.trainers,
+        "rollouts": arm.rollouts,
+        "turn": turn,
+    }
     return (
         names
         | found
-        | {"matmul_tflops": rate / 1e12, "mfu_in_steps": mfu, "alone_tokens_per_s": alone, "share_of_alone": decoding}
+        | {
+            "matmul_tflops": rate / 1e12,
+            "mfu_in_steps": mfu,
+            "alone_tokens_per_s": alone,
+            "share_of_alone": decoding,
+        }
     )
 
 
@@ -222,7 +286,10 @@ def _lengths(s: Session, config: Config) -> list[int]:
     found = []
     for i in range(config.rollout.total_rollout_steps):
         prompt = len(s.problems.train[i].tokens)
-        found += [prompt + (drawn.of(request_seed(config.trainer.seed, i, k)) if drawn else limit) for k in range(n)]
+        found += [
+            prompt + (drawn.of(request_seed(config.trainer.seed, i, k)) if drawn else limit)
+            for k in range(n)
+        ]
     return found
 
 
@@ -235,13 +302,20 @@ async def _alone(s: Session, config: Config) -> float:
     def one(i: int, k: int) -> Any:
         seed = request_seed(config.trainer.seed, i, k)
         length = drawn.of(seed) if drawn else rollout.max_response_length
-        params = SamplingParams(length, rollout.temperature, seed=seed, ignore_eos=rollout.ignore_eos or drawn is not None)
+        params = SamplingParams(
+            length,
+            rollout.temperature,
+            seed=seed,
+            ignore_eos=rollout.ignore_eos or drawn is not None,
+        )
         return s.engines.pool.generate(s.problems.train[i].tokens, params, f"{i}/{k}")
 
     await s.engines.publish(0)
     clock, before = asyncio.get_running_loop().time, (await s.engines.pool.stats()).tokens
     start = clock()
-    await asyncio.gather(*(one(i, k) for i in range(config.schedule.capacity) for k in range(rollout.n)))
+    await asyncio.gather(
+        *(one(i, k) for i in range(config.schedule.capacity) for k in range(rollout.n))
+    )
     seconds = clock() - start
     drawn_tokens = (await s.engines.pool.stats()).tokens - before
     await s.engines.trainers_turn()
@@ -256,7 +330,11 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     for run in figures:
         by_arm.setdefault(run["arm"], []).append(run)
     middle = {
-        arm: {k: statistics.median(r[k] for r in runs) for k, v in runs[0].items() if isinstance(v, float)}
+        arm: {
+            k: statistics.median(r[k] for r in runs)
+            for k, v in runs[0].items()
+            if isinstance(v, float)
+        }
         for arm, runs in by_arm.items()
     }
     rates = {arm: m["samples_per_s"] for arm, m in middle.items()}

@@ -76,7 +76,9 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
         while True:
             await s.engines.pool.generate(prompt.tokens, params, f"bench-{slot}")
 
-    tasks = [asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)]
+    tasks = [
+        asyncio.create_task(draw_for_ever(k)) for k in range((await s.engines.pool.stats()).slots)
+    ]
     try:
         for k in range(repeats):
             await _one_more_each(s, tasks)

@@ -18,7 +18,9 @@ WARM_UP_STEPS = 3
 """Kernels are compiled and optimizer state is made in them."""
 
 
-async def bench_train(config: Config, progress: Progress, *, length: int, steps: int) -> dict[str, Any]:
+async def bench_train(
+    config: Config, progress: Progress, *, length: int, steps: int
+) -> dict[str, Any]:
     """`steps` supervised steps, each of one micro-batch of actor.ppo_max_token_len_per_gpu tokens on every rank, in documents of
     `length` random tokens. Forward, backward, gradient norm and optimizer step count.
     """

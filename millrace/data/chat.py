@@ -31,17 +31,25 @@ class Chat:
         if isinstance(problem.prompt, str):
             return problem.prompt, tokens_of(self.encode(problem.prompt))
         text = self._template(problem.prompt)
-        if self._special is None or not any(self._special.search(m["content"]) for m in problem.prompt):
+        if self._special is None or not any(
+            self._special.search(m["content"]) for m in problem.prompt
+        ):
             return text, tokens_of(self.tokenizer.encode(text, add_special_tokens=False))
         return text, self._render_apart(problem.prompt, where)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text: the text of a special token is text."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return list(
+            self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        )
 
     def decode(self, tokens: Tokens) -> str:
         """The text of `tokens`, without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -61,17 +69,27 @@ class Chat:
         return re.compile("|".join(re.escape(t) for t in found)) if found else None
 
     def _template(self, messages: Messages) -> str:
-        rendered: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered: Any = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         return str(rendered)
 
     def _render_apart(self, messages: Messages, where: str) -> Tokens:
         """The template's own text and the messages' text, encoded apart: only the first may hold special tokens."""
         marks = [f"\ue000{n}\ue001" for n in range(len(messages))]
-        text = self._template([m | {"content": mark} for m, mark in zip(messages, marks, strict=True)])
+        text = self._template(
+            [m | {"content": mark} for m, mark in zip(messages, marks, strict=True)]
+        )
         pieces = re.split("(\ue000\\d+\ue001)", text)
         if pieces[1::2] != marks:
-            found = next(s[0] for m in messages if self._special and (s := self._special.search(m["content"])))
-            rule = "is the text of a special token, and the chat template does not keep messages whole"
+            found = next(
+                s[0]
+                for m in messages
+                if self._special and (s := self._special.search(m["content"]))
+            )
+            rule = (
+                "is the text of a special token, and the chat template does not keep messages whole"
+            )
             raise bad_row(where, found, rule, "delete it from the message, or use a string prompt")
         tokens = tokens_of()
         for n, piece in enumerate(pieces):

@@ -23,7 +23,11 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
 
     api = hub.HfApi()
     try:
-        info = api.model_info(name, timeout=_WAIT_S) if kind == "model" else api.dataset_info(name, timeout=_WAIT_S)
+        info = (
+            api.model_info(name, timeout=_WAIT_S)
+            if kind == "model"
+            else api.dataset_info(name, timeout=_WAIT_S)
+        )
     except errors.GatedRepoError:
         return f"the hub keeps the {kind} for those who accepted its terms: do so on its page, then `hf auth login`"
     except errors.RepositoryNotFoundError:
@@ -32,10 +36,18 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
         return f"the hub has no such {kind}: {str(error).splitlines()[0]}"
     except Exception as error:  # noqa: BLE001 - each version of the client has its own way to say that nobody answers
         _stay_offline()
-        cached = kind == "dataset" or isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
-        return "" if cached else f"the hub does not answer ({type(error).__name__}: {str(error).splitlines()[0]})"
+        cached = kind == "dataset" or isinstance(
+            hub.try_to_load_from_cache(name, "config.json"), str
+        )
+        return (
+            ""
+            if cached
+            else f"the hub does not answer ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
     files = {s.rfilename for s in info.siblings or ()}
-    return "" if kind == "dataset" or "config.json" in files else "the hub's model has no config.json"
+    return (
+        "" if kind == "dataset" or "config.json" in files else "the hub's model has no config.json"
+    )
 
 
 def _stay_offline() -> None:

@@ -58,22 +58,42 @@ class PromptStream:
         kept: list[int] = []
         at = 0
         for part, end in zip(rows.parts, rows.ends, strict=True):
-            checked = _PROBED if part.generated and not (filter_overlong and part.size <= _COUNTED) else part.size
+            checked = (
+                _PROBED
+                if part.generated and not (filter_overlong and part.size <= _COUNTED)
+                else part.size
+            )
             for i in range(at, min(end, at + checked)):
                 shown = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
                 tokens = _tokens(rows, chat, i, shown)[1]
-                if len(tokens) <= max_prompt_length or (part.generated and part.size > _COUNTED and filter_overlong):
+                if len(tokens) <= max_prompt_length or (
+                    part.generated and part.size > _COUNTED and filter_overlong
+                ):
                     kept.append(i)
                 elif not filter_overlong:
                     raise _too_long(rows, i, shown, len(tokens), max_prompt_length)
             kept.extend(range(min(end, at + checked), end))
             at = end
         if not kept:
-            rule = f"every row is longer than rollout.max_prompt_length = {max_prompt_length} tokens"
-            raise bad_row(rows.source, f"{len(rows)} rows", rule, "a larger rollout.max_prompt_length")
+            rule = (
+                f"every row is longer than rollout.max_prompt_length = {max_prompt_length} tokens"
+            )
+            raise bad_row(
+                rows.source, f"{len(rows)} rows", rule, "a larger rollout.max_prompt_length"
+            )
         used = range(len(rows)) if len(kept) == len(rows) else kept
         filtered = len(rows) - len(kept)
-        return cls(rows, chat, seed, shuffle, max_prompt_length, filter_overlong, prompt_key, used, filtered)
+        return cls(
+            rows,
+            chat,
+            seed,
+            shuffle,
+            max_prompt_length,
+            filter_overlong,
+            prompt_key,
+            used,
+            filtered,
+        )
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -84,9 +104,13 @@ class PromptStream:
         if i < 0:
             raise IndexError(i)
         epoch, at = divmod(i, len(self.kept))
-        row = self.kept[shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at]
+        row = self.kept[
+            shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at
+        ]
         row, shown, text, tokens = self._fitting(row)
-        return Prompt(i, tokens, text, shown.data_source, shown.ground_truth, shown.extra_info, shown.columns)
+        return Prompt(
+            i, tokens, text, shown.data_source, shown.ground_truth, shown.extra_info, shown.columns
+        )
 
     def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
         """Row `row`, or the next one that is short enough where long ones are left out."""
@@ -110,7 +134,9 @@ def shuffled(i: int, n: int, key: str) -> int:
     while True:
         left, right = i >> half, i & mask
         for turn in range(6):
-            mixed = blake2b(bytes([turn]) + right.to_bytes(8, "little"), digest_size=8, key=secret).digest()
+            mixed = blake2b(
+                bytes([turn]) + right.to_bytes(8, "little"), digest_size=8, key=secret
+            ).digest()
             left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
         i = left << half | right
         if i < n:
@@ -121,9 +147,19 @@ def _tokens(rows: Rows, chat: Chat, i: int, shown: Problem) -> tuple[str, Tokens
     text, tokens = chat.render(shown, rows.describe(i))
     if chat.unk_id is not None and chat.unk_id in tokens:
         rule = "has a character that the tokenizer does not know"
-        raise bad_row(rows.describe(i), shown.text, rule, "model.tokenizer=bpe, or data.train_files with that character")
+        raise bad_row(
+            rows.describe(i),
+            shown.text,
+            rule,
+            "model.tokenizer=bpe, or data.train_files with that character",
+        )
     if not tokens:
-        raise bad_row(rows.describe(i), shown.text, "becomes no token at all", "another chat template or prompt")
+        raise bad_row(
+            rows.describe(i),
+            shown.text,
+            "becomes no token at all",
+            "another chat template or prompt",
+        )
     return text, tokens
 
 

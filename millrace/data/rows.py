@@ -43,17 +43,25 @@ class Problem:
     @property
     def text(self) -> str:
         """What the prompt says, without a chat template."""
-        return self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
+        return (
+            self.prompt
+            if isinstance(self.prompt, str)
+            else "\n".join(m["content"] for m in self.prompt)
+        )
 
 
-def problem(rows: Rows, i: int, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> Problem:
+def problem(
+    rows: Rows, i: int, *, prompt_key: str = "prompt", need_ground_truth: bool = False
+) -> Problem:
     """Row i as a Problem. Raises DataError naming the file and row, the value, the rule and the fix."""
     part, at = rows.locate(i)
     row, where = part.get(at), rows.describe(i)
     used, prompt = _prompt(where, row, prompt_key)
     source = row.get("data_source") or part.name
     if not isinstance(source, str):
-        raise bad_row(f"{where}, data_source", source, "must be a string", "the name of the data set")
+        raise bad_row(
+            f"{where}, data_source", source, "must be a string", "the name of the data set"
+        )
     _checked(f"{where}, data_source", source)
     extra = dict(_struct(where, row, "extra_info"))
     if "metadata" in row:
@@ -63,7 +71,12 @@ def problem(rows: Rows, i: int, *, prompt_key: str = "prompt", need_ground_truth
         rule = "no ground truth: reward_model.ground_truth, ground_truth, answer and solution are missing or null"
         raise bad_row(where, sorted(row), rule, "add one of these columns, or set reward.function")
     answer = next(
-        (_checked(f"{where}, {c}", row[c], required=False) for c in ("answer", "solution") if isinstance(row.get(c), str)), None
+        (
+            _checked(f"{where}, {c}", row[c], required=False)
+            for c in ("answer", "solution")
+            if isinstance(row.get(c), str)
+        ),
+        None,
     )
     columns = {k: v for k, v in row.items() if k not in _TAKEN and k != used}
     if not isinstance(prompt, str):
@@ -114,7 +127,9 @@ def _plain(where: str, value: Any) -> Any:
         return plain(_checked(where, value, required=False) if isinstance(value, str) else value)
     except (ValueError, TypeError, RecursionError) as error:
         rule = f"cannot be written as JSON: {error}"
-        raise bad_row(where, value, rule, "text, numbers, lists and objects; or delete the column") from None
+        raise bad_row(
+            where, value, rule, "text, numbers, lists and objects; or delete the column"
+        ) from None
 
 
 def _hook(value: Any) -> Any:
@@ -133,25 +148,43 @@ def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
         key = "question"
     if key not in row:
         rule = f"has no column {key!r}"
-        raise bad_row(where, sorted(row), rule, f"{nearest(key, row, 'data.prompt_key={}')}, or add the column")
+        raise bad_row(
+            where,
+            sorted(row),
+            rule,
+            f"{nearest(key, row, 'data.prompt_key={}')}, or add the column",
+        )
     prompt, where = row[key], f"{where}, {key}"
     if isinstance(prompt, str):
         return key, _checked(where, prompt)
     if prompt is None:
-        raise bad_row(where, prompt, "is null", "a string, or messages [{role, content}]; or delete the row")
+        raise bad_row(
+            where, prompt, "is null", "a string, or messages [{role, content}]; or delete the row"
+        )
     if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
-        raise bad_row(where, prompt, "must be a string, or messages [{role, content}]", "one of these forms")
+        raise bad_row(
+            where, prompt, "must be a string, or messages [{role, content}]", "one of these forms"
+        )
     if not prompt:
-        raise bad_row(where, prompt, "has no message", "at least one message of the user; or delete the row")
+        raise bad_row(
+            where, prompt, "has no message", "at least one message of the user; or delete the row"
+        )
     return key, [_message(f"{where}[{n}]", message) for n, message in enumerate(prompt)]
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise bad_row(f"{where}.role", role, f"must be one of {', '.join(ROLES)}", nearest(str(role), ROLES))
+        raise bad_row(
+            f"{where}.role", role, f"must be one of {', '.join(ROLES)}", nearest(str(role), ROLES)
+        )
     if not isinstance(content, str):
-        raise bad_row(f"{where}.content", content, "must be a string", "text; images and other parts are not supported")
+        raise bad_row(
+            f"{where}.content",
+            content,
+            "must be a string",
+            "text; images and other parts are not supported",
+        )
     _checked(f"{where}.content", content, required=role == "user")
     return {k: v for k, v in message.items() if v is not None}
 
@@ -163,7 +196,9 @@ def _checked(where: str, text: str, required: bool = True) -> str:
     if found:
         kind = "a NUL" if found[0] == "\x00" else "half of a surrogate pair"
         shown = text[max(0, found.start() - 20) : found.end() + 20]
-        raise bad_row(where, shown, f"has {kind} at character {found.start()}", "delete the character")
+        raise bad_row(
+            where, shown, f"has {kind} at character {found.start()}", "delete the character"
+        )
     return text
 
 
@@ -172,7 +207,12 @@ def _struct(where: str, row: Row, column: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise bad_row(f"{where}, {column}", value, "must be an object", "a struct of named values, or leave the column out")
+        raise bad_row(
+            f"{where}, {column}",
+            value,
+            "must be an object",
+            "a struct of named values, or leave the column out",
+        )
     return value
 
 
@@ -186,4 +226,10 @@ def _ground_truth(where: str, row: Row) -> Any:
 
 
 def _text(truth: Any) -> str:
-    return truth if isinstance(truth, str) else str(truth[0]) if isinstance(truth, list) and truth else str(truth)
+    return (
+        truth
+        if isinstance(truth, str)
+        else str(truth[0])
+        if isinstance(truth, list) and truth
+        else str(truth)
+    )

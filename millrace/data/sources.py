@@ -26,7 +26,20 @@ Row = dict[str, Any]
 
 _KINDS = "a .parquet, .jsonl or .json file, owner/name:split, reasoning_gym:NAME, or task:NAME"
 _HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.%:+\[\]-]+))?")
-_OTHER_FILES = {".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml", ".yml", ".xml", ".pkl", ".ndjson"}
+_OTHER_FILES = {
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".zip",
+    ".yaml",
+    ".yml",
+    ".xml",
+    ".pkl",
+    ".ndjson",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +95,20 @@ class Rows:
         return f"{part.source} row {part.numbers[at] if part.numbers else at + 1}"
 
 
-def load_source(spec: str, *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train") -> Rows:
+def load_source(
+    spec: str, *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train"
+) -> Rows:
     """The rows of one source; `key` names the configuration's key in errors. See `load_sources`."""
     return load_sources((spec,), seed=seed, max_rows=max_rows, key=key, split=split)
 
 
 def load_sources(
-    specs: Sequence[str], *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train"
+    specs: Sequence[str],
+    *,
+    seed: int,
+    max_rows: int = 0,
+    key: str = "data.train_files",
+    split: str = "train",
 ) -> Rows:
     """The rows of `specs`, one after the other; the first `max_rows` of them, where that is not 0.
 
@@ -119,10 +139,19 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
         return _file(key, spec, path)
     found = _HUB.fullmatch(spec)
     if path.suffix in _OTHER_FILES or path.exists() or spec[:1] in "/.~":
-        raise bad_value(key, spec, f"a source is {_KINDS}; {path.suffix or 'no extension'} is none", "convert it to .jsonl")
+        raise bad_value(
+            key,
+            spec,
+            f"a source is {_KINDS}; {path.suffix or 'no extension'} is none",
+            "convert it to .jsonl",
+        )
     if found is None:
         close = difflib.get_close_matches(spec.partition(":")[0], ["task", "reasoning_gym"], n=1)
-        fix = f"{close[0]}:{spec.partition(':')[2]}" if close and ":" in spec else "write one of these forms"
+        fix = (
+            f"{close[0]}:{spec.partition(':')[2]}"
+            if close and ":" in spec
+            else "write one of these forms"
+        )
         raise bad_value(key, spec, f"a source is {_KINDS}", fix)
     return _hub(key, spec, found["path"], found["config"], found["split"], split)
 
@@ -132,7 +161,9 @@ def _file(key: str, spec: str, path: Path) -> Part:
         folder = path.parent
         anywhere = f"a path from {Path.cwd()}, or absolute"
         if not folder.is_dir():
-            raise bad_value(key, spec, f"no such file: the folder {folder} does not exist", anywhere)
+            raise bad_value(
+                key, spec, f"no such file: the folder {folder} does not exist", anywhere
+            )
         there = [p.name for p in folder.iterdir() if p.suffix in READERS]
         fix = nearest(path.name, there, f"{folder}/{{}}") if there else anywhere
         shown = ", ".join(sorted(there)[:8]) or "no data file"
@@ -160,7 +191,12 @@ def _hub(key: str, spec: str, path: str, config: str | None, named: str | None, 
 def _task(key: str, spec: str, seed: int, split: str) -> Part:
     name, given = split_spec(key, spec)
     if name not in TASKS:
-        raise bad_value(key, spec, f"unknown task {name!r}; known are {', '.join(TASKS)}", nearest(name, TASKS, "task:{}"))
+        raise bad_value(
+            key,
+            spec,
+            f"unknown task {name!r}; known are {', '.join(TASKS)}",
+            nearest(name, TASKS, "task:{}"),
+        )
     kind = TASKS[name]
     stream_fields = Stream.__dataclass_fields__
     mine = {k: v for k, v in given.items() if k in stream_fields}
@@ -171,7 +207,14 @@ def _task(key: str, spec: str, seed: int, split: str) -> Part:
         task = kind(**typed(key, spec, rest, kind))
     except ValueError as error:
         raise refused(key, spec, error) from None
-    return Part(spec, name, stream.size or UNLIMITED, lambda i: task_row(name, task, stream, i), generated=True, task=task)
+    return Part(
+        spec,
+        name,
+        stream.size or UNLIMITED,
+        lambda i: task_row(name, task, stream, i),
+        generated=True,
+        task=task,
+    )
 
 
 def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
@@ -180,8 +223,15 @@ def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
 
     known = reasoning_gym.factory.DATASETS
     if name not in known:
-        raise bad_value(key, spec, f"reasoning-gym has no data set {name!r}", nearest(name, known, "reasoning_gym:{}"))
-    default = int.from_bytes(blake2b(f"{name}|{seed}|{split}".encode(), digest_size=4).digest()) % 2**31
+        raise bad_value(
+            key,
+            spec,
+            f"reasoning-gym has no data set {name!r}",
+            nearest(name, known, "reasoning_gym:{}"),
+        )
+    default = (
+        int.from_bytes(blake2b(f"{name}|{seed}|{split}".encode(), digest_size=4).digest()) % 2**31
+    )
     params = {"seed": default} | typed(key, spec, given, known[name][1])
     try:
         dataset = reasoning_gym.create_dataset(name, **params)
@@ -193,6 +243,11 @@ def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
     def get(i: int) -> Row:
         entry = dataset[i]
         extra = {"reasoning_gym": name, "index": i, "metadata": entry["metadata"]}
-        return {"prompt": entry["question"], "answer": entry["answer"], "data_source": name, "extra_info": extra}
+        return {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "data_source": name,
+            "extra_info": extra,
+        }
 
     return Part(spec, name, len(dataset), get, generated=True)

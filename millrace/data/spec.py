@@ -19,7 +19,11 @@ def nearest(name: str, known: Iterable[str], form: str = "{}") -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return form.format(close[0])
-    return ("one of " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")) if names else "none is known"
+    return (
+        ("one of " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else ""))
+        if names
+        else "none is known"
+    )
 
 
 def split_spec(key: str, spec: str) -> tuple[str, dict[str, str]]:
@@ -57,13 +61,22 @@ def _convert(key: str, spec: str, field: Field[Any], text: str) -> Any:
         return _value(default, text)
     except ValueError:
         kind = type(default).__name__
-        raise bad_value(key, spec, f"{field.name}={text!r} is not a value of type {kind}", f"{field.name}={default}") from None
+        raise bad_value(
+            key,
+            spec,
+            f"{field.name}={text!r} is not a value of type {kind}",
+            f"{field.name}={default}",
+        ) from None
 
 
 def _value(default: Any, text: str) -> Any:
     """`text` as a value of `default`'s type. Raises ValueError."""
     if isinstance(default, bool):
-        return text.lower() in ("true", "1") if text.lower() in ("true", "1", "false", "0") else _refuse(text)
+        return (
+            text.lower() in ("true", "1")
+            if text.lower() in ("true", "1", "false", "0")
+            else _refuse(text)
+        )
     if isinstance(default, int):
         return int(text)
     if isinstance(default, float):
@@ -84,4 +97,9 @@ def _refuse(text: str) -> Any:
 
 def refused(key: str, spec: str, error: Exception) -> ConfigError:
     """The ConfigError for parameters that have the right types, but that the generator itself refuses."""
-    return bad_value(key, spec, f"refused by the generator: {error or type(error).__name__}", "a value that holds to this rule")
+    return bad_value(
+        key,
+        spec,
+        f"refused by the generator: {error or type(error).__name__}",
+        "a value that holds to this rule",
+    )

@@ -58,16 +58,22 @@ class Task(Protocol):
 class _Digits:
     min_digits: int = field(default=4, metadata={"doc": "fewest digits"})
     max_digits: int = field(default=6, metadata={"doc": "most digits, but for the tail"})
-    tail: float = field(default=0.0, metadata={"doc": "share of problems whose length is log-normal: a long tail"})
+    tail: float = field(
+        default=0.0, metadata={"doc": "share of problems whose length is log-normal: a long tail"}
+    )
     tail_digits: int = field(default=64, metadata={"doc": "most digits in the tail"})
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits:
-            raise ValueError(f"1 <= min_digits={self.min_digits} <= max_digits={self.max_digits} must hold")
+            raise ValueError(
+                f"1 <= min_digits={self.min_digits} <= max_digits={self.max_digits} must hold"
+            )
         if not 0 <= self.tail <= 1:
             raise ValueError(f"tail={self.tail} must lie between 0 and 1")
         if self.tail and self.tail_digits < self.max_digits:
-            raise ValueError(f"tail_digits={self.tail_digits} must be max_digits={self.max_digits} or more")
+            raise ValueError(
+                f"tail_digits={self.tail_digits} must be max_digits={self.max_digits} or more"
+            )
 
     def _digits(self, rng: Random) -> str:
         count = rng.randint(self.min_digits, self.max_digits)
@@ -120,7 +126,12 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
         prompt, answer = task.problem(rng)
         if (crc32(prompt.encode()) % 8 == 0) == (stream.split == "val"):
             break
-    return {"prompt": prompt, "answer": answer, "data_source": name, "extra_info": {"index": i, "split": stream.split}}
+    return {
+        "prompt": prompt,
+        "answer": answer,
+        "data_source": name,
+        "extra_info": {"index": i, "split": stream.split},
+    }
 
 
 _WORD = re.compile(r"\w+(?:\.\w+)*")

@@ -18,7 +18,9 @@ _DIGITS = "0123456789"
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 
 
-def make_tokenizer(kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int
+) -> PreTrainedTokenizerFast:
     """A tokenizer with `<pad>`, `<eos>` and `<unk>` as tokens 0, 1 and 2, and a minimal chat template.
 
     chars: a token for each character of `texts` and each digit; `vocab_size` is not used. Other characters are `<unk>`.
@@ -58,15 +60,25 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(SPECIAL)
     if vocab_size < least:
-        rule = f"a bpe tokenizer starts from {least} tokens: 256 bytes and {len(SPECIAL)} special ones"
-        raise bad_value("model.tokenizer_vocab_size", vocab_size, rule, "512 or more, or model.tokenizer=chars")
+        rule = (
+            f"a bpe tokenizer starts from {least} tokens: 256 bytes and {len(SPECIAL)} special ones"
+        )
+        raise bad_value(
+            "model.tokenizer_vocab_size", vocab_size, rule, "512 or more, or model.tokenizer=chars"
+        )
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
     return made

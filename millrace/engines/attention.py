@@ -58,7 +58,9 @@ class Layout:
         return sum(rows * length for rows, length in self.buckets) or self.num_cells
 
 
-def make_layout(lengths: Ints, token_of_cell: Ints, num_tokens: int, device: torch.device, *, padded: bool) -> Layout:
+def make_layout(
+    lengths: Ints, token_of_cell: Ints, num_tokens: int, device: torch.device, *, padded: bool
+) -> Layout:
     """The layout of rows of `lengths` cells, longest first, whose C cells, row by row, are the tokens `token_of_cell`.
 
     Every token is in at least one cell. `padded` asks for padded batches, else for varlen attention.
@@ -77,7 +79,9 @@ def make_layout(lengths: Ints, token_of_cell: Ints, num_tokens: int, device: tor
         buckets=buckets,
         unpack=None if plain else torch.from_numpy(unpack).to(device),
         repack=None if plain else torch.from_numpy(repack).to(device),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(
+            device
+        ),
     )
 
 
@@ -128,7 +132,9 @@ def packed_attention(
     return out.unsqueeze(0), None
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None) -> Tensor:
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
+) -> Tensor:
     """[cells, heads, D] -> [cells, heads, D], bucket by bucket as [rows, heads, length, D]."""
     if sliding_window is not None and max(layout.lengths) > sliding_window:
         raise NotImplementedError(
@@ -137,21 +143,39 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sli
     sizes = [rows * length for rows, length in layout.buckets]
     gqa = q.shape[1] != k.shape[1]
     parts = []
-    for *qkv, shape in zip(torch.split(q, sizes), torch.split(k, sizes), torch.split(v, sizes), layout.buckets, strict=True):
+    for *qkv, shape in zip(
+        torch.split(q, sizes),
+        torch.split(k, sizes),
+        torch.split(v, sizes),
+        layout.buckets,
+        strict=True,
+    ):
         a, b, c = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)
         out = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scaling, enable_gqa=gqa)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
+) -> Tensor:
     # Imported here: the module is for CUDA builds, and newer than the rest of torch.nn.attention.
     from torch.nn.attention.varlen import varlen_attn
 
     # Fewer heads of keys than of queries: its kernels share them, though torch 2.11 documents no enable_gqa.
     cu, longest = layout.cu_seqlens, max(layout.lengths)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest, scale=scaling, window_size=window)
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu,
+        cu,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=window,
+    )
     assert isinstance(out, Tensor)
     return out
 

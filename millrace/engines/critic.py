@@ -34,7 +34,9 @@ class PackedCritic(nn.Module):
             use_cache=False,
             packed_layout=batch.layout,
         ).last_hidden_state[0]
-        values: Tensor = self.head(hidden.index_select(0, batch.select)).squeeze(-1).clone()  # FSDP wants no view
+        values: Tensor = (
+            self.head(hidden.index_select(0, batch.select)).squeeze(-1).clone()
+        )  # FSDP wants no view
         return (values if values.dtype == torch.float64 else values.float(),)
 
     def layers(self) -> list[nn.Module]:

@@ -29,7 +29,15 @@ class Decoder:
     bits then depend on no one else, as far as the device's matrix products treat all rows of a matrix alike.
     """
 
-    def __init__(self, model: PreTrainedModel, *, eos_ids: Sequence[int], slots: int, max_len: int, deterministic: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Sequence[int],
+        slots: int,
+        max_len: int,
+        deterministic: bool,
+    ) -> None:
         parameter = next(model.parameters())
         self.model = model
         self.slots = slots
@@ -64,7 +72,9 @@ class Decoder:
         self.cache.free()
 
     @torch.inference_mode()
-    def step(self, arrived: Sequence[Request], version: PolicyVersion) -> list[tuple[Request, Stop]]:
+    def step(
+        self, arrived: Sequence[Request], version: PolicyVersion
+    ) -> list[tuple[Request, Stop]]:
         """Seat `arrived` (as many as there is room for), draw one token in each slot; who has ended by token or length."""
         table = self.table
         plan = None
@@ -112,7 +122,9 @@ class Decoder:
             for request in requests:
                 by_length.setdefault(self._fixed_length([request]), []).append(request)
             for group in by_length.values():
-                yield from (group[i : i + FIXED_PROMPTS] for i in range(0, len(group), FIXED_PROMPTS))
+                yield from (
+                    group[i : i + FIXED_PROMPTS] for i in range(0, len(group), FIXED_PROMPTS)
+                )
             return
         group, longest = [], 0
         for request in sorted(requests, key=lambda r: len(self.table.context(r))):
@@ -148,7 +160,9 @@ class Decoder:
             prefill = Prefill(plan.prompts, plan.longest, *gathers)
         known = int(self.table.position[:rows].max()) + 1 if rows else 0
         length = self.cache.length if self.deterministic else round_length(known, self.cache.length)
-        return self._call(ids, positions, Forward(self.cache, rows, length, write_to, write_from, prefill))[-rows:]
+        return self._call(
+            ids, positions, Forward(self.cache, rows, length, write_to, write_from, prefill)
+        )[-rows:]
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
         out = self.model(

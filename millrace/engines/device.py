@@ -19,7 +19,9 @@ def pick(config: Config) -> torch.device:
     kind = config.trainer.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
 
 
 def join_group(store: dist.Store, rank: int, world_size: int, config: Config) -> None:
@@ -29,7 +31,11 @@ def join_group(store: dist.Store, rank: int, world_size: int, config: Config) ->
     backend = "gloo" if pick(config).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
     dist.init_process_group(
-        backend, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=config.trainer.wait_deadline_s)
+        backend,
+        store=own,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.trainer.wait_deadline_s),
     )
 
 
@@ -46,7 +52,9 @@ def matmul_rate(config: Config) -> float:
     """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
     device = pick(config)
     size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[config.model.dtype]) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device, dtype=DTYPES[config.model.dtype]) for _ in range(2)
+    )
     best = 0.0
     for _ in range(3):
         _ = a @ b

@@ -78,11 +78,15 @@ def one_step(config: Config, num_samples: int) -> bool:
 def corrects_whole_batch(config: Config) -> bool:
     """Whether weights and rejection are settled at the batch's arrival, by the policy of that moment."""
     correction = config.algorithm.rollout_correction
-    recomputed = not config.async_training.use_rollout_log_probs and correction.proximal == "recompute"
+    recomputed = (
+        not config.async_training.use_rollout_log_probs and correction.proximal == "recompute"
+    )
     return correction.active and (recomputed or correction.reject_before_baseline)
 
 
-def make_experience(samples: tuple[Sample, ...], version: int, models: Models, config: Config, kl_coef: float) -> Experience:
+def make_experience(
+    samples: tuple[Sample, ...], version: int, models: Models, config: Config, kl_coef: float
+) -> Experience:
     """All that is known before the first step. Up to one forward pass each of policy, critic and reference."""
     rows = rows_of_samples(samples)
     trajectories = [t for s in samples for t in s.trajectories]
@@ -99,7 +103,9 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
     correction = None
     if arrival is not None and corrects_whole_batch(config):
         correction = correct(arrival, rollout, lengths, correction_options(config), include=include)
-    reference = models.reference.tokens(rows, temperature=temperature)[0] if models.reference else None
+    reference = (
+        models.reference.tokens(rows, temperature=temperature)[0] if models.reference else None
+    )
     values = models.critic.tokens(rows, temperature=temperature)[0] if models.critic else None
 
     scores, groups = _scores(samples)
@@ -111,10 +117,14 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
         groups=groups,
         lengths=lengths,
         token_rewards=None if kl is None else -kl_coef * kl,
-        components=_components(trajectories, config) if config.algorithm.adv_estimator == "gdpo" else None,
+        components=_components(trajectories, config)
+        if config.algorithm.adv_estimator == "gdpo"
+        else None,
         values=values,
         truncated=_truncated(trajectories),
-        greedy_scores=_greedy_scores(samples) if config.algorithm.adv_estimator == "remax" else None,
+        greedy_scores=_greedy_scores(samples)
+        if config.algorithm.adv_estimator == "remax"
+        else None,
         log_probs=arrival,
         sum_pi_squared=squares,
         weights=None if correction is None else correction.weights,
@@ -141,23 +151,35 @@ def make_experience(samples: tuple[Sample, ...], version: int, models: Models, c
     )
 
 
-def _arrival(policy: Trainable, rows: Rows, config: Config, num_samples: int) -> tuple[Tensor | None, Tensor | None]:
+def _arrival(
+    policy: Trainable, rows: Rows, config: Config, num_samples: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Log-probs and sums of squared probabilities at the batch's arrival, where something asks for them."""
     correction = config.algorithm.rollout_correction
     squares = config.algorithm.adv_estimator == "optimal_token_baseline"
-    recomputed = not config.async_training.use_rollout_log_probs and correction.proximal == "recompute"
-    needed = recomputed and (correction.active or config.algorithm.use_kl_in_reward or not one_step(config, num_samples))
+    recomputed = (
+        not config.async_training.use_rollout_log_probs and correction.proximal == "recompute"
+    )
+    needed = recomputed and (
+        correction.active or config.algorithm.use_kl_in_reward or not one_step(config, num_samples)
+    )
     if not (needed or squares or corrects_whole_batch(config)):
         return None, None
-    log_probs, _, *rest = policy.tokens(rows, temperature=config.rollout.temperature, squares=squares)
+    log_probs, _, *rest = policy.tokens(
+        rows, temperature=config.rollout.temperature, squares=squares
+    )
     return log_probs, rest[0] if squares else None
 
 
-def _in_baselines(correction: Correction | None, judged: Tensor, ids: Tensor, lengths: Tensor, config: Config) -> Tensor | None:
+def _in_baselines(
+    correction: Correction | None, judged: Tensor, ids: Tensor, lengths: Tensor, config: Config
+) -> Tensor | None:
     """[N] bool: not rejected whole; None where rejection comes after baselines."""
     if correction is None or not config.algorithm.rollout_correction.reject_before_baseline:
         return None
-    kept, asked = (sequence_sums(at.double(), ids, len(lengths)) for at in (correction.keep, judged))
+    kept, asked = (
+        sequence_sums(at.double(), ids, len(lengths)) for at in (correction.keep, judged)
+    )
     return (kept > 0) | (asked == 0)
 
 
@@ -181,7 +203,9 @@ def _truncated(trajectories: list[Trajectory]) -> Tensor:
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:
     if trajectory is None or trajectory.score is None:
         what = "greedy response" if trajectory is sample.greedy else "trajectory"
-        raise MillraceError(f"a {what} of sample {sample.prompt.index} has no score: it cannot be trained")
+        raise MillraceError(
+            f"a {what} of sample {sample.prompt.index} has no score: it cannot be trained"
+        )
     return trajectory.score
 
 
@@ -194,13 +218,17 @@ def _scores(samples: tuple[Sample, ...]) -> tuple[Tensor, Tensor]:
 
 def _greedy_scores(samples: tuple[Sample, ...]) -> Tensor:
     """[N] the score of the greedy response to each trajectory's prompt."""
-    return torch.tensor([_score(s.greedy, s).value for s in samples for _ in s.trajectories], dtype=torch.float64)
+    return torch.tensor(
+        [_score(s.greedy, s).value for s in samples for _ in s.trajectories], dtype=torch.float64
+    )
 
 
 def _components(trajectories: list[Trajectory], config: Config) -> dict[str, Tensor]:
     """[N] each: the reward's named components."""
     extras = [t.score.extra for t in trajectories if t.score is not None]
-    names = config.algorithm.gdpo_reward_keys or tuple(sorted({name for extra in extras for name in extra}))
+    names = config.algorithm.gdpo_reward_keys or tuple(
+        sorted({name for extra in extras for name in extra})
+    )
     for name in names:
         if any(name not in extra for extra in extras):
             known = sorted({known for extra in extras for known in extra})
@@ -212,4 +240,6 @@ def _components(trajectories: list[Trajectory], config: Config) -> dict[str, Ten
         raise MillraceError(
             "algorithm.adv_estimator=gdpo: the reward function returns no components. Fix: return a dict of score and components"
         )
-    return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float64) for name in names}
+    return {
+        name: torch.tensor([extra[name] for extra in extras], dtype=torch.float64) for name in names
+    }

@@ -33,7 +33,12 @@ from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, P
 from millrace.engines.sharding import load, mesh_of
 from millrace.engines.state_writer import StateWriter
 from millrace.engines.trainable import Outputs, Trainable, moved
-from millrace.engines.training_metrics import critic_metrics, pad_share, policy_metrics, sampler_metrics
+from millrace.engines.training_metrics import (
+    critic_metrics,
+    pad_share,
+    policy_metrics,
+    sampler_metrics,
+)
 from millrace.ports import StepReport, TrainBatch
 from millrace.types import Sample, Tokens
 
@@ -65,7 +70,9 @@ class FsdpTrainEngine:
         self.critic = None if critic is None else trainable("critic", critic)
         self.adapted = config.model.lora_rank > 0
         self.scale = config.model.lora_scale if self.adapted else 0.0
-        self.reference: Trainable | StartPolicy | None = None if reference is None else trainable("reference", reference)
+        self.reference: Trainable | StartPolicy | None = (
+            None if reference is None else trainable("reference", reference)
+        )
         if self.adapted and config.needs_reference:
             self.reference = StartPolicy(self.actor)
         self.config = config
@@ -89,7 +96,9 @@ class FsdpTrainEngine:
         self.actor.begin(optim, horizon)
         self.kl_coef = self.config.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:
-            self._critic.start_from(dict(lora.merged_weights(self.policy.model.base_model, self.scale)))
+            self._critic.start_from(
+                dict(lora.merged_weights(self.policy.model.base_model, self.scale))
+            )
             self.critic.begin(self.config.critic.optim, horizon)
         if isinstance(self.reference, StartPolicy):
             self.reference.start()
@@ -114,7 +123,9 @@ class FsdpTrainEngine:
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         corrections: list[dict[str, float]] = []
         first_tokens, rejected = torch.zeros_like(data.include), 0
-        for k, members in enumerate(self._mini_batches(data, len(batch.samples)) * self.config.actor.ppo_epochs):
+        for k, members in enumerate(
+            self._mini_batches(data, len(batch.samples)) * self.config.actor.ppo_epochs
+        ):
             mini = self._settle(data, members, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
@@ -128,8 +139,12 @@ class FsdpTrainEngine:
             else:
                 self.actor.skip_step(meter)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
-        seen = self.actor.reduce(meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM).cpu()
-        metrics = sampler_metrics(seen, data, self.config, same_weights=first_tokens if fresh else None)
+        seen = self.actor.reduce(
+            meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM
+        ).cpu()
+        metrics = sampler_metrics(
+            seen, data, self.config, same_weights=first_tokens if fresh else None
+        )
         metrics |= policy_metrics(meter, data, corrections, self.config)
         if self.critic is not None:
             metrics |= critic_metrics(critic_meter, data)
@@ -160,8 +175,14 @@ class FsdpTrainEngine:
         self.actor.accumulate(rows, members, 1.0, loss_of, meter)
         self.actor.optimizer_step(meter, first_pass=False)
         cells = self.actor.reduce(meter.cells().to(self.device), dist.ReduceOp.SUM).cpu()
-        metrics = meter.step_means("sft/") | {"sft/loss": meter.sums["loss"], "sft/pad_share": pad_share(cells)}
-        totals = {"sft/tokens": float(rows.lengths.sum()), "sft/nonfinite_steps": float(meter.nonfinite)}
+        metrics = meter.step_means("sft/") | {
+            "sft/loss": meter.sums["loss"],
+            "sft/pad_share": pad_share(cells),
+        }
+        totals = {
+            "sft/tokens": float(rows.lengths.sum()),
+            "sft/nonfinite_steps": float(meter.nonfinite),
+        }
         return StepReport(1, metrics, totals, meter.nonfinite)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -240,7 +261,9 @@ class FsdpTrainEngine:
         def current() -> Tensor:
             if untouched and data.arrival is not None:
                 return data.arrival
-            return self.actor.tokens(data.rows, members, temperature=self.config.rollout.temperature)[0]
+            return self.actor.tokens(
+                data.rows, members, temperature=self.config.rollout.temperature
+            )[0]
 
         generator = torch.Generator().manual_seed(self.config.trainer.seed + self.actor.steps)
         return settle(data, members, self.config, current=current, generator=generator)
@@ -257,15 +280,30 @@ class FsdpTrainEngine:
         if not mini.tokens:
             model.skip_step(meter)
             return
-        model.accumulate(data.rows, mini.members, self.config.rollout.temperature, loss(data, mini, self.config), meter)
+        model.accumulate(
+            data.rows,
+            mini.members,
+            self.config.rollout.temperature,
+            loss(data, mini, self.config),
+            meter,
+        )
         model.optimizer_step(meter, first_pass=first_pass)
 
     def _steer_kl(self, data: Experience) -> dict[str, float]:
         """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
         ctrl, used = self.config.algorithm.kl_ctrl, self.kl_coef
         if ctrl.type == "adaptive":
-            self.kl_coef = adapt(used, data.kl_to_reference, target=ctrl.target_kl, horizon=ctrl.horizon, count=len(data.lengths))
-        return {"actor/reward_kl_penalty": data.kl_to_reference, "actor/reward_kl_penalty_coeff": used}
+            self.kl_coef = adapt(
+                used,
+                data.kl_to_reference,
+                target=ctrl.target_kl,
+                horizon=ctrl.horizon,
+                count=len(data.lengths),
+            )
+        return {
+            "actor/reward_kl_penalty": data.kl_to_reference,
+            "actor/reward_kl_penalty_coeff": used,
+        }
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or not self.config.trainer.offload:
@@ -285,12 +323,18 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     device = pick(config)
     alone = not dist.is_initialized()
 
-    share = config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
+    share = (
+        config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
+    )
 
     adapted = config.model.lora_rank > 0
 
     def policy_of(model: PreTrainedModel) -> PackedPolicy:
-        return PackedPolicy(lora.inject(model, config) if adapted else model, checkpoint_share=share, fused=config.model.compile)
+        return PackedPolicy(
+            lora.inject(model, config) if adapted else model,
+            checkpoint_share=share,
+            fused=config.model.compile,
+        )
 
     def frozen(model: PreTrainedModel) -> PackedPolicy:
         return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)

@@ -54,20 +54,27 @@ class SlotCache:
         self.layers.clear()
         self.mask = torch.zeros(0)
 
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's K and V; `key` and `value` [tokens, kv_heads, head_dim] give the shapes."""
         held = self.layers.get(index)
         if held is None:
             shape = (self.slots + 1, self.length)
             # Zeros: what is masked is multiplied by 0, and 0 times a NaN of fresh memory is NaN.
-            held = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
+            held = (
+                key.new_zeros(*shape, *key.shape[1:]),
+                value.new_zeros(*shape, *value.shape[1:]),
+            )
             self.layers[index] = held
         return held
 
     def open(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Let `slots` (int64 [n]) look at their first `lengths` positions and no others."""
         closed = torch.arange(self.length, device=self.device) >= lengths[:, None]
-        rows = torch.zeros(closed.shape, dtype=self.dtype, device=self.device).masked_fill_(closed, float("-inf"))
+        rows = torch.zeros(closed.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            closed, float("-inf")
+        )
         self.mask.index_copy_(0, slots, rows)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
@@ -125,7 +132,9 @@ def slot_attention(
     """
     if slot_forward is None:
         kwargs["sliding_window"] = sliding_window
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     forward = slot_forward
     _refuse_unsupported(forward, sliding_window, kwargs)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -142,18 +151,26 @@ def slot_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
-def _prefill_attention(p: Prefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _prefill_attention(
+    p: Prefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     """Causal attention within each context. Padded at the end, so the causal mask alone keeps padding out."""
     if p.padded_from is not None:
         q, k, v = (t.index_select(0, p.padded_from) for t in (q, k, v))
     q, k, v = (t.view(p.prompts, p.longest, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if p.packed_from is None else out.index_select(0, p.packed_from)
 
 
 def _decode_attention(
-    forward: Forward, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    forward: Forward,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
 ) -> torch.Tensor:
     """One query a row against its slot. The query heads of one KV head stand in for query positions: no KV is repeated."""
     rows, length, kv_heads = forward.rows, forward.kv_length, keys.shape[2]
@@ -161,13 +178,17 @@ def _decode_attention(
         q.reshape(rows, kv_heads, -1, q.shape[-1]),
         keys[:rows, :length].transpose(1, 2),
         values[:rows, :length].transpose(1, 2),
-        attn_mask=forward.cache.mask[:rows, None, None, :length].expand(-1, 1, q.shape[1] // kv_heads, -1),
+        attn_mask=forward.cache.mask[:rows, None, None, :length].expand(
+            -1, 1, q.shape[1] // kv_heads, -1
+        ),
         scale=scaling,
     )
     return out.flatten(1, 2)
 
 
-def _refuse_unsupported(forward: Forward, sliding_window: int | None, kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    forward: Forward, sliding_window: int | None, kwargs: dict[str, Any]
+) -> None:
     if sliding_window is not None and sliding_window < forward.cache.max_len:
         raise bad_value(
             "model.path",
@@ -178,7 +199,10 @@ def _refuse_unsupported(forward: Forward, sliding_window: int | None, kwargs: di
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise bad_value(
-                "model.path", f"a model whose attention has {name}", "the torch rollout engine has no such term", "another model"
+                "model.path",
+                f"a model whose attention has {name}",
+                "the torch rollout engine has no such term",
+                "another model",
             )
 
 

@@ -19,7 +19,13 @@ CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 27}
 
 
 def log_probs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, chunk: int = 0, fused: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk: int = 0,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
 
@@ -57,7 +63,14 @@ def _rows(hidden: Tensor, vocab: int) -> int:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int, keep: bool, fused: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        keep: bool,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         log_prob = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
         entropy, log_norm = torch.empty_like(log_prob), torch.empty_like(log_prob)
@@ -78,7 +91,9 @@ class _LogProbs(torch.autograd.Function):
         grad_log_prob, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
         # As large as the head: not for one that is frozen.
-        grad_weight = torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
+        )
         grad_logits = _compiled(_grad_logits) if ctx.fused else _grad_logits
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
@@ -90,11 +105,21 @@ class _LogProbs(torch.autograd.Function):
                 None if grad_log_prob is None else grad_log_prob[part],
                 None if grad_entropy is None else grad_entropy[part],
             )
-            grad_z = (grad_z if ctx.temperature == 1 else grad_z.div_(ctx.temperature)).to(hidden.dtype)
+            grad_z = (grad_z if ctx.temperature == 1 else grad_z.div_(ctx.temperature)).to(
+                hidden.dtype
+            )
             grad_hidden[part] = grad_z @ weight
             if grad_weight is not None:
                 grad_weight += _matmul(grad_z.t(), hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @functools.cache

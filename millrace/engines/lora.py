@@ -57,13 +57,17 @@ def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 def num_trained(model_folder: str | Path, config: Config) -> int:
     """How many weights all adapters have together."""
-    model = inject(empty_model(model_folder, trust_remote_code=config.model.trust_remote_code), config)
+    model = inject(
+        empty_model(model_folder, trust_remote_code=config.model.trust_remote_code), config
+    )
     return sum(weight.numel() for _, weight in adapters(model))
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Full names of the modules to adapt."""
-    layers = {id(m) for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)}
+    layers = {
+        id(m) for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)
+    }
     linear = [name for name, module in model.named_modules() if id(module) in layers]
     if wanted == ("all-linear",):
         return linear
@@ -71,7 +75,12 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
         if not any(f".{one}".endswith(f".{name}") for one in linear):
             there = sorted({one.rsplit(".", 1)[-1] for one in linear})
             rule = f"no linear module of the decoder layers is called {name!r}; there are {', '.join(there)}"
-            raise bad_value("model.target_modules", list(wanted), rule, "model.target_modules=all-linear, or some of these")
+            raise bad_value(
+                "model.target_modules",
+                list(wanted),
+                rule,
+                "model.target_modules=all-linear, or some of these",
+            )
     return [one for one in linear if any(f".{one}".endswith(f".{name}") for name in wanted)]
 
 
@@ -121,7 +130,10 @@ def base_sum(model: nn.Module) -> int:
     """A sum over the bits of the base, modulo 2^64: the same for any number of ranks, and of copies of the model. A collective."""
     weights = [weight for _, weight in base_weights(model)]
     sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
-    own, first = (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum(), weights[0]
+    own, first = (
+        (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum(),
+        weights[0],
+    )
     if not isinstance(first, DTensor):
         return int(own.item())
     # What is sharded is added up; copies are not.
@@ -144,7 +156,9 @@ class StartPolicy:
             self.kept[name].copy_(tensor)
 
     @torch.no_grad()
-    def tokens(self, rows: Rows, members: Ints | None = None, *, temperature: float) -> list[Tensor]:
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float
+    ) -> list[Tensor]:
         """`Trainable.tokens` of the reference. The live adapters make room for it: they are small."""
         live = dict(adapters(self._actor.module))
         trained = {name: tensor.clone() for name, tensor in live.items()}

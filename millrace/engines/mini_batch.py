@@ -45,7 +45,12 @@ class MiniBatch:
 
 
 def settle(
-    data: Experience, members: Ints, config: Config, *, current: Callable[[], Tensor], generator: torch.Generator
+    data: Experience,
+    members: Ints,
+    config: Config,
+    *,
+    current: Callable[[], Tensor],
+    generator: torch.Generator,
 ) -> MiniBatch:
     """`current` gives the log-probs [K] of the policy as it is now; a forward pass, so it is called only where needed."""
     mode = config.actor.policy_loss.loss_mode
@@ -55,14 +60,20 @@ def settle(
     weights, metrics = None, dict[str, float]()
     if data.correction is not None:
         mask = mask & data.correction.keep
-        weights = data.correction.weights if config.algorithm.rollout_correction.rollout_is else None
+        weights = (
+            data.correction.weights if config.algorithm.rollout_correction.rollout_is else None
+        )
     now = current() if mode in SELECTS or _corrects_here(config) else None
     if now is not None and _corrects_here(config):
         proximal = now if config.async_training.use_rollout_log_probs else proximal_of(data, now)
-        found = correct(proximal, data.rollout, data.lengths, correction_options(config), include=mask)
+        found = correct(
+            proximal, data.rollout, data.lengths, correction_options(config), include=mask
+        )
         mask, metrics = found.keep, found.metrics
         weights = found.weights if config.algorithm.rollout_correction.rollout_is else None
-    selected = None if now is None or mode not in SELECTS else _select(data, now, mask, config, generator)
+    selected = (
+        None if now is None or mode not in SELECTS else _select(data, now, mask, config, generator)
+    )
     kept = sequence_sums(mask.double(), data.ids, len(data.lengths))
     tokens = int(mask.sum())
     factors = token_weights(
@@ -79,7 +90,11 @@ def settle(
 def corrects_in_passing(config: Config) -> bool:
     """Whether weights can be made of the very pass that is trained: nothing about them is of the whole mini-batch."""
     correction = config.algorithm.rollout_correction
-    of_all = correction.rollout_rs or correction.rollout_token_veto_threshold or correction.rollout_is_batch_normalize
+    of_all = (
+        correction.rollout_rs
+        or correction.rollout_token_veto_threshold
+        or correction.rollout_is_batch_normalize
+    )
     return bool(correction.rollout_is) and not corrects_whole_batch(config) and not of_all
 
 
@@ -90,11 +105,15 @@ def proximal_of(data: Experience, current: Tensor) -> Tensor:
 
 def _corrects_here(config: Config) -> bool:
     correction = config.algorithm.rollout_correction
-    wanted = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
+    wanted = (
+        correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
+    )
     return bool(wanted) and not corrects_whole_batch(config) and not corrects_in_passing(config)
 
 
-def _select(data: Experience, now: Tensor, mask: Tensor, config: Config, generator: torch.Generator) -> Tensor:
+def _select(
+    data: Experience, now: Tensor, mask: Tensor, config: Config, generator: torch.Generator
+) -> Tensor:
     loss = config.actor.policy_loss
     if loss.loss_mode == "kl_cov":
         return kl_cov_tokens(now, data.advantages, mask, ratio=loss.kl_cov_ratio)

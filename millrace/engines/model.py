@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from millrace.config import ModelShape
 from millrace.errors import bad_value
@@ -33,7 +39,11 @@ def write_shape(
     `initializer_range` is 0.5 / sqrt(hidden_size): Qwen2's fixed 0.02 is far too small for narrow models to learn from.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    ids: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    ids: dict[str, Any] = {
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -70,10 +80,15 @@ def load_model(
     model: Any  # transformers' stubs know neither eval() nor to()
     if not path.is_dir() or _has_weights(path):
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            str(folder),
+            dtype=DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
         )
     elif (path / "config.json").is_file():
-        model = _random_model(path, seed, torch.device(device), attn_implementation, trust_remote_code)
+        model = _random_model(
+            path, seed, torch.device(device), attn_implementation, trust_remote_code
+        )
     else:
         raise bad_value(
             "model.path",
@@ -120,10 +135,15 @@ def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTr
         return _from_config(folder, "sdpa", trust_remote_code).eval()
 
 
-def _from_config(folder: str | Path, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+def _from_config(
+    folder: str | Path, attn_implementation: str, trust_remote_code: bool
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        config,
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
     )
     return model
 
@@ -132,7 +152,10 @@ def _random_model(
     path: Path, seed: int, device: torch.device, attn_implementation: str, trust_remote_code: bool
 ) -> PreTrainedModel:
     on_gpu = fits(path, device, trust_remote_code=trust_remote_code)
-    with torch.random.fork_rng(devices=[device] if on_gpu else []), torch.device(device if on_gpu else "cpu"):
+    with (
+        torch.random.fork_rng(devices=[device] if on_gpu else []),
+        torch.device(device if on_gpu else "cpu"),
+    ):
         torch.manual_seed(seed)
         model = _from_config(path, attn_implementation, trust_remote_code)
     if (path / "generation_config.json").is_file():

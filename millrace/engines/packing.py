@@ -85,7 +85,9 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
     for sample in samples:
         prompt = sample.prompt.tokens
         if not prompt:
-            raise ValueError(f"the prompt of sample {sample.prompt.index} has no tokens: nothing predicts its first token")
+            raise ValueError(
+                f"the prompt of sample {sample.prompt.index} has no tokens: nothing predicts its first token"
+            )
         for trajectory in sample.trajectories:
             tokens.extend(prompt)
             runs.append(len(prompt))
@@ -100,7 +102,9 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
             row_runs.append(1 + len(trajectory.segments))
         counts.append(counts[-1] + len(sample.trajectories))
     drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
-    return _rows(tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts)
+    return _rows(
+        tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts
+    )
 
 
 def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
@@ -108,7 +112,9 @@ def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
     tokens, runs = tokens_of(), list[int]()
     for prompt, response in examples:
         if not prompt:
-            raise ValueError("a demonstration's prompt has no tokens: nothing predicts its first token")
+            raise ValueError(
+                "a demonstration's prompt has no tokens: nothing predicts its first token"
+            )
         tokens.extend(prompt)
         tokens.extend(response)
         runs += (len(prompt), len(response))
@@ -242,10 +248,15 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
 
     column = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     from_prompt = column < np.repeat(shared, lengths)
-    token = column + np.where(from_prompt, np.repeat(shared_starts, lengths), np.repeat(own_starts - shared, lengths))
+    token = column + np.where(
+        from_prompt, np.repeat(shared_starts, lengths), np.repeat(own_starts - shared, lengths)
+    )
     source = column + np.repeat(rows.starts[members], lengths)
     num_tokens = int(shared_ends[-1] + own.sum())
-    input_ids, position_ids = np.empty(num_tokens, dtype=np.int64), np.empty(num_tokens, dtype=np.int64)
+    input_ids, position_ids = (
+        np.empty(num_tokens, dtype=np.int64),
+        np.empty(num_tokens, dtype=np.int64),
+    )
     input_ids[token], position_ids[token] = rows.tokens[source], column
 
     predicts = np.flatnonzero(rows.trained[source + 1])

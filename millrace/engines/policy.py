@@ -20,7 +20,9 @@ class PackedPolicy(nn.Module):
     The lm_head is used inside this module's forward, so that FSDP has it unsharded there, tied to the embeddings or not.
     """
 
-    def __init__(self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False
+    ) -> None:
         """`checkpoint_share` of the decoder layers, evenly spread, recompute their activations in the backward pass. `fused` as in
         `log_probs_and_entropy`.
         """
@@ -34,11 +36,15 @@ class PackedPolicy(nn.Module):
             for module in model.modules():  # transformers checkpoints only layers in training mode
                 module.training = not isinstance(module, nn.Dropout)
             for i, layer in enumerate(layers_of(model)):
-                cast(Any, layer).gradient_checkpointing = math.ceil((i + 1) * checkpoint_share) > math.ceil(i * checkpoint_share)
+                cast(Any, layer).gradient_checkpointing = math.ceil(
+                    (i + 1) * checkpoint_share
+                ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
 
-    def forward(self, batch: MicroBatch, temperature: float, squares: bool = False) -> tuple[Tensor, ...]:
+    def forward(
+        self, batch: MicroBatch, temperature: float, squares: bool = False
+    ) -> tuple[Tensor, ...]:
         """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model. With `squares` also the
         sum of p^2 over the vocabulary, which has no gradient.
         """

@@ -20,7 +20,16 @@ from millrace.engines.options import correction_options, loss_options
 from millrace.engines.packing import MicroBatch
 from millrace.engines.trainable import Outputs
 
-POLICY_SUMS = ("loss", "pg_loss", "kl_loss", "tokens", "entropy", "clipped", "clipped_lower", "log_ratio")
+POLICY_SUMS = (
+    "loss",
+    "pg_loss",
+    "kl_loss",
+    "tokens",
+    "entropy",
+    "clipped",
+    "clipped_lower",
+    "log_ratio",
+)
 """What a micro-batch of the policy adds up, in this order: the global loss's share and its parts, sums over trained tokens."""
 CRITIC_SUMS = ("loss", "tokens", "clipped")
 
@@ -34,7 +43,9 @@ class PolicyLoss:
         self.actor = config.actor
         self.lose = POLICY_LOSSES[config.actor.policy_loss.loss_mode]
         self.options = loss_options(config)
-        self.interpolated = data.old is None and config.algorithm.rollout_correction.proximal == "interpolate"
+        self.interpolated = (
+            data.old is None and config.algorithm.rollout_correction.proximal == "interpolate"
+        )
         self.bypass = config.async_training.use_rollout_log_probs
         self.correction = correction_options(config) if corrects_in_passing(config) else None
 
@@ -56,16 +67,28 @@ class PolicyLoss:
             ),
             self.options,
         )
-        weights = self._weights_in_passing(at, log_probs, old, micro) if self.correction else at.get("weights")
+        weights = (
+            self._weights_in_passing(at, log_probs, old, micro)
+            if self.correction
+            else at.get("weights")
+        )
         pg_loss = ((losses if weights is None else losses * weights) * at["factors"]).sum()
         loss, kl_loss = pg_loss, pg_loss.new_zeros(())
         if self.actor.use_kl_loss:
-            kl_loss = (KL[self.actor.kl_loss_type](log_probs, at["reference"]) * at["factors"]).sum()
+            kl_loss = (
+                KL[self.actor.kl_loss_type](log_probs, at["reference"]) * at["factors"]
+            ).sum()
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
         with torch.no_grad():
-            per_token = (at["mask"], entropy * at["mask"], stats["clipped"], stats["clipped_lower"], stats["log_ratio"])
+            per_token = (
+                at["mask"],
+                entropy * at["mask"],
+                stats["clipped"],
+                stats["clipped_lower"],
+                stats["log_ratio"],
+            )
             sums = torch.cat(
                 [
                     torch.stack([loss.detach(), pg_loss.detach(), kl_loss.detach()]).double(),
@@ -77,7 +100,12 @@ class PolicyLoss:
     def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
         """What the loss needs of each token, [M] each, in one copy to the device."""
         data, mini, source = self.data, self.mini, micro.source
-        columns = {"advantages": data.advantages, "factors": mini.factors, "mask": mini.mask, "rollout": data.rollout}
+        columns = {
+            "advantages": data.advantages,
+            "factors": mini.factors,
+            "mask": mini.mask,
+            "rollout": data.rollout,
+        }
         optional = {
             "old": data.old,
             "reference": data.reference if self.actor.use_kl_loss else None,
@@ -98,12 +126,16 @@ class PolicyLoss:
             return interpolate(at["rollout"], log_probs, -at["ages"], 0)
         return log_probs.detach()
 
-    def _weights_in_passing(self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch) -> Tensor:
+    def _weights_in_passing(
+        self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
+    ) -> Tensor:
         """Importance weights of current or interpolated policy over rollout: a micro-batch holds whole rows."""
         assert self.correction is not None
         lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
         numerator = log_probs.detach() if self.bypass else old
-        return correct(numerator, at["rollout"], lengths, self.correction, include=at["mask"] > 0).weights.to(log_probs.dtype)
+        return correct(
+            numerator, at["rollout"], lengths, self.correction, include=at["mask"] > 0
+        ).weights.to(log_probs.dtype)
 
 
 class CriticLoss:
@@ -117,7 +149,9 @@ class CriticLoss:
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached. `outputs` are values [M]."""
         (values,) = outputs
-        factors, mask, old, returns = torch.stack([column[micro.source] for column in self.columns]).to(values)
+        factors, mask, old, returns = torch.stack(
+            [column[micro.source] for column in self.columns]
+        ).to(values)
         losses, stats = value_loss(values, old, returns, cliprange=self.cliprange)
         loss = (losses.masked_fill(mask == 0, 0.0) * factors).sum()
         sums = torch.stack([loss.detach(), mask.sum(), (stats["clipped"] * mask).sum()]).double()

@@ -29,7 +29,10 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    contexts: Sequence[np.ndarray], slots: Sequence[int], slot_length: int, fixed: tuple[int, int] | None = None
+    contexts: Sequence[np.ndarray],
+    slots: Sequence[int],
+    slot_length: int,
+    fixed: tuple[int, int] | None = None,
 ) -> PrefillPlan | None:
     """The plan for `contexts` (int32 [length] each) into `slots`; None if all of them are empty.
 

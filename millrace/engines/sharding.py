@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 from millrace.config import Config
@@ -45,9 +50,13 @@ def load(
     trust = config.model.trust_remote_code
 
     def source() -> PreTrainedModel:
-        host = on_host or offloads(config, device) or not fits(folder, device, trust_remote_code=trust)
+        host = (
+            on_host or offloads(config, device) or not fits(folder, device, trust_remote_code=trust)
+        )
         where = torch.device("cpu") if host else device
-        return load_model(folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust)
+        return load_model(
+            folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust
+        )
 
     if mesh is None or mesh.size() == 1:
         return shard(make(source()), config, mesh, device)
@@ -61,9 +70,17 @@ def load(
             buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
     weights: dict[str, Any] = dict(full.state_dict()) if full is not None else {}
-    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     for part in module.modules():  # layers' inputs are there, wherever their weights are
-        part._buffers.update({name: buffer.to(device) for name, buffer in part._buffers.items() if buffer is not None})
+        part._buffers.update(
+            {
+                name: buffer.to(device)
+                for name, buffer in part._buffers.items()
+                if buffer is not None
+            }
+        )
     return module
 
 
@@ -92,11 +109,18 @@ def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh
         return None
     if not dist.is_initialized():
         # One rank: FSDP casts the weights layer by layer, or brings them to the GPU, and wants a group to do so.
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=HashStore(),
+            rank=0,
+            world_size=1,
+        )
     size = config.trainer.fsdp_size or world_size
     if size == world_size:
         return init_device_mesh(device.type, (world_size,))
-    return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.device) -> M:
@@ -108,7 +132,9 @@ def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.devi
     if mesh is None:
         return module.to(device)
     bf16 = config.model.dtype == "bfloat16"
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None)
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
+    )
     home = CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)

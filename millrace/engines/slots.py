@@ -14,7 +14,16 @@ import torch
 
 from millrace.engines.kv_slots import SlotCache
 from millrace.engines.sampling import Nucleus, stream_keys
-from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
+from millrace.types import (
+    Floats,
+    PolicyVersion,
+    SamplingParams,
+    Segment,
+    Stop,
+    Tokens,
+    floats_of,
+    tokens_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +49,14 @@ class Request:
         for (start, version), end in zip(self.bounds, ends, strict=True):
             if start < end:
                 last = stop if end == len(tokens) else None
-                made.append(Segment(tokens[start:end], version=version, log_probs=log_probs[start:end], stop=last))
+                made.append(
+                    Segment(
+                        tokens[start:end],
+                        version=version,
+                        log_probs=log_probs[start:end],
+                        stop=last,
+                    )
+                )
         return tuple(made)
 
 
@@ -80,7 +96,9 @@ class SlotTable:
         self.state = torch.zeros(4, self.slots, dtype=torch.int64, device=cache.device)
         """Rows: token fed next, its position, its flat cache position, and 1 if the slot is occupied."""
         self.state[2] = cache.trash
-        self.log_probs = torch.zeros((self.slots + 1) * cache.length, dtype=torch.float32, device=cache.device)
+        self.log_probs = torch.zeros(
+            (self.slots + 1) * cache.length, dtype=torch.float32, device=cache.device
+        )
         """By flat position of the drawn token."""
 
     @property
@@ -99,7 +117,13 @@ class SlotTable:
     def running(self) -> list[Request]:
         return [r for r in self.requests if r is not None]
 
-    def place(self, requests: Sequence[Request], slots: Sequence[int], version: PolicyVersion, max_len: int) -> None:
+    def place(
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        version: PolicyVersion,
+        max_len: int,
+    ) -> None:
         """Seat `requests`; the next forward pass feeds their last token, once their contexts are in the cache."""
         at = np.array(slots)
         for request, slot in zip(requests, slots, strict=True):
@@ -122,12 +146,16 @@ class SlotTable:
         self.top_p[at] = [p.top_p for p in params]
         self.top_k[at] = [p.top_k for p in params]
         if self.eos_ids:
-            self.eos[at] = np.where(np.array([p.ignore_eos for p in params])[:, None], -1, np.array(self.eos_ids))
+            self.eos[at] = np.where(
+                np.array([p.ignore_eos for p in params])[:, None], -1, np.array(self.eos_ids)
+            )
         self._seat(at)
 
     def _seat(self, at: np.ndarray) -> None:
         position = self.position[at]
-        state = np.stack([self.ids[at, position], position, at * self.cache.length + position, np.ones_like(at)])
+        state = np.stack(
+            [self.ids[at, position], position, at * self.cache.length + position, np.ones_like(at)]
+        )
         index = self.to_device(at)
         self.state.index_copy_(1, index, self.to_device(state))
         self.cache.open(index, self.to_device(position + 1))
@@ -195,7 +223,11 @@ class SlotTable:
         self.greedy[at] = False
         self.top_p[at] = 1.0
         self.top_k[at] = 0
-        self.state[2:].index_copy_(1, self.to_device(at), self.to_device(np.array([[self.cache.trash], [0]])).expand(-1, len(at)))
+        self.state[2:].index_copy_(
+            1,
+            self.to_device(at),
+            self.to_device(np.array([[self.cache.trash], [0]])).expand(-1, len(at)),
+        )
 
     def drawn(self, request: Request) -> int:
         """Tokens drawn so far."""

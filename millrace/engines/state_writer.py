@@ -53,9 +53,15 @@ class StateWriter:
 
     def _write(self, state: dict[str, Any], folder: str) -> None:
         try:
-            save_checkpoint(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        except CheckpointException as error:  # no Exception: it would end a worker without a word to the driver
-            causes = "; ".join(f"rank {rank}: {_told(e)}" for rank, (e, _) in sorted(error.failures.items()))
+            save_checkpoint(
+                state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
+            )
+        except (
+            CheckpointException
+        ) as error:  # no Exception: it would end a worker without a word to the driver
+            causes = "; ".join(
+                f"rank {rank}: {_told(e)}" for rank, (e, _) in sorted(error.failures.items())
+            )
             raise CheckpointError(f"{folder} was not written: {causes}") from error
 
 
@@ -67,7 +73,9 @@ def _told(error: BaseException) -> str:
 
 def expect_one_process() -> None:
     """torch warns of a missing process group on every save and load; one rank needs none."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+    )
 
 
 def on_host(value: Any) -> Any:
@@ -80,7 +88,7 @@ def on_host(value: Any) -> Any:
         # Not from_local: it would take the copy back to its mesh's device.
         return DTensor(on_host(value.to_local()), value._spec, requires_grad=False)
     if isinstance(value, Tensor):
-        return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False).copy_(
-            value.detach(), non_blocking=True
-        )
+        return torch.empty_like(
+            value, device="cpu", pin_memory=value.is_cuda, requires_grad=False
+        ).copy_(value.detach(), non_blocking=True)
     return value

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 _GENERIC = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 
 
-def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    folder: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder` (or of a hub id).
 
     Where the folder names the generic class, its tokenizer.json is the whole truth: AutoTokenizer would take Qwen2's own class

@@ -48,7 +48,9 @@ class TorchRolloutEngine:
     ) -> None:
         self.version = version
         self._model = model
-        self._decoder = Decoder(model, eos_ids=eos_ids, slots=slots, max_len=max_len, deterministic=deterministic)
+        self._decoder = Decoder(
+            model, eos_ids=eos_ids, slots=slots, max_len=max_len, deterministic=deterministic
+        )
         self._table = self._decoder.table
         self._slots = slots
         self._max_len = max_len
@@ -65,10 +67,14 @@ class TorchRolloutEngine:
         self._busy_slot_s = 0.0
         self._busy_since = 0.0
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
         if self._failure is not None:
-            raise WorkerError(f"the rollout engine's loop has failed: {self._failure!r}") from self._failure
+            raise WorkerError(
+                f"the rollout engine's loop has failed: {self._failure!r}"
+            ) from self._failure
         check_request(
             tokens,
             params,
@@ -133,7 +139,9 @@ class TorchRolloutEngine:
         """Free the KV cache; the weights stay where they are. Raises WorkerError if anything is running or queued."""
         pending = self._pending()
         if pending:
-            raise WorkerError(f"sleep() with {len(pending)} requests under way. Fix: drain or interrupt the engine first.")
+            raise WorkerError(
+                f"sleep() with {len(pending)} requests under way. Fix: drain or interrupt the engine first."
+            )
         self._asleep, self._allocated = True, False
         self._decoder.free()
 
@@ -159,7 +167,9 @@ class TorchRolloutEngine:
         while self._queue or self._table.live.any():
             self._step()
             await asyncio.sleep(0)
-        self._loop_task = None  # here, not when the task is seen to be done: the next call must start another
+        self._loop_task = (
+            None  # here, not when the task is seen to be done: the next call must start another
+        )
 
     def _step(self) -> None:
         self._tick()
@@ -169,7 +179,11 @@ class TorchRolloutEngine:
         self._prefill_tokens += sum(len(r.tokens) for r in arrived)
         if self._table.with_stop:
             by_token = {r for r, _ in ended}
-            ended += [(r, Stop.STRING) for r in self._table.with_stop if r not in by_token and self._completes_stop(r)]
+            ended += [
+                (r, Stop.STRING)
+                for r in self._table.with_stop
+                if r not in by_token and self._completes_stop(r)
+            ]
         if ended:
             self._finish(ended)
             if not self._queue:
@@ -250,10 +264,14 @@ def _resolve(request: Request, segments: tuple[Segment, ...]) -> None:
 def _check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
     missing, unknown = live.keys() - staged.keys(), staged.keys() - live.keys()
     if missing or unknown:
-        raise SyncError(f"staged weights are not the model's: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+        raise SyncError(
+            f"staged weights are not the model's: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+        )
     for name, tensor in live.items():
         if staged[name].shape != tensor.shape:
-            raise SyncError(f"staged {name} has shape {tuple(staged[name].shape)}, the model's has {tuple(tensor.shape)}")
+            raise SyncError(
+                f"staged {name} has shape {tuple(staged[name].shape)}, the model's has {tuple(tensor.shape)}"
+            )
 
 
 def build(config: Config, model_folder: str) -> TorchRolloutEngine:
@@ -262,7 +280,13 @@ def build(config: Config, model_folder: str) -> TorchRolloutEngine:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     trust = config.model.trust_remote_code
-    model = load_model(model_folder, seed=config.trainer.seed, dtype=config.model.dtype, device=device, trust_remote_code=trust)
+    model = load_model(
+        model_folder,
+        seed=config.trainer.seed,
+        dtype=config.model.dtype,
+        device=device,
+        trust_remote_code=trust,
+    )
     return TorchRolloutEngine(
         model,
         eos_ids=eos_ids(model),

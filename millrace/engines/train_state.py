@@ -46,7 +46,9 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
     Raises CheckpointError for a folder without one, and for adapters that were trained on another base.
     """
     if not (Path(folder) / ".metadata").is_file():
-        raise CheckpointError(f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint")
+        raise CheckpointError(
+            f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint"
+        )
     state = _state(engine)
     expect_one_process()
     load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
@@ -78,7 +80,10 @@ def _under_training(engine: FsdpTrainEngine) -> list[tuple[Trainable, str]]:
 
 
 def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
-    state: dict[str, Any] = {"random": torch.get_rng_state(), "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64)}
+    state: dict[str, Any] = {
+        "random": torch.get_rng_state(),
+        "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64),
+    }
     for model, name in _under_training(engine):
         weights, optimizer = get_state_dict(model.module, _with_moments(model))
         if model is engine.actor and engine.adapted:
@@ -102,7 +107,9 @@ def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
 
 def _optimizer(model: Trainable) -> torch.optim.AdamW:
     if model.optimizer is None:
-        raise CheckpointError("the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first")
+        raise CheckpointError(
+            "the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first"
+        )
     return model.optimizer
 
 
@@ -114,7 +121,11 @@ def _with_moments(model: Trainable) -> torch.optim.AdamW:
     if not optimizer.state:
         for p in model.parameters:
             step = torch.zeros((), dtype=torch.float32, device=p.device)
-            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {
+                "step": step,
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
     return optimizer
 
 

@@ -34,7 +34,16 @@ LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
 class Trainable:
     """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments."""
 
-    def __init__(self, name: str, module: nn.Module, config: Config, *, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
         self.name = name
         self.module = module
         self.rank = rank
@@ -45,7 +54,9 @@ class Trainable:
         self.padded = device.type == "cpu" or config.model.dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         # Summed over ranks once for each mini-batch, where whole gradients may stay that long; else for each micro-batch.
-        self.keeps_whole_gradients = 4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
+        self.keeps_whole_gradients = (
+            4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
+        )
         self.optim = config.actor.optim
         self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
@@ -62,14 +73,21 @@ class Trainable:
         """This rank's share of the rows `members`, and whether each is the last. As many on every rank, at least one."""
         shares = split(rows, members, max_tokens=self.limit, world_size=self.world_size)
         for i, share in enumerate(shares):
-            yield pack(rows, share[self.rank], self.device, padded=self.padded), i == len(shares) - 1
+            yield (
+                pack(rows, share[self.rank], self.device, padded=self.padded),
+                i == len(shares) - 1,
+            )
 
-    def accumulate(self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter) -> None:
+    def accumulate(
+        self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
+    ) -> None:
         """Gradients of this rank's share of the mini-batch, summed over ranks by the end of the last micro-batch's backward pass."""
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
-                self.module.set_requires_all_reduce(last)  # among copies of the model, if there are any: once is enough
+                self.module.set_requires_all_reduce(
+                    last
+                )  # among copies of the model, if there are any: once is enough
             outputs: Outputs = self.module(micro, temperature)
             loss, sums = loss_of(outputs, micro)
             # FSDP averages gradients over ranks, and the shares of the loss are to be added.
@@ -79,7 +97,9 @@ class Trainable:
     def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
         """Clip and step, on all ranks or on none: the loss and the norm that decide are global."""
         if self.optimizer is None:
-            raise MillraceError("the train engine has no optimizer. Fix: call begin(optim, horizon) before the first step")
+            raise MillraceError(
+                "the train engine has no optimizer. Fix: call begin(optim, horizon) before the first step"
+            )
         lr = lr_at(self.optim, self.horizon, self.steps)
         gradients = gradients_of(self.parameters)
         sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
@@ -109,12 +129,16 @@ class Trainable:
         meter.empty += 1
 
     @torch.no_grad()
-    def tokens(self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool) -> list[Tensor]:
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+    ) -> list[Tensor]:
         """The module's outputs for the trained tokens of `members` (all rows if None), each [K] float64 on the host, whole on
         every rank; 0 for other tokens.
         """
         flats: list[Tensor] = []
-        for micro, _ in self.micro_batches(rows, np.arange(len(rows.starts)) if members is None else members):
+        for micro, _ in self.micro_batches(
+            rows, np.arange(len(rows.starts)) if members is None else members
+        ):
             outputs: Outputs = self.module(micro, temperature, **options)
             flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
             for flat, output in zip(flats, outputs, strict=True):

@@ -17,7 +17,9 @@ MAX_AGE_BINS = 8
 """Ages that have metrics of their own; older tokens share the last bin."""
 
 
-def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, float]], config: Config) -> dict[str, float]:
+def policy_metrics(
+    meter: Meter, data: Experience, corrections: list[dict[str, float]], config: Config
+) -> dict[str, float]:
     """Of all optimizer steps of the batch together; means of tokens are over trained ones. Without a step there is no actor/*.
 
     actor/pg_loss               aggregated policy loss, without KL and entropy bonus; mean over optimizer steps
@@ -35,7 +37,8 @@ def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, f
     n, steps = max(meter.sums["tokens"], 1.0), max(meter.finite, 1)
     metrics = {
         "train/zero_advantage_share": data.zero_variance_share,
-        "train/trained_token_share": meter.sums["tokens"] / max(len(data.rollout) * config.actor.ppo_epochs, 1),
+        "train/trained_token_share": meter.sums["tokens"]
+        / max(len(data.rollout) * config.actor.ppo_epochs, 1),
     }
     if meter.finite:
         metrics |= {
@@ -46,14 +49,22 @@ def policy_metrics(meter: Meter, data: Experience, corrections: list[dict[str, f
             "actor/ppo_kl": -meter.sums["log_ratio"] / n,
             **meter.step_means("actor/"),
         }
-        metrics |= {"actor/kl_loss": meter.sums["kl_loss"] / steps} if config.actor.use_kl_loss else {}
-    told = [found for found in corrections if found] if data.correction is None else [data.correction.metrics]
+        metrics |= (
+            {"actor/kl_loss": meter.sums["kl_loss"] / steps} if config.actor.use_kl_loss else {}
+        )
+    told = (
+        [found for found in corrections if found]
+        if data.correction is None
+        else [data.correction.metrics]
+    )
     for name in told[0] if told else ():
         metrics[name] = sum(found[name] for found in told) / len(told)
     return metrics
 
 
-def sampler_metrics(seen: Tensor, data: Experience, config: Config, *, same_weights: Tensor | None) -> dict[str, float]:
+def sampler_metrics(
+    seen: Tensor, data: Experience, config: Config, *, same_weights: Tensor | None
+) -> dict[str, float]:
     """How far the policy under training is from the one that drew the tokens, in the first pass over the batch; without a step
     in it there is train/pad_share alone.
 
@@ -88,8 +99,12 @@ def sampler_metrics(seen: Tensor, data: Experience, config: Config, *, same_weig
     bins = max(1, min(config.schedule.lag_bound, MAX_AGE_BINS))
     metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
     if corrects_in_passing(config):
-        numerator = current if config.async_training.use_rollout_log_probs else proximal_of(data, current)
-        metrics |= correct(numerator, rollout, data.lengths, correction_options(config), include=at).metrics
+        numerator = (
+            current if config.async_training.use_rollout_log_probs else proximal_of(data, current)
+        )
+        metrics |= correct(
+            numerator, rollout, data.lengths, correction_options(config), include=at
+        ).metrics
     elif config.algorithm.rollout_correction.active and data.correction is None:
         metrics |= drift(current, rollout, data.lengths, at)
     return metrics

@@ -23,7 +23,12 @@ def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
     on_gpu = current_platform.is_cuda_alike()
     if config.trainer.device != "auto" and (config.trainer.device == "cuda") != on_gpu:
         built = "GPUs" if on_gpu else "CPUs"
-        raise bad_value("trainer.device", config.trainer.device, f"the vLLM here is a build for {built}", "trainer.device=auto")
+        raise bad_value(
+            "trainer.device",
+            config.trainer.device,
+            f"the vLLM here is a build for {built}",
+            "trainer.device=auto",
+        )
     if not on_gpu:
         _check_heads(model_folder, config)
     rollout, trust = config.rollout, config.model.trust_remote_code
@@ -40,7 +45,9 @@ def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
         "max_model_len": max_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len),
+        "max_num_batched_tokens": max(
+            rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len
+        ),
         # A seeded request whose prompt is read in pieces kills vLLM on a CPU: it turns the request's generator back, and torch's for CPUs
         # cannot be.
         "enable_chunked_prefill": on_gpu,
@@ -58,15 +65,24 @@ def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
     for key in rollout.engine_kwargs:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise bad_value("rollout.engine_kwargs", key, "no argument of vLLM's engine", near[0] if near else "leave it out")
+            raise bad_value(
+                "rollout.engine_kwargs",
+                key,
+                "no argument of vLLM's engine",
+                near[0] if near else "leave it out",
+            )
     # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
-    overrides = {"hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})}
+    overrides = {
+        "hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})
+    }
     return arguments | rollout.engine_kwargs | overrides
 
 
 def _check_heads(model_folder: str, config: Config) -> None:
     """Refuse what vLLM's attention on a CPU has no kernel for, before it has started its processes."""
-    shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=config.model.trust_remote_code)
+    shape: Any = AutoConfig.from_pretrained(
+        model_folder, trust_remote_code=config.model.trust_remote_code
+    )
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if size < _CPU_HEAD:
         rule = f"vLLM on a CPU has attention for heads of {_CPU_HEAD} numbers or more, and the model's have {size}"

@@ -21,7 +21,16 @@ from millrace.engines.stop_strings import completes_stop, stop_window
 from millrace.engines.tokenizer import text_of
 from millrace.errors import INSTALL, MissingDependency, WorkerError
 from millrace.ports import RolloutStats
-from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
+from millrace.types import (
+    Floats,
+    PolicyVersion,
+    SamplingParams,
+    Segment,
+    Stop,
+    Tokens,
+    floats_of,
+    tokens_of,
+)
 
 try:
     import vllm
@@ -39,7 +48,9 @@ from millrace.engines.vllm_start import start
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
 _DEAD = "vLLM's engine process has died; the worker's log says why"
 _LOOK_S = 1.0
-_QUIET_TURNS = 4  # of the event loop: from vLLM's queue to its output handler to the count of a request
+_QUIET_TURNS = (
+    4  # of the event loop: from vLLM's queue to its output handler to the count of a request
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +123,9 @@ class VllmRolloutEngine:
         self._busy_slot_s = 0.0
         self._busy_since = perf_counter()
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
         check_request(
             tokens,
@@ -128,9 +141,15 @@ class VllmRolloutEngine:
             if drawn.reason == "abort" and request.again and not request.interrupted:
                 request.again = False
                 continue
-            stop = Stop.INTERRUPTED if drawn.reason == "abort" and request.interrupted else _STOPS.get(drawn.reason)
+            stop = (
+                Stop.INTERRUPTED
+                if drawn.reason == "abort" and request.interrupted
+                else _STOPS.get(drawn.reason)
+            )
             if stop is None:
-                raise WorkerError(f"vLLM ended a request by itself ({drawn.reason}); the worker's log says why")
+                raise WorkerError(
+                    f"vLLM ended a request by itself ({drawn.reason}); the worker's log says why"
+                )
             self._tokens += len(drawn.tokens)
             return _segments(request, drawn, stop)
 
@@ -153,7 +172,9 @@ class VllmRolloutEngine:
         inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
         held: dict[str, bytes] = {}
         if inner:
-            held = await self._answer(self._llm.engine_core.call_utility_async("held_log_probs", list(inner.values())))
+            held = await self._answer(
+                self._llm.engine_core.call_utility_async("held_log_probs", list(inner.values()))
+            )
         found = [r for r in requests if r.id in inner and (r.params.stop or inner[r.id] in held)]
         for request in found:
             request.kept = held.get(inner[request.id], b"")
@@ -161,7 +182,9 @@ class VllmRolloutEngine:
 
     async def join_sync(self, init_info: dict[str, Any]) -> None:
         """Every worker meets the trainer's ranks."""
-        await self._answer(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+        await self._answer(
+            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        )
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """The method of the worker extension, on every worker. Raises WorkerError if vLLM has died."""
@@ -197,7 +220,11 @@ class VllmRolloutEngine:
             while not all(self._known(r) for r in self._live.values()):  # noqa: ASYNC110 (vLLM has no event for it)
                 await asyncio.sleep(0)
             # Not pause_generation: it sleeps for 20 ms so that outputs may arrive. Here they are waited for.
-            await self._answer(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute))
+            await self._answer(
+                self._llm.engine_core.pause_scheduler_async(
+                    mode="keep", clear_cache=self._recompute
+                )
+            )
             start = perf_counter()  # until now the steps that had begun went on
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
@@ -218,7 +245,9 @@ class VllmRolloutEngine:
     async def sleep(self, keep_weights: bool = True) -> None:
         """Give the GPU's memory back, with rollout.free_cache_engine. Raises WorkerError if anything is running."""
         if self._live:
-            raise WorkerError(f"sleep() with {len(self._live)} requests under way. Fix: drain or interrupt the engine first.")
+            raise WorkerError(
+                f"sleep() with {len(self._live)} requests under way. Fix: drain or interrupt the engine first."
+            )
         if self._can_sleep and not self._asleep:
             await self._answer(self._llm.sleep(level=1 if keep_weights else 2))
             self._hollow = not keep_weights
@@ -232,7 +261,9 @@ class VllmRolloutEngine:
     async def wake(self) -> None:
         """Take all memory again. Raises WorkerError if weights that were not kept were not replaced."""
         if self._hollow:
-            raise WorkerError("wake() of an engine whose weights were given up. Fix: wake_weights(), then a weight sync")
+            raise WorkerError(
+                "wake() of an engine whose weights were given up. Fix: wake_weights(), then a weight sync"
+            )
         await self._wake(["weights", "kv_cache"])
         self._asleep = False
 
@@ -259,8 +290,12 @@ class VllmRolloutEngine:
         self._live[request.id] = request
         try:
             tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
-            async with aclosing(self._llm.generate(prompt, self._sampling(request.params), request.id)) as outputs:
-                async for output in outputs:  # one, at the end; with stop strings, one for every token or few
+            async with aclosing(
+                self._llm.generate(prompt, self._sampling(request.params), request.id)
+            ) as outputs:
+                async for (
+                    output
+                ) in outputs:  # one, at the end; with stop strings, one for every token or few
                     found, seen = output.outputs[0], len(tokens)
                     tokens.extend(found.token_ids)
                     log_probs.extend(found.logprobs.logprobs if found.logprobs else ())
@@ -274,7 +309,11 @@ class VllmRolloutEngine:
                 tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
             else:
                 log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
-            return _Drawn(tokens[:end], log_probs[:end], "string") if end else _Drawn(tokens, log_probs, found.finish_reason)
+            return (
+                _Drawn(tokens[:end], log_probs[:end], "string")
+                if end
+                else _Drawn(tokens, log_probs, found.finish_reason)
+            )
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
         finally:
@@ -287,7 +326,9 @@ class VllmRolloutEngine:
         stop, offset = request.params.stop, request.params.offset
         window = stop_window(stop)
         # Only tokens of this response count, earlier calls' included.
-        before = request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
+        before = (
+            request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
+        )
         for end in range(seen + 1, len(drawn) + 1):
             tail = (before + drawn[max(0, end - window) : end])[-window:]
             if completes_stop(tail, stop, self._decode):
@@ -317,7 +358,9 @@ class VllmRolloutEngine:
     def _count(self, request: _Live) -> int:
         """Tokens drawn so far, as vLLM counts them: it hands over the last output alone."""
         processor = self._llm.output_processor
-        states = [processor.request_states[i] for i in processor.external_req_ids.get(request.id, ())]
+        states = [
+            processor.request_states[i] for i in processor.external_req_ids.get(request.id, ())
+        ]
         return sum(state.detokenizer.num_output_tokens() for state in states)
 
     async def _settle(self) -> None:
@@ -355,7 +398,10 @@ class VllmRolloutEngine:
 
 def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
     """What was drawn, cut where versions changed."""
-    ends = [min(end, len(drawn.tokens)) for end in (*(start for start, _ in request.starts[1:]), len(drawn.tokens))]
+    ends = [
+        min(end, len(drawn.tokens))
+        for end in (*(start for start, _ in request.starts[1:]), len(drawn.tokens))
+    ]
     pieces = [
         Segment(drawn.tokens[start:end], version=version, log_probs=drawn.log_probs[start:end])
         for (start, version), end in zip(request.starts, ends, strict=True)

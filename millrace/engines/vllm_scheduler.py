@@ -39,10 +39,14 @@ class _Holding(Scheduler):
                 if held is None:
                     continue
                 if output.new_logprobs is not None:
-                    held.extend(output.new_logprobs.logprobs[:, 0].tolist())  # the drawn token's own is the first
+                    held.extend(
+                        output.new_logprobs.logprobs[:, 0].tolist()
+                    )  # the drawn token's own is the first
                     output.new_logprobs = None
                 if output.finish_reason is not None:
-                    output.kv_transfer_params = {LOG_PROBS: self.held.pop(output.request_id).tobytes()}
+                    output.kv_transfer_params = {
+                        LOG_PROBS: self.held.pop(output.request_id).tobytes()
+                    }
         return found
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:

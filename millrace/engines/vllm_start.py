@@ -55,7 +55,14 @@ class _Log:
             return log.read().decode(errors="replace")
 
     def last_error(self) -> str:
-        return next((found[1] for line in reversed(self.text().splitlines()) if (found := _ERROR.search(line))), "")
+        return next(
+            (
+                found[1]
+                for line in reversed(self.text().splitlines())
+                if (found := _ERROR.search(line))
+            ),
+            "",
+        )
 
 
 def _end_failed_core(log: _Log, over: threading.Event) -> None:

@@ -122,7 +122,11 @@ class Guard:
             judged["gradient_spike"] = self._gradient(norm)
         if (std := _get(row, "reward/std")) is not None:
             self._equal = 0 if std else self._equal + 1
-            judged["equal_rewards"] = float(self._equal), float(o.equal_reward_versions), self._equal >= o.equal_reward_versions
+            judged["equal_rewards"] = (
+                float(self._equal),
+                float(o.equal_reward_versions),
+                self._equal >= o.equal_reward_versions,
+            )
         return judged
 
     def _entropy(self, value: float) -> tuple[float, float, bool]:

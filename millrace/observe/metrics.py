@@ -44,7 +44,9 @@ class VersionMetrics:
         if any(s.admitted_version < version for s in samples):
             self._wait_prev_gen += seconds
 
-    def stepped(self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport) -> None:
+    def stepped(
+        self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport
+    ) -> None:
         """These samples were trained from `version` on."""
         self._samples += [(s, version) for s in samples]
         self._steps.append(report)
@@ -77,10 +79,14 @@ class VersionMetrics:
             # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation, for a version to be live.
             "trainer/idle_ratio": _ratio(sum(timing.get(name, 0.0) for name in WAITS), wall),
             # 1 - integral of occupied decode slots over those that the schedule can fill (min(slots, capacity x n)).
-            "rollouter/idle_ratio": min(1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))),
+            "rollouter/idle_ratio": min(
+                1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))
+            ),
             # Tokens drawn, read into KV caches and trained, per second of this version.
             "rollouter/tokens_per_s": _ratio(drawn, wall),
-            "rollouter/prefill_tokens_per_s": _ratio(after.prefill_tokens - before.prefill_tokens, wall),
+            "rollouter/prefill_tokens_per_s": _ratio(
+                after.prefill_tokens - before.prefill_tokens, wall
+            ),
             "perf/throughput": _ratio(trained, wall),
             "perf/samples_per_s": _ratio(len(self._samples), wall),
             # Seconds the trainer waited for samples admitted under an earlier version (the wait of one_step_off).
@@ -94,11 +100,20 @@ class VersionMetrics:
         row: dict[str, float] = {}
         for name in names:
             # A batch whose steps were all skipped counts as one step in what it can say nevertheless (of its data, of the critic).
-            told = [(r.metrics[name], max(r.optimizer_steps - r.skipped_steps, 1)) for r in self._steps if name in r.metrics]
-            row[name] = _ratio(sum(value * count for value, count in told), sum(count for _, count in told))
+            told = [
+                (r.metrics[name], max(r.optimizer_steps - r.skipped_steps, 1))
+                for r in self._steps
+                if name in r.metrics
+            ]
+            row[name] = _ratio(
+                sum(value * count for value, count in told), sum(count for _, count in told)
+            )
         for name in sorted({name for r in self._steps for name in r.totals}):
             row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
-        return row | {"train/optimizer_steps": float(steps), "train/samples": float(len(self._samples))}
+        return row | {
+            "train/optimizer_steps": float(steps),
+            "train/samples": float(len(self._samples)),
+        }
 
     def _rewards(self) -> dict[str, float]:
         trajectories = [t for s, _ in self._samples for t in s.trajectories]
@@ -113,27 +128,45 @@ class VersionMetrics:
             "response_length/mean": _mean(lengths),
             "response_length/max": float(max(lengths, default=0)),
             "response_length/min": float(min(lengths, default=0)),
-            "response_length/clip_ratio": _ratio(sum(t.stop is Stop.LENGTH for t in trajectories), len(trajectories)),
+            "response_length/clip_ratio": _ratio(
+                sum(t.stop is Stop.LENGTH for t in trajectories), len(trajectories)
+            ),
             "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
         }
-        for name in sorted({name for score in scores for name in score.extra}):  # named components of the reward
-            row[f"reward/{name}/mean"] = _mean([score.extra[name] for score in scores if name in score.extra])
-        if any(score.raw is not None for score in scores):  # what the reward function said, before shaping
+        for name in sorted(
+            {name for score in scores for name in score.extra}
+        ):  # named components of the reward
+            row[f"reward/{name}/mean"] = _mean(
+                [score.extra[name] for score in scores if name in score.extra]
+            )
+        if any(
+            score.raw is not None for score in scores
+        ):  # what the reward function said, before shaping
             row["reward/score/mean"] = _mean([score.unshaped for score in scores])
-        greedy = [s.greedy.score.value for s, _ in self._samples if s.greedy is not None and s.greedy.score is not None]
+        greedy = [
+            s.greedy.score.value
+            for s, _ in self._samples
+            if s.greedy is not None and s.greedy.score is not None
+        ]
         if greedy:  # the greedy responses that are a baseline: in no other figure
             row["reward/greedy/mean"] = _mean(greedy)
         return row
 
     def _staleness(self) -> dict[str, float]:
         """Age = version that is trained - oldest version in the trajectory; span = newest - oldest version in it."""
-        aged = [(t, version, min(t.versions, default=version)) for s, version in self._samples for t in s.trajectories]
+        aged = [
+            (t, version, min(t.versions, default=version))
+            for s, version in self._samples
+            for t in s.trajectories
+        ]
         ages = [version - oldest for _, version, oldest in aged]
         spans = [_span(t) for t, _, _ in aged]
         partial = sum(span > 0 for span in spans)
         row = {
             # Samples, and trajectories, that hold a token older than the version that is trained.
-            "fully_async/count/stale_samples_processed": float(sum(s.oldest_version < v for s, v in self._samples)),
+            "fully_async/count/stale_samples_processed": float(
+                sum(s.oldest_version < v for s, v in self._samples)
+            ),
             "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
             # Trajectories drawn by more than one version: their number, share, and the widest span of versions.
             "fully_async/partial/total_partial_num": float(partial),
@@ -144,14 +177,21 @@ class VersionMetrics:
         }
         for age, count in sorted(Counter(ages).items()):  # histogram: trajectories of each age
             row[f"staleness/hist/{age}"] = float(count)
-        for age, count in sorted(self._token_ages().items()):  # histogram: the policy's tokens of each age
+        for age, count in sorted(
+            self._token_ages().items()
+        ):  # histogram: the policy's tokens of each age
             row[f"staleness/token_hist/{age}"] = float(count)
         return row
 
     def _token_ages(self) -> Counter[int]:
         ages: Counter[int] = Counter()
         for sample, version in self._samples:
-            for segment in (s for t in sample.trajectories for s in t.segments if s.author is Author.POLICY and s.tokens):
+            for segment in (
+                s
+                for t in sample.trajectories
+                for s in t.segments
+                if s.author is Author.POLICY and s.tokens
+            ):
                 ages[version - segment.version] += len(segment.tokens)
         return ages
 

@@ -41,7 +41,11 @@ class State:
     def eta_s(self, now: float) -> float:
         """Seconds to the end at the pace so far; NaN before there is one."""
         done = self.samples - self.trained_from
-        return (now - self.trained_since) / done * (self.total - self.samples) if done and self.trained_since else math.nan
+        return (
+            (now - self.trained_since) / done * (self.total - self.samples)
+            if done and self.trained_since
+            else math.nan
+        )
 
 
 class View(Protocol):
@@ -57,7 +61,9 @@ class View(Protocol):
 class Progress:
     """Events of a run, turned into state and shown."""
 
-    def __init__(self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.state = State(name, mode)
         self._view = view
         self._clock = clock
@@ -76,7 +82,12 @@ class Progress:
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
         """A step of the preparation, with its own progress if it is long."""
         changed = name != self.state.phase
-        self.state.phase, self.state.phase_done, self.state.phase_total, self.state.phase_note = name, done, total, note
+        self.state.phase, self.state.phase_done, self.state.phase_total, self.state.phase_note = (
+            name,
+            done,
+            total,
+            note,
+        )
         self._view.update(self.state, "phase" if changed else "phase step")
 
     def training(self, samples: int, total: int, version: int, versions: int) -> None:
@@ -115,7 +126,9 @@ def sparkline(values: list[float], width: int) -> str:
     if not values:
         return ""
     size = max(1, math.ceil(len(values) / width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    means = [
+        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
+    ]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
@@ -148,7 +161,9 @@ class Lines:
 
     def update(self, state: State, event: str) -> None:
         now = time.monotonic()
-        if event != "phase" and (now - self._last < self._every_s or (state.phase == "training" and event != "row")):
+        if event != "phase" and (
+            now - self._last < self._every_s or (state.phase == "training" and event != "row")
+        ):
             return
         self._last = now
         if state.phase != "training" or not state.row:
@@ -188,7 +203,11 @@ class LiveView:
     def _panel(self, state: State) -> RenderableType:
         title = f"millrace  {state.name}  {state.mode}"
         if state.phase != "training":
-            bar = ProgressBar(total=state.phase_total or None, completed=state.phase_done, pulse=not state.phase_total)
+            bar = ProgressBar(
+                total=state.phase_total or None,
+                completed=state.phase_done,
+                pulse=not state.phase_total,
+            )
             return Panel(Group(Text(f"{state.phase}  {state.phase_note}"), _line(bar)), title=title)
         row = state.row
         table = Table.grid(padding=(0, 3))
@@ -197,15 +216,32 @@ class LiveView:
             ("samples", f"{state.samples} of {state.total}"),
             ("ETA", _clock(state.eta_s(time.monotonic()))),
             ("reward", f"{state.rewards[-1]:.3f}" if state.rewards else "-"),
-            ("staleness", f"{row.get('staleness/mean', 0):.2f} mean, {row.get('staleness/max', 0):.0f} max"),
-            ("tokens/s", f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, {row.get('perf/throughput', 0):,.0f} trained"),
-            ("idle", f"trainer {row.get('trainer/idle_ratio', 0):.0%}, rollouter {row.get('rollouter/idle_ratio', 0):.0%}"),
-            ("sync", f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms"),
+            (
+                "staleness",
+                f"{row.get('staleness/mean', 0):.2f} mean, {row.get('staleness/max', 0):.0f} max",
+            ),
+            (
+                "tokens/s",
+                f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, {row.get('perf/throughput', 0):,.0f} trained",
+            ),
+            (
+                "idle",
+                f"trainer {row.get('trainer/idle_ratio', 0):.0%}, rollouter {row.get('rollouter/idle_ratio', 0):.0%}",
+            ),
+            (
+                "sync",
+                f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms",
+            ),
         ]
         for i in range(0, len(figures), 2):
-            table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[i : i + 2]))
+            table.add_row(
+                *(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[i : i + 2])
+            )
         line = _line(ProgressBar(total=state.total, completed=state.samples))
-        curve = Text.assemble(("reward ", "dim"), (sparkline(state.rewards, max(20, self._console.width - 14)), "green"))
+        curve = Text.assemble(
+            ("reward ", "dim"),
+            (sparkline(state.rewards, max(20, self._console.width - 14)), "green"),
+        )
         parts: list[RenderableType] = [line, curve, table]
         if state.validation:
             parts.append(Text.assemble(("held out ", "dim"), shown(state.validation)))

@@ -21,7 +21,9 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_from: int | None) -> None:
         if resumed_from is not None and path.is_file():
-            rows = [line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from]
+            rows = [
+                line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from
+            ]
             beside = path.with_suffix(".tmp")
             beside.write_text("".join(f"{line}\n" for line in rows))
             beside.replace(path)
@@ -43,13 +45,25 @@ def _version_of(line: str) -> float:
         return math.inf  # a line that a crash cut short
 
 
-def read_rows(run_dir: Path, up_to: int) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
+def read_rows(
+    run_dir: Path, up_to: int
+) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
     """What metrics.jsonl holds up to version `up_to`: the rows of versions, and the validations, by version."""
     path = run_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to] if path.is_file() else []
+    lines = (
+        [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to]
+        if path.is_file()
+        else []
+    )
     found = [(int(row.pop("version")), row) for row in lines]
-    validations = {version: row for version, row in found if row and all(name.startswith("val/") for name in row)}
-    return {version: row for version, row in found if validations.get(version) is not row}, validations
+    validations = {
+        version: row
+        for version, row in found
+        if row and all(name.startswith("val/") for name in row)
+    }
+    return {
+        version: row for version, row in found if validations.get(version) is not row
+    }, validations
 
 
 class TensorBoard:
@@ -64,11 +78,15 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder))
         if resumed_from is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(self._event(step=resumed_from + 1, wall_time=time.time(), session_log=start))
+            self._writer.add_event(
+                self._event(step=resumed_from + 1, wall_time=time.time(), session_log=start)
+            )
 
     def write(self, version: int, row: dict[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.items()]
-        self._writer.add_event(self._event(step=version, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.add_event(
+            self._event(step=version, wall_time=time.time(), summary=self._summary(value=values))
+        )
 
     def close(self) -> None:
         self._writer.close()

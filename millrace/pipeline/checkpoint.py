@@ -61,7 +61,10 @@ class Checkpoints:
 
     async def begin(self, snapshot: LedgerSnapshot, engine: TrainEngine, *, staged: bool) -> None:
         """Have the engine save its state. If `staged`, it may step at once; `finish` comes before the next `begin`."""
-        for left in [*self.folder.glob(".writing-*"), *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all())]:
+        for left in [
+            *self.folder.glob(".writing-*"),
+            *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all()),
+        ]:
             shutil.rmtree(left)  # what a crash has left
         folder = self._beside(snapshot) / "engine"
         folder.mkdir(parents=True)
@@ -77,16 +80,26 @@ class Checkpoints:
 
     def _finish(self, snapshot: LedgerSnapshot) -> Path:
         beside, final = self._beside(snapshot), self.folder / f"version-{snapshot.version:06d}"
-        shutil.copytree(self._run_dir / "model", beside / "model", ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+        shutil.copytree(
+            self._run_dir / "model",
+            beside / "model",
+            ignore=shutil.ignore_patterns("*.safetensors", "*.bin"),
+        )
         shutil.copy(self._run_dir / "config.yaml", beside / "config.yaml")
         if not any(p.is_file() for p in (beside / "engine").rglob("*")):
             raise CheckpointError(
                 f"{beside / 'engine'}: the train engine wrote nothing here. Fix: a run folder that all nodes share"
             )
         (beside / "ledger.json").write_bytes(codec.to_json(snapshot))
-        files = {str(p.relative_to(beside)): _entry(p) for p in sorted(beside.rglob("*")) if p.is_file()}
-        manifest = Manifest(1, snapshot.version, snapshot.local_steps, snapshot.admitted, snapshot.retired, files)
-        (beside / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        files = {
+            str(p.relative_to(beside)): _entry(p) for p in sorted(beside.rglob("*")) if p.is_file()
+        }
+        manifest = Manifest(
+            1, snapshot.version, snapshot.local_steps, snapshot.admitted, snapshot.retired, files
+        )
+        (beside / "manifest.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        )
         for path in [*beside.rglob("*"), beside]:
             _sync(path)
         if final.exists():  # the same version, saved again: `all` finds the old one aside until the new one is there
@@ -101,11 +114,14 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Complete folders, oldest first."""
-        found = [(int(m[2]), p) for p in self.folder.glob("*version-*") if (m := _NAME.fullmatch(p.name))]
+        found = [
+            (int(m[2]), p) for p in self.folder.glob("*version-*") if (m := _NAME.fullmatch(p.name))
+        ]
         return [
             p
             for _, p in sorted(found)
-            if p.name.startswith("version-") or not (self.folder / p.name.removeprefix(_ASIDE)).exists()
+            if p.name.startswith("version-")
+            or not (self.folder / p.name.removeprefix(_ASIDE)).exists()
         ]
 
     def supersede(self, version: PolicyVersion) -> None:
@@ -142,14 +158,18 @@ def verify(path: Path) -> Manifest:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing")
         if _entry(file) != entry:
-            raise CheckpointError(f"{file}: not what the manifest says ({entry.bytes} bytes, SHA-256 {entry.sha256[:12]}...)")
+            raise CheckpointError(
+                f"{file}: not what the manifest says ({entry.bytes} bytes, SHA-256 {entry.sha256[:12]}...)"
+            )
     return manifest
 
 
 def read_ledger(path: Path) -> LedgerSnapshot:
     """The ledger's snapshot of a verified checkpoint."""
     try:
-        snapshot: LedgerSnapshot = codec.from_json((path / "ledger.json").read_bytes(), LedgerSnapshot)
+        snapshot: LedgerSnapshot = codec.from_json(
+            (path / "ledger.json").read_bytes(), LedgerSnapshot
+        )
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path / 'ledger.json'}: not readable: {error}") from error
     return snapshot

@@ -62,7 +62,17 @@ class History:
         self._append("end", totals, [], complete)
 
     def _append(self, event: str, now: Totals, trained: list[int], complete: bool = False) -> None:
-        line = Line(event, self.attempt, now.version, now.admitted, now.dropped, now.held, trained, complete, now.retired)
+        line = Line(
+            event,
+            self.attempt,
+            now.version,
+            now.admitted,
+            now.dropped,
+            now.held,
+            trained,
+            complete,
+            now.retired,
+        )
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
@@ -109,7 +119,9 @@ def audit(run_dir: Path) -> Audit:
     last = surviving[-1]
     elsewhere = surviving[0].retired  # trained by the run whose checkpoint this one began with
     trained = Counter(i for line in surviving if line.event == "version" for i in line.trained)
-    known = {i for i in trained.keys() | set(last.held) if 0 <= i < last.admitted}  # no other id makes up for a lost one
+    known = {
+        i for i in trained.keys() | set(last.held) if 0 <= i < last.admitted
+    }  # no other id makes up for a lost one
     accounted = elsewhere + len(known) + sum(last.dropped.values())
     return Audit(
         admitted=last.admitted,
@@ -117,7 +129,8 @@ def audit(run_dir: Path) -> Audit:
         dropped=last.dropped,
         held=len(last.held),
         lost=max(0, last.admitted - accounted),
-        trained_twice=sum(count - 1 for count in trained.values()) + len(trained.keys() & set(last.held)),
+        trained_twice=sum(count - 1 for count in trained.values())
+        + len(trained.keys() & set(last.held)),
         attempts=max(line.attempt for line in lines),
         versions=last.version,
         complete=last.event == "end" and last.complete,

@@ -132,11 +132,15 @@ class RunRecord:
 
     def _begin_validation(self, version: PolicyVersion, on_scored: OnScored | None) -> None:
         assert self._validator is not None
-        self._validation = self._tasks.create_task(self._run_validation(self._validator, version, on_scored), name="validation")
+        self._validation = self._tasks.create_task(
+            self._run_validation(self._validator, version, on_scored), name="validation"
+        )
 
     async def validated(self) -> None:
         if self._validation is not None:
-            await asyncio.wait([self._validation])  # a failure is the task group's; an abandoned one is none
+            await asyncio.wait(
+                [self._validation]
+            )  # a failure is the task group's; an abandoned one is none
             self._validation = None
 
     def abandon_validation(self) -> None:
@@ -144,7 +148,9 @@ class RunRecord:
         if self._validation is not None:
             self._validation.cancel()
 
-    async def _run_validation(self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None) -> None:
+    async def _run_validation(
+        self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
+    ) -> None:
         result = await validator.run(version, on_scored)
         self.last = result
         if version == 0:

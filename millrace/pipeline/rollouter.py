@@ -24,7 +24,15 @@ from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import OnSync
-from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory
+from millrace.types import (
+    PolicyVersion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Segment,
+    Tokens,
+    Trajectory,
+)
 
 _RECENT = 50  # samples over which the share of reward errors is taken
 
@@ -69,7 +77,12 @@ class Rollouter:
                 self._launch(tasks, sample_id)
             while True:
                 # No deadline of its own: slots are freed by the trainer, every wait of which has one.
-                await self.queue.wait("rollouter", "a free slot", lambda: ledger.can_admit() and not self.held, deadline_s=1e9)
+                await self.queue.wait(
+                    "rollouter",
+                    "a free slot",
+                    lambda: ledger.can_admit() and not self.held,
+                    deadline_s=1e9,
+                )
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
@@ -131,7 +144,9 @@ class Rollouter:
         """Metrics of the samples finished while `version` was live, to be asked for once."""
         return {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
 
-    async def draw(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def draw(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         """Draw tokens once the gate is open: it is closed for the length of a sync, whose waits have deadlines."""
         if not self._gate.is_set():
             await self._gate.wait()
@@ -159,7 +174,10 @@ class Rollouter:
                 await self.queue.wait(
                     who,
                     "running trajectories to finish",
-                    lambda: (not self.undrawn and not ledger.count(State.WAITING)) or self.queue.out_of_grace,
+                    lambda: (
+                        (not self.undrawn and not ledger.count(State.WAITING))
+                        or self.queue.out_of_grace
+                    ),
                 )
             if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
                 # Undrawn in drain mode: the run was told to stop, and they take too long.

@@ -56,7 +56,9 @@ class SampleQueue:
         asyncio.get_running_loop().call_later(grace_s, self._end_grace)
         self.wake()
 
-    async def wait(self, who: str, what: str, ready: Callable[[], bool], *, deadline_s: float | None = None) -> None:
+    async def wait(
+        self, who: str, what: str, ready: Callable[[], bool], *, deadline_s: float | None = None
+    ) -> None:
         """Until `ready()`. Raises DeadlineError, naming everyone who waits, after `deadline_s` seconds."""
         loop = asyncio.get_running_loop()
         limit = self._deadline_s if deadline_s is None else deadline_s
@@ -74,7 +76,12 @@ class SampleQueue:
     def describe(self) -> str:
         """Who waits for what, since when, and what the ledger holds."""
         now = asyncio.get_running_loop().time()
-        waits = "; ".join(f"{w.who} waits for {w.what} since {now - w.since:.1f} s" for w in self._waiters) or "nobody waits"
+        waits = (
+            "; ".join(
+                f"{w.who} waits for {w.what} since {now - w.since:.1f} s" for w in self._waiters
+            )
+            or "nobody waits"
+        )
         return f"{waits}. Ledger: {self.ledger.describe()}"
 
     def _end_grace(self) -> None:

@@ -98,7 +98,9 @@ class Trainer:
     async def run(self) -> None:
         """Until every sample of the run is trained and live, or the run is told to stop."""
         ledger = self.queue.ledger
-        self._stats = await self.rollouter.pool.stats()  # a validation of the start weights is none of the first version's
+        self._stats = (
+            await self.rollouter.pool.stats()
+        )  # a validation of the start weights is none of the first version's
         self.watch.flush()
         async with self._tasks:
             while not ledger.done():
@@ -127,7 +129,9 @@ class Trainer:
         start = clock()
         with self.watch.part("wait_samples"):
             takeable = self.queue.ledger.takeable
-            await self.queue.wait("trainer", "the samples of its next step", lambda: bool(takeable()) or or_else())
+            await self.queue.wait(
+                "trainer", "the samples of its next step", lambda: bool(takeable()) or or_else()
+            )
         self._waited_s += clock() - start
 
     async def _window(self) -> None:
@@ -158,10 +162,17 @@ class Trainer:
         await self._arrived()
         version = self.queue.do(ledger.seal)
         due = self.observer.checkpoint_due(version)
-        if ledger.schedule.overlap_sync and ledger.remaining() != 0 and not due and not self.queue.stopping:
+        if (
+            ledger.schedule.overlap_sync
+            and ledger.remaining() != 0
+            and not due
+            and not self.queue.stopping
+        ):
             with self.watch.part("sync_keep"):
                 await self.sync.keep(version)
-            self._arriving = self._tasks.create_task(self._bring_beside(version, await self._close()), name=f"version-{version}")
+            self._arriving = self._tasks.create_task(
+                self._bring_beside(version, await self._close()), name=f"version-{version}"
+            )
             return
         synced = await self._bring(version, self.watch.part)
         # The cut, with no await since the version is live: the trainer holds no sample, and the weights are its own until the next step.
@@ -204,13 +215,21 @@ class Trainer:
         after, before = await self.rollouter.pool.stats(), self._stats
         metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after
         usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
-        return partial(metrics.row, timing=self.watch.flush(), before=before, after=after, usable_slots=usable_slots)
+        return partial(
+            metrics.row,
+            timing=self.watch.flush(),
+            before=before,
+            after=after,
+            usable_slots=usable_slots,
+        )
 
     def _write_row(self, version: PolicyVersion, row: dict[str, float]) -> None:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _hold(self, part: Parts, who: str, *, needed: bool = True) -> AsyncIterator[float | None]:
+    async def _hold(
+        self, part: Parts, who: str, *, needed: bool = True
+    ) -> AsyncIterator[float | None]:
         """Rollouts held still while the body runs, if needed, since the time that it gets. A validation on the live weights ends first."""
         since = None
         async with AsyncExitStack() as stack:

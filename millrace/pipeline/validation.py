@@ -89,9 +89,17 @@ class Validator:
         sampled = [[self._one(tally, p, replace(self.params, seed=request_seed(self.seed, _SEED + p.index, k))) for k in range(self.n)]
                    for p in self.prompts]  # fmt: skip
         greedy = (
-            [self._one(tally, p, replace(self.params, temperature=0.0, top_p=1.0)) for p in self.prompts] if self.greedy else []
+            [
+                self._one(tally, p, replace(self.params, temperature=0.0, top_p=1.0))
+                for p in self.prompts
+            ]
+            if self.greedy
+            else []
         )
-        tasks = [asyncio.ensure_future(one) for one in (*(one for problem in sampled for one in problem), *greedy)]
+        tasks = [
+            asyncio.ensure_future(one)
+            for one in (*(one for problem in sampled for one in problem), *greedy)
+        ]
         try:
             everything = await asyncio.gather(*tasks)
         finally:
@@ -100,13 +108,23 @@ class Validator:
         drawn = [everything[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():
-            values |= {f"val/{source}/{name}": v for name, v in summarise([drawn[i] for i in rows]).items()}
+            values |= {
+                f"val/{source}/{name}": v for name, v in summarise([drawn[i] for i in rows]).items()
+            }
             if self.greedy:
                 first = len(self.prompts) * self.n
-                values[f"val/{source}/greedy"] = _mean([s for i in rows if (s := everything[first + i][1]) is not None])
-        return Result(version, values, tuple(self._transcript(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False)))
+                values[f"val/{source}/greedy"] = _mean(
+                    [s for i in rows if (s := everything[first + i][1]) is not None]
+                )
+        return Result(
+            version,
+            values,
+            tuple(self._transcript(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False)),
+        )
 
-    async def _one(self, tally: Tally, prompt: Prompt, params: SamplingParams) -> tuple[str, float | None]:
+    async def _one(
+        self, tally: Tally, prompt: Prompt, params: SamplingParams
+    ) -> tuple[str, float | None]:
         segments = await self.pool.generate(
             prompt.tokens, replace(params, interruptible=False), f"val/{prompt.index}/{params.seed}"
         )
@@ -126,7 +144,11 @@ class Validator:
     def _transcript(prompt: Prompt, drawn: tuple[str, float | None]) -> Transcript:
         text, score = drawn
         return Transcript(
-            prompt.text, text, float("nan") if score is None else score, prompt.data_source, str(prompt.ground_truth)
+            prompt.text,
+            text,
+            float("nan") if score is None else score,
+            prompt.data_source,
+            str(prompt.ground_truth),
         )
 
 

@@ -15,20 +15,26 @@ _TUPLES = frozenset({"arc_agi", "rearc"})
 """Their scorers compare boards as tuples, which JSON has not."""
 
 
-def default(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def default(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """`reward.function` left empty: reasoning-gym's own scorer for rows of reasoning_gym: sources, else exact match."""
     scorer = reasoning_gym if "reasoning_gym" in extra_info else exact
     return scorer(data_source, solution_str, ground_truth, extra_info)
 
 
-def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def exact(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """1 if the completion is the ground truth, or one of a list of them, but for space around it."""
     _require(data_source, ground_truth)
     accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return float(solution_str.strip() in [str(truth).strip() for truth in accepted])
 
 
-def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def math(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """1 if math-verify finds the completion's last answer equal to the ground truth (of GSM8K: what follows ####).
 
     Its own deadlines are off: they need signals, and the pool has one that also stops what ignores them.
@@ -38,12 +44,16 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     _require(data_source, ground_truth)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = _gold(str(ground_truth).split("####")[-1].strip())
-    return float(verify(list(gold), parse(solution_str, parsing_timeout=None), timeout_seconds=None))
+    return float(
+        verify(list(gold), parse(solution_str, parsing_timeout=None), timeout_seconds=None)
+    )
 
 
 def _require(data_source: str, ground_truth: Any) -> None:
     if ground_truth is None:
-        raise RewardError("no_ground_truth", f"a row of {data_source} has no ground truth to compare with")
+        raise RewardError(
+            "no_ground_truth", f"a row of {data_source} has no ground truth to compare with"
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -55,10 +65,14 @@ def _gold(text: str) -> tuple[Any, ...]:
         parsed = parse(form, parsing_timeout=None)
         if parsed:
             return tuple(parsed)
-    raise RewardError("bad_ground_truth", f"math-verify finds no mathematics in the ground truth {text[:80]!r}")
+    raise RewardError(
+        "bad_ground_truth", f"math-verify finds no mathematics in the ground truth {text[:80]!r}"
+    )
 
 
-def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def reasoning_gym(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """reasoning-gym's score for the last <answer> of the completion, or the whole of it where it has none."""
     metadata = extra_info.get("metadata") or {}
     name = extra_info.get("reasoning_gym") or metadata.get("source_dataset") or data_source
@@ -77,7 +91,10 @@ def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
     import reasoning_gym
 
     if name not in reasoning_gym.factory.DATASETS:
-        raise RewardError("no_scorer", f"reasoning-gym has no data set {name!r}: the row needs metadata.source_dataset")
+        raise RewardError(
+            "no_scorer",
+            f"reasoning-gym has no data set {name!r}: the row needs metadata.source_dataset",
+        )
     scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(name)
     return scorer
 
@@ -88,4 +105,9 @@ def _tupled(value: Any) -> Any:
     return {k: _tupled(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-BUILTIN: dict[str, Callable[..., float]] = {"": default, "exact": exact, "math": math, "reasoning_gym": reasoning_gym}
+BUILTIN: dict[str, Callable[..., float]] = {
+    "": default,
+    "exact": exact,
+    "math": math,
+    "reasoning_gym": reasoning_gym,
+}

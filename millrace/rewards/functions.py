@@ -69,7 +69,11 @@ class Function:
 
     def _row(self, call: Call, text: str) -> dict[str, Any]:
         given = (call.data_source, text, call.ground_truth, call.extra_info)
-        return {k: v for k, v in zip(_VERL, given, strict=True) if self.wanted is None or k in self.wanted}
+        return {
+            k: v
+            for k, v in zip(_VERL, given, strict=True)
+            if self.wanted is None or k in self.wanted
+        }
 
     def _columns(self, call: Call) -> dict[str, Any]:
         """TRL's arguments: each a list with one entry for each completion; messages where the prompt is messages."""
@@ -80,8 +84,14 @@ class Function:
         columns["prompts"] = [call.prompt if messages is None else messages] * n
         columns["completions"] = list(call.completions)
         if messages is not None:
-            columns["completions"] = [[{"role": "assistant", "content": text}] for text in call.completions]
-        return columns if self.wanted is None else {k: v for k, v in columns.items() if k in self.wanted}
+            columns["completions"] = [
+                [{"role": "assistant", "content": text}] for text in call.completions
+            ]
+        return (
+            columns
+            if self.wanted is None
+            else {k: v for k, v in columns.items() if k in self.wanted}
+        )
 
 
 def load_function(spec: str) -> Function:
@@ -95,8 +105,17 @@ def load_function(spec: str) -> Function:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
         known = ", ".join(sorted(filter(None, BUILTIN)))
-        raise bad_value(_KEY, spec, f"must be path.py:name, module:name, or one of {known}", nearest(spec, filter(None, BUILTIN)))
-    module = _import_path(spec, where) if where.endswith(".py") else _import(spec, lambda: importlib.import_module(where))
+        raise bad_value(
+            _KEY,
+            spec,
+            f"must be path.py:name, module:name, or one of {known}",
+            nearest(spec, filter(None, BUILTIN)),
+        )
+    module = (
+        _import_path(spec, where)
+        if where.endswith(".py")
+        else _import(spec, lambda: importlib.import_module(where))
+    )
     found = vars(module).get(name)
     if not callable(found):
         callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
@@ -109,21 +128,31 @@ def _function(spec: str, found: Callable[..., Any]) -> Function:
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):  # some of those that are written in C
-        raise bad_value(_KEY, spec, "has no signature that can be read", "a Python function around it") from None
+        raise bad_value(
+            _KEY, spec, "has no signature that can be read", "a Python function around it"
+        ) from None
     names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    required = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     forms = "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
     style: Literal["verl", "trl"] = "trl" if "completions" in names else "verl"
     if style == "verl" and "solution_str" not in names:
         rule = f"takes ({', '.join(p.name for p in parameters)}), without solution_str (verl) or completions (TRL)"
         raise bad_value(_KEY, spec, rule, f"the signature {forms}")
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise bad_value(_KEY, spec, "has parameters that cannot be passed by name", f"the signature {forms}")
+        raise bad_value(
+            _KEY, spec, "has parameters that cannot be passed by name", f"the signature {forms}"
+        )
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature has not"
         raise bad_value(_KEY, spec, rule, "give them defaults")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(vars(type(found)).get("__call__"))
+    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
+        vars(type(found)).get("__call__")
+    )
     return Function(found, style, is_async, None if takes_all else frozenset(names))
 
 
@@ -131,7 +160,12 @@ def _import_path(spec: str, where: str) -> ModuleType:
     path = Path(where).expanduser()
     if not path.is_file():
         there = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise bad_value(_KEY, spec, f"no such file (from {Path.cwd()})", nearest(where, there, f"{{}}:{spec.rpartition(':')[2]}"))
+        raise bad_value(
+            _KEY,
+            spec,
+            f"no such file (from {Path.cwd()})",
+            nearest(where, there, f"{{}}:{spec.rpartition(':')[2]}"),
+        )
     name = f"millrace_reward_{path.stem}"
     loaded = importlib.util.spec_from_file_location(name, path)
     if loaded is None or loaded.loader is None:
@@ -149,7 +183,11 @@ def _import(spec: str, load: Callable[[], ModuleType]) -> ModuleType:
         return load()
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError)
-        fix = "a module that can be imported from here, or path.py:name" if missing else "correct it; try it with python -c"
+        fix = (
+            "a module that can be imported from here, or path.py:name"
+            if missing
+            else "correct it; try it with python -c"
+        )
         raise bad_value(_KEY, spec, f"importing it raised {failure(error)}", fix) from error
 
 
@@ -161,14 +199,18 @@ def to_score(value: Any) -> Score:
     if not isinstance(value, dict):
         return Score(_number(value, "the score"))
     if "score" not in value:
-        raise RewardError("no_score", f'a dict without "score": it has {", ".join(map(str, value))}')
+        raise RewardError(
+            "no_score", f'a dict without "score": it has {", ".join(map(str, value))}'
+        )
     extra = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, SupportsFloat)}
     return Score(_number(value["score"], "the score"), {k: _number(v, k) for k, v in extra.items()})
 
 
 def _number(value: Any, what: str) -> float:
     if not isinstance(value, SupportsFloat):
-        raise RewardError("not_a_number", f"{what} is {value!r:.80}, a {type(value).__name__}; return a number")
+        raise RewardError(
+            "not_a_number", f"{what} is {value!r:.80}, a {type(value).__name__}; return a number"
+        )
     number = float(value)
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
@@ -179,7 +221,10 @@ def _scores(values: Any, call: Call) -> list[Score]:
     """TRL's list as Scores."""
     n = len(call.completions)
     if isinstance(values, str | dict) or not isinstance(values, Sequence):
-        raise RewardError("not_a_list", f"returned a {type(values).__name__}; return a list with a number for each completion")
+        raise RewardError(
+            "not_a_list",
+            f"returned a {type(values).__name__}; return a list with a number for each completion",
+        )
     if len(values) != n:
         raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
     return [to_score(value) for value in values]
@@ -187,8 +232,14 @@ def _scores(values: Any, call: Call) -> list[Score]:
 
 def failure(error: BaseException) -> str:
     """Type, message and last line of the traceback, in one line."""
-    if isinstance(error, SyntaxError):  # its message names file and line; no frame of it is the user's
+    if isinstance(
+        error, SyntaxError
+    ):  # its message names file and line; no frame of it is the user's
         return f"{type(error).__name__}: {error}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line})" if frames else ""
+    at = (
+        f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line})"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {error}{at}"

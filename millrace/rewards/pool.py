@@ -42,7 +42,9 @@ class RewardPool:
         while they load it.
         """
         if not self._keepers and self._failed is None:
-            self._keepers = [asyncio.create_task(self._keep()) for _ in range(self.config.num_workers)]
+            self._keepers = [
+                asyncio.create_task(self._keep()) for _ in range(self.config.num_workers)
+            ]
         await self._settled.wait()
         self._check()
 
@@ -69,8 +71,12 @@ class RewardPool:
         try:
             payload = pack(call)
         except (TypeError, ValueError) as error:
-            raise RewardError("not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}") from error
-        pending = Pending(call.id, payload, len(completions), asyncio.get_running_loop().create_future())
+            raise RewardError(
+                "not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}"
+            ) from error
+        pending = Pending(
+            call.id, payload, len(completions), asyncio.get_running_loop().create_future()
+        )
         self._queue.append(pending)
         self._wake()
         return await pending.answer
@@ -123,13 +129,22 @@ class RewardPool:
             self._deaths += 1
         if self._deaths >= MOST_DEATHS:
             loading = "" if worker.hello else f" while loading the function (it has {START_S:g} s)"
-            self._fail(WorkerError, f"{self._deaths} reward workers in a row died{loading}, the last with {ended}: see stderr")
+            self._fail(
+                WorkerError,
+                f"{self._deaths} reward workers in a row died{loading}, the last with {ended}: see stderr",
+            )
         self._wake()
 
     def _reason(self, worker: WorkerProcess, ended: str) -> RewardError:
         if not worker.overdue:
-            return RewardError("worker_died", f"the worker ended with {ended} while it ran the function")
-        blocked = ": a coroutine function that blocks its event loop" if worker.hello and worker.hello.is_async else ""
+            return RewardError(
+                "worker_died", f"the worker ended with {ended} while it ran the function"
+            )
+        blocked = (
+            ": a coroutine function that blocks its event loop"
+            if worker.hello and worker.hello.is_async
+            else ""
+        )
         detail = f"the call ran past reward.timeout_s = {self.config.timeout_s:g} and its worker was killed{blocked}"
         return RewardError("timeout", detail)
 

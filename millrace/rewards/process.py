@@ -51,7 +51,12 @@ class WorkerProcess(asyncio.Protocol):
     run from when they are sent. A call that runs past its time is `condemned`, and the process killed.
     """
 
-    def __init__(self, config: RewardConfig, on_change: Callable[[], None], on_reply: Callable[[Pending, Reply], None]) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        on_change: Callable[[], None],
+        on_reply: Callable[[Pending, Reply], None],
+    ) -> None:
         self.config = config
         self.on_change = on_change
         self.on_reply = on_reply
@@ -141,7 +146,9 @@ class WorkerProcess(asyncio.Protocol):
         if self._process is None:
             return "never started"
         code = await asyncio.to_thread(self._process.wait)
-        return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        return (
+            f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        )
 
     def blamed(self) -> Pending | None:
         """Of a dead worker: the call that killed it or ran past its time, if it is known."""
@@ -175,7 +182,11 @@ class WorkerProcess(asyncio.Protocol):
     def _started_at(self) -> float:
         """When the first call began, at the latest."""
         first = next(iter(self.running.values()))
-        return first.sent_at if self.hello and self.hello.is_async else max(first.sent_at, self._moved_at)
+        return (
+            first.sent_at
+            if self.hello and self.hello.is_async
+            else max(first.sent_at, self._moved_at)
+        )
 
     def _deadline(self) -> float | None:
         if self.hello is None:

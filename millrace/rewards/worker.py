@@ -63,7 +63,9 @@ def _answer(function: Function, call: Call) -> Reply:
         return Reply(call.id, reason="exception", detail=failure(error))
 
 
-async def _serve_async(connection: socket.socket, function: Function, timeout_s: float, limit: int) -> None:
+async def _serve_async(
+    connection: socket.socket, function: Function, timeout_s: float, limit: int
+) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     frames, tasks = Frames(), set[asyncio.Task[None]]()
 
@@ -87,7 +89,11 @@ async def _answer_async(function: Function, call: Call, timeout_s: float, limit:
         return _refused(call, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
         if deadline.expired():
-            return Reply(call.id, reason="timeout", detail=f"the call ran past reward.timeout_s = {timeout_s:g}")
+            return Reply(
+                call.id,
+                reason="timeout",
+                detail=f"the call ran past reward.timeout_s = {timeout_s:g}",
+            )
         return Reply(call.id, reason="exception", detail=failure(error))
 
 

@@ -56,7 +56,9 @@ class DynamicSampling:
 
         Raises ConfigError if the reward function has no component of the metric's name, DynamicSamplingError past the limit.
         """
-        outcomes = [_outcome(t.score, self.metric) for t in sample.trajectories if t.score is not None]
+        outcomes = [
+            _outcome(t.score, self.metric) for t in sample.trajectories if t.score is not None
+        ]
         tally = self._tallies.setdefault(version, _Tally())
         if not equal_outcomes(outcomes):
             tally.kept += 1
@@ -95,5 +97,10 @@ def _outcome(score: Score, metric: str) -> float:
         return score.value
     if metric not in score.extra:
         known = ", ".join(["score", "reward", *sorted(score.extra)])
-        raise bad_value(f"{_KEY}.metric", metric, "the reward function returns no component of this name", f"one of {known}")
+        raise bad_value(
+            f"{_KEY}.metric",
+            metric,
+            "the reward function returns no component of this name",
+            f"one of {known}",
+        )
     return score.extra[metric]

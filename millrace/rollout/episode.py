@@ -19,7 +19,9 @@ Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
 
 def request_seed(run_seed: int, sample_index: int, trajectory: int) -> int:
     """The seed of one trajectory's random stream: 63 bits that depend on these three numbers alone."""
-    digest = hashlib.blake2b(f"{run_seed}/{sample_index}/{trajectory}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{run_seed}/{sample_index}/{trajectory}".encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

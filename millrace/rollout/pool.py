@@ -18,7 +18,9 @@ class RolloutPool:
         self._loads = [0] * len(engines)
         self._homes: dict[str, int] = {}
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         family = _family(session)
         replica = route(self._homes.get(session, self._homes.get(family)), self._loads)
         self._homes[session] = self._homes[family] = replica

@@ -82,7 +82,9 @@ class SampleRoller:
         if failures:  # a lost worker is no failed reward: it comes first
             raise min(failures, key=lambda error: isinstance(error, RewardError))
         drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
-        return Sample(prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None)
+        return Sample(
+            prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None
+        )
 
     def _params(self, prompt: Prompt, i: int) -> SamplingParams:
         params = replace(self.params, seed=request_seed(self.seed, prompt.index, i))
@@ -92,4 +94,6 @@ class SampleRoller:
 
     async def _scored(self, prompt: Prompt, finished: Trajectory) -> Trajectory:
         (score,) = await self.reward.score(prompt, [self.decode(finished.tokens)])
-        return replace(finished, score=score if self.overlong is None else self.overlong.shape(score, finished))
+        return replace(
+            finished, score=score if self.overlong is None else self.overlong.shape(score, finished)
+        )

@@ -19,5 +19,12 @@ class OverlongBuffer:
     def shape(self, score: Score, trajectory: Trajectory) -> Score:
         """`score` with the penalty added, and named `overlong_reward`. The policy's own tokens are what counts."""
         length = trajectory.num_policy_tokens
-        penalty = overlong_penalty(length, max_length=self.max_length, buffer=self.buffer, factor=self.factor)
-        return replace(score, value=score.value + penalty, extra=score.extra | {"overlong_reward": penalty}, raw=score.unshaped)
+        penalty = overlong_penalty(
+            length, max_length=self.max_length, buffer=self.buffer, factor=self.factor
+        )
+        return replace(
+            score,
+            value=score.value + penalty,
+            extra=score.extra | {"overlong_reward": penalty},
+            raw=score.unshaped,
+        )

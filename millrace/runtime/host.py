@@ -28,7 +28,9 @@ HEADER = struct.Struct("<Q")
 class Host:
     """Runs calls as tasks of one group and posts their replies."""
 
-    def __init__(self, root: object, send: Callable[[bytes], None], tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, root: object, send: Callable[[bytes], None], tasks: asyncio.TaskGroup
+    ) -> None:
         self._root = root
         self._outbox = Outbox(send)
         self._group = tasks
@@ -55,7 +57,11 @@ class Host:
             reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
         except Exception as error:  # noqa: BLE001 - the boundary: every failure travels to the caller, none is lost
             trace = "".join(traceback.format_exception(error)[-6:])
-            reply = Message(message.id, FAILED, msgspec.Raw(codec.pack(Failure(type(error).__name__, str(error), trace))))
+            reply = Message(
+                message.id,
+                FAILED,
+                msgspec.Raw(codec.pack(Failure(type(error).__name__, str(error), trace))),
+            )
         self._outbox.post(reply)
 
     def _resolve(self, path: str) -> Any:
@@ -71,7 +77,9 @@ class Host:
         if decoder is None:
             hints = get_type_hints(method)
             kinds = tuple(kind for name, kind in hints.items() if name != "return")
-            signature: Any = tuple.__class_getitem__(kinds)  # tuple[int, str] of (int, str); tuple[()] of nothing
+            signature: Any = tuple.__class_getitem__(
+                kinds
+            )  # tuple[int, str] of (int, str); tuple[()] of nothing
             decoder = self._decoders[path] = codec.decoder(signature)
         return decoder.decode(body)
 
@@ -80,7 +88,9 @@ def die_with(parent: int) -> None:
     """Linux: this process is killed when its parent dies, however it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # dead already; compared with no fixed pid, as in a container the driver may be 1
+        if (
+            os.getppid() != parent
+        ):  # dead already; compared with no fixed pid, as in a container the driver may be 1
             os._exit(1)
 
 

@@ -42,13 +42,19 @@ def visible_gpus() -> list[str]:
 def check_devices(config: Config, gpus: Sequence[str], *, rollout: bool = True) -> None:
     """Refuse what this machine cannot place, with the arithmetic. Without `rollout` the training side is alone."""
     if nodes_needed(config) > 1 and gpus:
-        rule = f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
-        raise bad_value("trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices")
+        rule = (
+            f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
+        )
+        raise bad_value(
+            "trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices"
+        )
     both = [config.trainer_ranks, config.rollout_devices if rollout else 0]
     needed = max(both) if config.schedule.colocated else sum(both)
     if gpus and needed > len(gpus):
         rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"
-        fix = "mode=colocate_sync, where both sides share GPUs, fewer devices, or trainer.device=cpu"
+        fix = (
+            "mode=colocate_sync, where both sides share GPUs, fewer devices, or trainer.device=cpu"
+        )
         raise bad_value("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, rule, fix)
 
 
@@ -58,7 +64,9 @@ class LocalRuntime:
     def __init__(self, log_dir: Path, config: Config, *, gpus: Sequence[str]) -> None:
         self._log_dir = log_dir
         self._config = config
-        devices = config.trainer_ranks + (0 if config.schedule.colocated else config.rollout_devices)
+        devices = config.trainer_ranks + (
+            0 if config.schedule.colocated else config.rollout_devices
+        )
         self._threads = threads(config, os.cpu_count() or 1, devices)
         self._gpus = gpus
         self._workers: list[tuple[Peer, subprocess.Popen[bytes], asyncio.StreamWriter]] = []
@@ -70,7 +78,14 @@ class LocalRuntime:
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "millrace.runtime.host", str(theirs.fileno()), role, str(os.getpid())],
+                [
+                    sys.executable,
+                    "-m",
+                    "millrace.runtime.host",
+                    str(theirs.fileno()),
+                    role,
+                    str(os.getpid()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -86,7 +101,9 @@ class LocalRuntime:
             writer.write(frame)
 
         peer = Peer(name, send, deadline_s=self._config.trainer.wait_deadline_s)
-        task = asyncio.get_running_loop().create_task(self._read(peer, reader, process, log), name=f"read-{name}")
+        task = asyncio.get_running_loop().create_task(
+            self._read(peer, reader, process, log), name=f"read-{name}"
+        )
         self._tasks.add(task)  # ends with the process; `close` awaits it
         self._workers.append((peer, process, writer))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
@@ -97,11 +114,15 @@ class LocalRuntime:
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # a side that waits must not spin on the other side's core
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
+            "GLOO_SOCKET_IFNAME": os.environ.get(
+                "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
+            ),
             "TOKENIZERS_PARALLELISM": "false",
             "MILLRACE_HOST": "127.0.0.1",
         }
-        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(role, index))} if self._gpus else {})
+        return variables | (
+            {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(role, index))} if self._gpus else {}
+        )
 
     def _gpus_of(self, role: str, index: int) -> Sequence[str]:
         """Trainer ranks first, then replicas; colocated sides share by index."""
@@ -110,14 +131,18 @@ class LocalRuntime:
         first = index * each + (self._config.trainer_ranks if separate else 0)
         return self._gpus[first : first + each]
 
-    async def _read(self, peer: Peer, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], log: Path) -> None:
+    async def _read(
+        self, peer: Peer, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], log: Path
+    ) -> None:
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 peer.receive(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             await _ended([process.poll], GOODBYE_S)
-            peer.lose("the run is over" if self._closing else _obituary(peer.name, process.poll(), log))
+            peer.lose(
+                "the run is over" if self._closing else _obituary(peer.name, process.poll(), log)
+            )
 
     async def close(self) -> None:
         """Close every socket: workers exit at end of file, and what they started with them. What does not within GOODBYE_S is killed."""
@@ -126,15 +151,23 @@ class LocalRuntime:
         started = [child for process in processes for child in _children(process.pid)]
         for _, _, writer in self._workers:
             writer.close()
-        looks = [process.poll for process in processes] + [partial(_end_of, child) for child in started]
+        looks = [process.poll for process in processes] + [
+            partial(_end_of, child) for child in started
+        ]
         await _ended(looks, GOODBYE_S)
         for one in [*processes, *started]:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 one.kill()
         if not await _ended(looks, GOODBYE_S):
-            left = [one.pid for one, look in zip([*processes, *started], looks, strict=True) if look() is None]
+            left = [
+                one.pid
+                for one, look in zip([*processes, *started], looks, strict=True)
+                if look() is None
+            ]
             warnings.warn(
-                f"processes {left} were killed and do not end: what they have of a GPU is lost", RuntimeWarning, stacklevel=2
+                f"processes {left} were killed and do not end: what they have of a GPU is lost",
+                RuntimeWarning,
+                stacklevel=2,
             )
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
@@ -170,7 +203,11 @@ def _obituary(name: str, code: int | None, log: Path) -> str:
     if code is None:
         cause = "hung up, and its process does not end"
     else:
-        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        cause = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
     with log.open(errors="replace") as lines:
         tail = "".join(deque(lines, maxlen=5)).strip()
     return f"worker {name} {cause}; its log is {log}" + (f"\n{tail}" if tail else "")

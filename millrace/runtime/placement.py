@@ -25,7 +25,9 @@ class Plan:
         """Devices of each node."""
         t, r = self.config.trainer, self.config.rollout
         both = t.n_gpus_per_node + (0 if self.config.schedule.colocated else r.n_gpus_per_node)
-        alone = [t.n_gpus_per_node] * (t.nnodes - self.shared) + [r.n_gpus_per_node] * (r.nnodes - self.shared)
+        alone = [t.n_gpus_per_node] * (t.nnodes - self.shared) + [r.n_gpus_per_node] * (
+            r.nnodes - self.shared
+        )
         return [both] * self.shared + alone
 
     def place(self, role: str, index: int) -> tuple[int, slice]:
@@ -64,7 +66,9 @@ def choose(config: Config, kind: str, sizes: Sequence[float], free: Sequence[flo
     """The plan for nodes that have `sizes` devices, of which `free` are free. Raises ConfigError if no wait would place one."""
     possible = [plan for plan in plans(config) if _fits(plan.shares, sizes)]
     if not possible:
-        raise refusal(config, kind, f"the cluster's nodes have {_list(sizes)}", "fewer devices, or more nodes")
+        raise refusal(
+            config, kind, f"the cluster's nodes have {_list(sizes)}", "fewer devices, or more nodes"
+        )
     return next((plan for plan in possible if _fits(plan.shares, free)), possible[0])
 
 
@@ -72,8 +76,12 @@ def refusal(config: Config, kind: str, found: str, fix: str) -> ConfigError:
     """What is needed, what was found, and the fix."""
     t, r = config.trainer, config.rollout
     allowed = plans(config)
-    ways = [f"{len(p.shares)} node{'s' * (len(p.shares) > 1)} with {_list(p.shares)}" for p in allowed]
-    needs = f"{ways[0]} {kind}s" + (f" (to {ways[-1]}, where the sides share none)" if len(ways) > 1 else "")
+    ways = [
+        f"{len(p.shares)} node{'s' * (len(p.shares) > 1)} with {_list(p.shares)}" for p in allowed
+    ]
+    needs = f"{ways[0]} {kind}s" + (
+        f" (to {ways[-1]}, where the sides share none)" if len(ways) > 1 else ""
+    )
     rule = f"trainer {t.nnodes} x {t.n_gpus_per_node} and rollout {r.nnodes} x {r.n_gpus_per_node} devices need {needs}; {found}"
     return bad_value("trainer.nnodes", t.nnodes, rule, fix)
 

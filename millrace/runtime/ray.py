@@ -24,7 +24,9 @@ from millrace.worker import make_worker
 
 try:
     import ray
-    from ray._private.state import available_resources_per_node  # no public way without the dashboard
+    from ray._private.state import (
+        available_resources_per_node,
+    )  # no public way without the dashboard
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -102,7 +104,9 @@ async def _knock(address: str) -> None:
     """Raises OSError or TimeoutError if nothing listens at HOST:PORT, where Ray would go on trying for many minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _KNOCK_DEADLINE_S)
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, int(port)), _KNOCK_DEADLINE_S
+        )
         writer.close()
 
 
@@ -131,22 +135,38 @@ class RayRuntime:
         address = config.trainer.ray_address
         own = not address and not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "ignore_reinit_error": True}
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "configure_logging": False,
+            "ignore_reinit_error": True,
+        }
         if own:  # "local", because Ray would join the cluster of RAY_ADDRESS
             cores = max(os.cpu_count() or 1, config.trainer_ranks + config.rollout_devices)
-            options |= {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            options |= {
+                "address": "local",
+                "num_cpus": cores,
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+            }
         elif address:
             options |= {"address": address}
         try:
             await _knock(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
         except OSError as error:  # time-outs and unknown names are OSErrors too
             rule = f"no cluster answers: {str(error) or type(error).__name__}"
-            raise bad_value("trainer.ray_address", address, rule, "the HOST:PORT that `ray start --head` printed") from error
+            raise bad_value(
+                "trainer.ray_address",
+                address,
+                rule,
+                "the HOST:PORT that `ray start --head` printed",
+            ) from error
         try:
             await asyncio.to_thread(ray.init, **options)
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
-            raise bad_value("trainer.ray_address", address, f"no cluster can be joined: {error}", fix) from error
+            raise bad_value(
+                "trainer.ray_address", address, f"no cluster can be joined: {error}", fix
+            ) from error
         runtime = cls(config, own=own)
         try:
             await runtime._reserve()
@@ -158,48 +178,71 @@ class RayRuntime:
 
     async def _reserve(self) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        self._loopback = self._own or all(node["NodeManagerAddress"].startswith("127.") for node in nodes)
+        self._loopback = self._own or all(
+            node["NodeManagerAddress"].startswith("127.") for node in nodes
+        )
         device = self._config.trainer.device
         if device != "cpu" and any(node["Resources"].get("GPU") for node in nodes):
             self._kind = "GPU"
         elif device == "cuda":
-            raise bad_value("trainer.device", device, "no node of the cluster has a GPU", "trainer.device=auto")
+            raise bad_value(
+                "trainer.device", device, "no node of the cluster has a GPU", "trainer.device=auto"
+            )
         sizes = [node["Resources"].get(self._kind, 0.0) for node in nodes]
         self._plan = choose(self._config, self._kind, sizes, self._free())
         bundles = [{self._kind: float(share)} for share in self._plan.shares]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        self._group = placement_group(
+            bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK"
+        )
         if not await asyncio.to_thread(self._group.wait, PLACEMENT_DEADLINE_S):
             free = ", ".join(f"{math.floor(n)}" for n in sorted(self._free(), reverse=True))
-            found = f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
+            found = (
+                f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
+            )
             raise refusal(
-                self._config, self._kind, found, "end other jobs (`ray status` counts what they hold), or fewer devices"
+                self._config,
+                self._kind,
+                found,
+                "end other jobs (`ray status` counts what they hold), or fewer devices",
             )
 
     def _free(self) -> list[float]:
-        return [resources.get(self._kind, 0.0) for resources in available_resources_per_node().values()]
+        return [
+            resources.get(self._kind, 0.0) for resources in available_resources_per_node().values()
+        ]
 
     async def _inspect(self, folder: Path) -> None:
         """See from within each bundle which GPUs are its own, and that the run's folder is the driver's."""
         look: Any = ray.remote(_look)
         on_gpus = self._kind == "GPU"
         calls = [
-            look.options(num_cpus=0, num_gpus=share if on_gpus else 0, scheduling_strategy=self._bundle(k), max_retries=0).remote(
-                str(folder)
-            )
+            look.options(
+                num_cpus=0,
+                num_gpus=share if on_gpus else 0,
+                scheduling_strategy=self._bundle(k),
+                max_retries=0,
+            ).remote(str(folder))
             for k, share in enumerate(self._plan.shares)
         ]
         try:
             self._shares = await asyncio.wait_for(asyncio.gather(*calls), START_DEADLINE_S)
         except TimeoutError:
-            raise DeadlineError(f"nodes of the cluster started no process within {START_DEADLINE_S:g} s") from None
+            raise DeadlineError(
+                f"nodes of the cluster started no process within {START_DEADLINE_S:g} s"
+            ) from None
         except ray.exceptions.RayError as error:
             fix = "the same Python, millrace and packages on every node"
-            raise WorkerError(f"a node of the cluster cannot run millrace: {error}. Fix: {fix}") from error
+            raise WorkerError(
+                f"a node of the cluster cannot run millrace: {error}. Fix: {fix}"
+            ) from error
         if blind := sorted({share.address for share in self._shares if not share.has_folder}):
-            rule = (
-                f"the driver's folder is not on {', '.join(blind)}, and every node reads the model and writes checkpoints there"
+            rule = f"the driver's folder is not on {', '.join(blind)}, and every node reads the model and writes checkpoints there"
+            raise bad_value(
+                "trainer.run_dir",
+                str(folder.parent),
+                rule,
+                "a folder on a file system that all nodes share",
             )
-            raise bad_value("trainer.run_dir", str(folder.parent), rule, "a folder on a file system that all nodes share")
 
     def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -209,19 +252,27 @@ class RayRuntime:
         gpus = self._shares[node].gpus[devices]
         share = (devices.stop - devices.start) * (0.5 if self._config.schedule.colocated else 1.0)
         workers = threads(self._config, self._shares[node].cores, self._plan.shares[node])
-        variables = {"OMP_NUM_THREADS": str(workers), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {
+            "OMP_NUM_THREADS": str(workers),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         remote: Any = ray.remote(RayHost)
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}",
             scheduling_strategy=self._bundle(node),
-            runtime_env={"env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {})},
+            runtime_env={
+                "env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {})
+            },
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
         ).remote(role, self._loopback, gpus)
         self._actors.append(actor)
         numbers = itertools.count()
         peer = Peer(
-            name, lambda frame: self._push(peer, actor, next(numbers), frame), deadline_s=self._config.trainer.wait_deadline_s
+            name,
+            lambda frame: self._push(peer, actor, next(numbers), frame),
+            deadline_s=self._config.trainer.wait_deadline_s,
         )
         if role == "rollout":
             self._replicas.append(peer)
@@ -230,7 +281,9 @@ class RayRuntime:
         try:
             await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
         except TimeoutError:
-            raise DeadlineError(f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s") from None
+            raise DeadlineError(
+                f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s"
+            ) from None
         self._watch(self._pull(peer, actor, address))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
@@ -259,14 +312,23 @@ class RayRuntime:
             self._lose(peer, address, error)
 
     def _lose(self, peer: Peer, address: str, error: Exception) -> None:
-        peer.lose("the run is over" if self._closing else f"worker {peer.name} on {address} is lost: {error}")
+        peer.lose(
+            "the run is over"
+            if self._closing
+            else f"worker {peer.name} on {address} is lost: {error}"
+        )
 
     async def close(self) -> None:
         """Kill the actors and free the devices; stop the cluster if this run started it."""
         self._closing = True
         # Ray kills with an actor what would clean up after it: Python's tracker of vLLM's shared memory, 0.4 GB in /dev/shm for each replica.
-        closing = [asyncio.ensure_future(peer.call("engine.close", deadline_s=GOODBYE_S)) for peer in self._replicas]
-        await asyncio.gather(*closing, return_exceptions=True)  # one that was never built has none to close
+        closing = [
+            asyncio.ensure_future(peer.call("engine.close", deadline_s=GOODBYE_S))
+            for peer in self._replicas
+        ]
+        await asyncio.gather(
+            *closing, return_exceptions=True
+        )  # one that was never built has none to close
         for actor in self._actors:
             ray.kill(actor)
         if self._tasks:

@@ -23,8 +23,12 @@ class RemoteRolloutEngine:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
-        return await self.peer.call("engine.generate", (tokens, params, session), tuple[Segment, ...])
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        return await self.peer.call(
+            "engine.generate", (tokens, params, session), tuple[Segment, ...]
+        )
 
     async def interrupt(self) -> None:
         await self.peer.call("engine.interrupt")
@@ -99,7 +103,9 @@ class RemoteTrainEngine:
     async def close(self) -> None:
         await self._all("close")
 
-    async def _all(self, method: str, args: tuple[object, ...] = (), result: object = None) -> list[Any]:
+    async def _all(
+        self, method: str, args: tuple[object, ...] = (), result: object = None
+    ) -> list[Any]:
         return await all_of(self.peers, f"engine.{method}", args, result)
 
 
@@ -130,7 +136,9 @@ class RemoteWeightSync:
         """Until all replicas have what is on its way to them: what has arrived, and is proven, was sent. The senders are busy with their
         next step, and answer after it; but if it is they who failed, or died, that is the error.
         """
-        arrived = asyncio.ensure_future(all_of(self._replicas, "receiver.transfer", (version,), TransferReport))
+        arrived = asyncio.ensure_future(
+            all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
+        )
         sent = asyncio.ensure_future(all_of(self._trainers, "sender.sent"))
         try:
             await asyncio.wait([arrived, sent], return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +156,8 @@ class RemoteWeightSync:
     async def link(self) -> TransferReport:
         """The bytes of a transfer, and the seconds of sending them with nothing around it."""
         sent, received = await asyncio.gather(
-            all_of(self._trainers, "sender.link", (), TransferReport), all_of(self._replicas, "receiver.link", (), TransferReport)
+            all_of(self._trainers, "sender.link", (), TransferReport),
+            all_of(self._replicas, "receiver.link", (), TransferReport),
         )
         return TransferReport(received[0].bytes, max(r.seconds for r in sent))
 
@@ -169,12 +178,16 @@ def _absolute(folder: str) -> str:
     return str(Path(folder).resolve())
 
 
-async def all_of(peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None) -> list[Any]:
+async def all_of(
+    peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None
+) -> list[Any]:
     """The call on every peer at once; the first failure ends it."""
     return await first_error(peers, [p.call(method, args, result) for p in peers])
 
 
-async def first_error(peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def first_error(
+    peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any, Any]]
+) -> list[Any]:
     """Results of calls on `peers`; the first failure ends them.
 
     A lost worker is the error, not the peers whose collectives it broke: they fail within the same moment.

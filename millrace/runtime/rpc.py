@@ -73,7 +73,14 @@ class Peer:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
-    async def call(self, method: str, args: tuple[Any, ...] = (), result: Any = None, *, deadline_s: float | None = None) -> Any:
+    async def call(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        result: Any = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Any:
         """Call `method` (a dotted path from the worker's root object) and return its value as type `result`.
 
         Raises WorkerError if the worker is lost, DeadlineError after `deadline_s` seconds, and the worker's own error if
@@ -85,7 +92,12 @@ class Peer:
         loop = asyncio.get_running_loop()
         self._next_id += 1
         call_id, future = self._next_id, loop.create_future()
-        self._pending[call_id] = (future, method, result, loop.time() + (deadline_s or self._deadline_s))
+        self._pending[call_id] = (
+            future,
+            method,
+            result,
+            loop.time() + (deadline_s or self._deadline_s),
+        )
         self._outbox.post(Message(call_id, CALL, body, method))
         if self._watch is None:
             self._watch = loop.call_later(1.0, self._expire)
@@ -93,7 +105,9 @@ class Peer:
             return await future
         except (asyncio.CancelledError, DeadlineError):
             if self.lost is None:
-                self._outbox.post(Message(call_id, CANCEL))  # the worker's own DeadlineError too: it has no such call any more
+                self._outbox.post(
+                    Message(call_id, CANCEL)
+                )  # the worker's own DeadlineError too: it has no such call any more
             raise
         finally:
             self._pending.pop(call_id, None)
@@ -106,12 +120,18 @@ class Peer:
                 continue  # cancelled or expired meanwhile
             future, method, result, _ = pending
             if reply.kind == FAILED:
-                future.set_exception(self._error(method, msgspec.msgpack.decode(reply.body, type=Failure)))
+                future.set_exception(
+                    self._error(method, msgspec.msgpack.decode(reply.body, type=Failure))
+                )
                 continue
             try:
                 future.set_result(self._decode(result, reply.body))
             except msgspec.DecodeError as error:
-                future.set_exception(WorkerError(f"{self.name}: {method} answered with something else than {result}: {error}"))
+                future.set_exception(
+                    WorkerError(
+                        f"{self.name}: {method} answered with something else than {result}: {error}"
+                    )
+                )
 
     def lose(self, reason: str) -> None:
         """The worker is gone: everything that waits for it fails, now and later."""
@@ -121,7 +141,9 @@ class Peer:
         first, newline, rest = reason.partition("\n")
         for future, method, _, _ in self._pending.values():
             if not future.done():
-                future.set_exception(WorkerError(f"{first} (while it served {method}){newline}{rest}"))
+                future.set_exception(
+                    WorkerError(f"{first} (while it served {method}){newline}{rest}")
+                )
 
     def _decode(self, result: Any, body: msgspec.Raw) -> Any:
         if result is None:
@@ -133,16 +155,26 @@ class Peer:
 
     def _error(self, method: str, failure: Failure) -> Exception:
         kind = vars(errors).get(failure.type)
-        if isinstance(kind, type) and issubclass(kind, MillraceError) and kind is not errors.RewardError:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, MillraceError)
+            and kind is not errors.RewardError
+        ):
             return kind(f"{self.name}: {failure.text}")
-        return WorkerError(f"{self.name}: {method} raised {failure.type}: {failure.text}\n{failure.trace}".rstrip())
+        return WorkerError(
+            f"{self.name}: {method} raised {failure.type}: {failure.text}\n{failure.trace}".rstrip()
+        )
 
     def _expire(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for future, method, _, end in list(self._pending.values()):
             if now > end and not future.done():
-                future.set_exception(DeadlineError(f"{self.name} did not answer {method} in time (trainer.wait_deadline_s)"))
+                future.set_exception(
+                    DeadlineError(
+                        f"{self.name} did not answer {method} in time (trainer.wait_deadline_s)"
+                    )
+                )
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
 
 

@@ -93,7 +93,9 @@ class Ledger:
         self.dropped: dict[str, int] = {}
         self._held: dict[int, Held] = {}  # insertion order is order of admission
         self._counts = dict.fromkeys(State, 0)
-        self._most = schedule.capacity  # a restored ledger may hold more than a smaller capacity allows
+        self._most = (
+            schedule.capacity
+        )  # a restored ledger may hold more than a smaller capacity allows
 
     # -- admission
 
@@ -129,7 +131,9 @@ class Ledger:
         """Free the slot at once and count the reason."""
         held = self._entry(sample_id)
         if held.state in _WITH_TRAINER:
-            raise LedgerError(f"sample {sample_id} is {held.state}, expected waiting, running or ready to drop it")
+            raise LedgerError(
+                f"sample {sample_id} is {held.state}, expected waiting, running or ready to drop it"
+            )
         del self._held[sample_id]
         self._counts[held.state] -= 1
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -138,19 +142,31 @@ class Ledger:
 
     def remaining(self) -> int | None:
         """Samples that are still to be taken in this run; None if it has no end."""
-        return None if self.limit is None else self.limit - self.retired - self.count(*_WITH_TRAINER)
+        return (
+            None if self.limit is None else self.limit - self.retired - self.count(*_WITH_TRAINER)
+        )
 
     def takeable(self) -> list[int]:
         """The samples of the next local step, in order, or [] if it cannot start yet."""
         remaining = self.remaining()
-        step = self.schedule.step_size if remaining is None else min(self.schedule.step_size, remaining)
+        step = (
+            self.schedule.step_size
+            if remaining is None
+            else min(self.schedule.step_size, remaining)
+        )
         needed = step
         if self.schedule.colocated and not self._counts[State.TRAINED]:
             # Shared devices change hands once for each window: all of it must be ready first.
-            needed = self.schedule.window if remaining is None else min(self.schedule.window, remaining)
+            needed = (
+                self.schedule.window if remaining is None else min(self.schedule.window, remaining)
+            )
         if self._counts[State.READY] < needed or not needed:
             return []
-        pending = [(i, h.state is State.READY) for i, h in self._held.items() if h.state not in _WITH_TRAINER]
+        pending = [
+            (i, h.state is State.READY)
+            for i, h in self._held.items()
+            if h.state not in _WITH_TRAINER
+        ]
         return choose(pending, needed, self.schedule.lookahead)[:step]
 
     def take(self) -> list[Sample]:
@@ -173,7 +189,11 @@ class Ledger:
     def sync_due(self) -> bool:
         """Whether the window is trained, or all that the run has left of it."""
         trained = self._counts[State.TRAINED]
-        return bool(trained) and not self._counts[State.TAKEN] and (trained >= self.schedule.window or self.remaining() == 0)
+        return (
+            bool(trained)
+            and not self._counts[State.TAKEN]
+            and (trained >= self.schedule.window or self.remaining() == 0)
+        )
 
     def done(self) -> bool:
         """Whether every sample of the run is trained and its weights are live."""
@@ -192,7 +212,9 @@ class Ledger:
         Legal before the window is full (a run that is told to stop cuts it short), never with something TAKEN or SEALED.
         """
         if self.count(State.TAKEN, State.SEALED) or not self._counts[State.TRAINED]:
-            raise LedgerError(f"seal, expected something trained and nothing taken or sealed: {self.describe()}")
+            raise LedgerError(
+                f"seal, expected something trained and nothing taken or sealed: {self.describe()}"
+            )
         for sample_id in self.ids(State.TRAINED):
             self._move(sample_id, State.TRAINED, State.SEALED)
         return self.version + 1
@@ -222,7 +244,9 @@ class Ledger:
         return len(self._held)
 
     def totals(self) -> Totals:
-        return Totals(self.version, self.admitted, self.retired, dict(self.dropped), list(self._held))
+        return Totals(
+            self.version, self.admitted, self.retired, dict(self.dropped), list(self._held)
+        )
 
     def describe(self) -> str:
         """One line on who holds what, for errors and watchdogs."""
@@ -248,13 +272,26 @@ class Ledger:
         if self.count(*_WITH_TRAINER):
             raise LedgerError(f"snapshot in the middle of a window: {self.describe()}")
         held = [
-            (i, Held(h.prompt, h.version, State.WAITING if h.state is State.RUNNING else h.state, h.progress, h.sample))
+            (
+                i,
+                Held(
+                    h.prompt,
+                    h.version,
+                    State.WAITING if h.state is State.RUNNING else h.state,
+                    h.progress,
+                    h.sample,
+                ),
+            )
             for i, h in self._held.items()
         ]
-        return LedgerSnapshot(self.version, self.local_steps, self.admitted, self.retired, dict(self.dropped), held)
+        return LedgerSnapshot(
+            self.version, self.local_steps, self.admitted, self.retired, dict(self.dropped), held
+        )
 
     @classmethod
-    def restore(cls, schedule: Schedule, snapshot: LedgerSnapshot, limit: int | None = None) -> Ledger:
+    def restore(
+        cls, schedule: Schedule, snapshot: LedgerSnapshot, limit: int | None = None
+    ) -> Ledger:
         """A ledger that goes on from `snapshot`. A smaller capacity is reached by admitting nothing for a while."""
         ledger = cls(schedule, limit)
         ledger.version, ledger.local_steps = snapshot.version, snapshot.local_steps
@@ -277,7 +314,9 @@ class Ledger:
     def _expect(self, sample_id: int, *expected: State) -> Held:
         held = self._entry(sample_id)
         if held.state not in expected:
-            raise LedgerError(f"sample {sample_id} is {held.state}, expected {' or '.join(expected)}")
+            raise LedgerError(
+                f"sample {sample_id} is {held.state}, expected {' or '.join(expected)}"
+            )
         return held
 
     def _move(self, sample_id: int, source: State, target: State) -> Held:

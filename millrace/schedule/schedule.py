@@ -46,13 +46,22 @@ class Schedule:
     """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission."""
 
     def __post_init__(self) -> None:
-        for name in ("ppo_mini_batch_size", "require_batches", "trigger_parameter_sync_step", "lookahead"):
+        for name in (
+            "ppo_mini_batch_size",
+            "require_batches",
+            "trigger_parameter_sync_step",
+            "lookahead",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.staleness_threshold >= 0 or math.isinf(self.staleness_threshold):
-            raise ValueError(f"staleness_threshold must be a finite number of at least 0, got {self.staleness_threshold}")
+            raise ValueError(
+                f"staleness_threshold must be a finite number of at least 0, got {self.staleness_threshold}"
+            )
         if self.overlap_sync and (self.colocated or not self.staleness_threshold):
-            raise ValueError("overlap_sync needs devices of the trainer's own and a staleness_threshold over 0")
+            raise ValueError(
+                "overlap_sync needs devices of the trainer's own and a staleness_threshold over 0"
+            )
 
     @property
     def step_size(self) -> int:
@@ -91,4 +100,6 @@ class Schedule:
     def optimizer_steps(self, samples: int, ppo_epochs: int = 1) -> int:
         """Optimizer steps in a run of `samples`; short mini-batches count."""
         whole, rest = divmod(samples, self.step_size)
-        return ppo_epochs * (whole * self.require_batches + math.ceil(rest / self.ppo_mini_batch_size))
+        return ppo_epochs * (
+            whole * self.require_batches + math.ceil(rest / self.ppo_mini_batch_size)
+        )

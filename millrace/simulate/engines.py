@@ -49,17 +49,25 @@ class SimRolloutEngine:
         self._cost = cost
         self._slots = slots
         self._in_use = 0
-        self._queue: deque[tuple[asyncio.Future[bool], bool]] = deque()  # who waits for a slot, and may be interrupted
-        self._waits: dict[asyncio.Future[bool], None] = {}  # woken by an interruption or a swap, in order
+        self._queue: deque[tuple[asyncio.Future[bool], bool]] = (
+            deque()
+        )  # who waits for a slot, and may be interrupted
+        self._waits: dict[
+            asyncio.Future[bool], None
+        ] = {}  # woken by an interruption or a swap, in order
         self._draws: dict[_Draw, None] = {}
         self._interrupting = False
         self._running = 0
         self._tokens = self._prefill = 0
         self._busy = 0.0
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         if self.asleep or self.version < 0:
-            raise RuntimeError(f"generate on an engine that is {'asleep' if self.asleep else 'without weights'}")
+            raise RuntimeError(
+                f"generate on an engine that is {'asleep' if self.asleep else 'without weights'}"
+            )
         length = target_length(tokens, params) - params.offset
         self._running += 1
         try:
@@ -72,7 +80,9 @@ class SimRolloutEngine:
         finally:
             self._running -= 1
 
-    async def _generate(self, context: int, length: int, params: SamplingParams) -> tuple[Segment, ...]:
+    async def _generate(
+        self, context: int, length: int, params: SamplingParams
+    ) -> tuple[Segment, ...]:
         segments: list[Segment] = []
         if not await self._read(context, params.interruptible):
             return ()
@@ -180,7 +190,9 @@ class SimRolloutEngine:
     async def stats(self) -> RolloutStats:
         now = asyncio.get_running_loop().time()
         tokens = self._tokens + sum(map(self._so_far, self._draws))
-        return RolloutStats(tokens, self._prefill, self._busy + sum(now - d.start for d in self._draws), self._slots)
+        return RolloutStats(
+            tokens, self._prefill, self._busy + sum(now - d.start for d in self._draws), self._slots
+        )
 
     async def sleep(self, keep_weights: bool = True) -> None:
         if self._running:
@@ -204,7 +216,9 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> None:
         future.set_result(value)
 
 
-def _segment(places: range, params: SamplingParams, version: PolicyVersion, stop: Stop | None) -> Segment:
+def _segment(
+    places: range, params: SamplingParams, version: PolicyVersion, stop: Stop | None
+) -> Segment:
     """Tokens that depend on the request's seed (greedy: on nothing) and their places in the response."""
     seed = params.seed if params.temperature else 0
     tokens = tokens_of(1 + (seed * 31 + place * 17) % 97 for place in places)
@@ -219,8 +233,12 @@ class SimTrainEngine:
         self._cost = cost
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        tokens = sum(len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories)
-        await asyncio.sleep((self._cost.step_s + tokens * self._cost.train_token_s) / self._cost.share)
+        tokens = sum(
+            len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories
+        )
+        await asyncio.sleep(
+            (self._cost.step_s + tokens * self._cost.train_token_s) / self._cost.share
+        )
         self.trained.append((batch.version, batch.samples))
         return StepReport(1, {"train/tokens": float(tokens)})
 
@@ -270,7 +288,9 @@ class SimWeightSync:
 class SimReward:
     """Takes `reward_s` for each call. A response is right, 1, or wrong, 0, as its text and its prompt's chance have it."""
 
-    def __init__(self, cost: CostModel, chance: Callable[[Prompt], float] = lambda prompt: 1.0) -> None:
+    def __init__(
+        self, cost: CostModel, chance: Callable[[Prompt], float] = lambda prompt: 1.0
+    ) -> None:
         self._cost = cost
         self._chance = chance
 

@@ -32,9 +32,13 @@ class AdaptedInbox:
         self._adapters = adapters
         self._scale = scale
         self._asked = False
-        self._adapted = [name.removesuffix(".lora_A") for name in adapters.staged if name.endswith(".lora_A")]
+        self._adapted = [
+            name.removesuffix(".lora_A") for name in adapters.staged if name.endswith(".lora_A")
+        ]
         self._sums: Tensor | None = None
-        self.staged = base.staged | {name: torch.empty_like(base.staged[name]) for name in self._adapted}
+        self.staged = base.staged | {
+            name: torch.empty_like(base.staged[name]) for name in self._adapted
+        }
         """Whole tensors, in the base's order."""
 
     def receive(self, version: PolicyVersion) -> int:
@@ -45,9 +49,15 @@ class AdaptedInbox:
             received += self._base.receive(version)
         received += self._adapters.receive(version)
         if self._base.version is None:
-            raise SyncError(f"version {version} came as adapters of a base that never arrived whole; it must not be served")
+            raise SyncError(
+                f"version {version} came as adapters of a base that never arrived whole; it must not be served"
+            )
         for name in self._adapted:
-            base, a, b = self._base.staged[name], self._adapters.staged[f"{name}.lora_A"], self._adapters.staged[f"{name}.lora_B"]
+            base, a, b = (
+                self._base.staged[name],
+                self._adapters.staged[f"{name}.lora_A"],
+                self._adapters.staged[f"{name}.lora_B"],
+            )
             self.staged[name].copy_(torch.addmm(base.to(b.dtype), b, a, alpha=self._scale))
         merged = {name: self.staged[name] for name in self._adapted}
         if self._base.bit_sums:
@@ -77,16 +87,29 @@ class AdaptedInbox:
 
 
 def join_inbox(
-    specs: list[Spec], store: Any, device: torch.device, replica: int, config: Config, shard: int = 0
+    specs: list[Spec],
+    store: Any,
+    device: torch.device,
+    replica: int,
+    config: Config,
+    shard: int = 0,
 ) -> Inbox | AdaptedInbox:
     """Meet every trainer rank that sends. Blocks until all devices of the sync are there."""
     wire = wire_device(config, device)
     position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
     size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
-    groups = [make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.shard_size)]
+    groups = [
+        make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.shard_size)
+    ]
     bucket_bytes = config.sync.bucket_mb << 20
     # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
-    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm")
+    base = Inbox(
+        groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm"
+    )
     if not config.model.lora_rank:
         return base
-    return AdaptedInbox(base, Inbox(groups, told_specs(store, ADAPTERS), bucket_bytes, wire, replica), config.model.lora_scale)
+    return AdaptedInbox(
+        base,
+        Inbox(groups, told_specs(store, ADAPTERS), bucket_bytes, wire, replica),
+        config.model.lora_scale,
+    )

@@ -77,7 +77,10 @@ class Bucket:
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
     """The specs of live tensors, in their own order."""
-    return [Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
+    return [
+        Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for name, t in tensors.items()
+    ]
 
 
 def rows_of(spec: Spec, part: int, parts: int) -> slice:

@@ -59,7 +59,12 @@ class Sender:
     """One trainer rank's end, of those that hold the first copy of the model."""
 
     def __init__(
-        self, source: WeightSource, group: Any, buckets: list[Bucket], wire: torch.device, adapters: list[Bucket] | None = None
+        self,
+        source: WeightSource,
+        group: Any,
+        buckets: list[Bucket],
+        wire: torch.device,
+        adapters: list[Bucket] | None = None,
     ) -> None:
         self._source = source
         self._group = group
@@ -79,7 +84,11 @@ class Sender:
             return plan(part_of(specs, rank, config.shard_size), config.sync.bucket_mb << 20)
 
         buckets = planned(tell_specs(source.shards(), store, rank))
-        adapters = planned(tell_specs(source.adapters(), store, rank, ADAPTERS)) if config.model.lora_rank else None
+        adapters = (
+            planned(tell_specs(source.adapters(), store, rank, ADAPTERS))
+            if config.model.lora_rank
+            else None
+        )
         wire = wire_device(config, source.device)
         size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
         group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
@@ -91,7 +100,9 @@ class Sender:
         start, sent = time.perf_counter(), 0
         for buckets, shards in self._due():
             largest = max(b.num_bytes for b in buckets)
-            sent += self._send(buckets, self._packed(buckets, shards, self._buffers([largest] * IN_FLIGHT)))
+            sent += self._send(
+                buckets, self._packed(buckets, shards, self._buffers([largest] * IN_FLIGHT))
+            )
         return TransferReport(sent, time.perf_counter() - start)
 
     async def keep(self, version: PolicyVersion) -> None:
@@ -100,7 +111,10 @@ class Sender:
         """
         await self.sent()
         kept = [
-            (buckets, list(self._packed(buckets, shards, self._buffers([b.num_bytes for b in buckets]))))
+            (
+                buckets,
+                list(self._packed(buckets, shards, self._buffers([b.num_bytes for b in buckets]))),
+            )
             for buckets, shards in self._due()
         ]
         if self._stream is not None:
@@ -113,14 +127,22 @@ class Sender:
 
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
         """What the next version takes."""
-        due = [(self._buckets, self._source.shards())] if self._adapters is None or not self._base_sent else []
+        due = (
+            [(self._buckets, self._source.shards())]
+            if self._adapters is None or not self._base_sent
+            else []
+        )
         self._base_sent = True
-        return due + ([(self._adapters, self._source.adapters())] if self._adapters is not None else [])
+        return due + (
+            [(self._adapters, self._source.adapters())] if self._adapters is not None else []
+        )
 
     def _buffers(self, sizes: list[int]) -> list[Tensor]:
         return [torch.empty(size, dtype=torch.uint8, device=self._wire) for size in sizes]
 
-    def _packed(self, buckets: list[Bucket], shards: Shards, buffers: list[Tensor]) -> Iterator[Tensor]:
+    def _packed(
+        self, buckets: list[Bucket], shards: Shards, buffers: list[Tensor]
+    ) -> Iterator[Tensor]:
         """Each bucket, in the buffers in turn."""
         for k, bucket in enumerate(buckets):
             buffer = buffers[k % len(buffers)][: bucket.num_bytes]
@@ -201,7 +223,9 @@ class Silent:
         return "none"
 
 
-async def join_sender(source: WeightSource, store: Any, rank: int, config: Config) -> Sender | Silent:
+async def join_sender(
+    source: WeightSource, store: Any, rank: int, config: Config
+) -> Sender | Silent:
     """The end of trainer rank `rank`. One that sends meets the replicas."""
     return await Sender.join(source, store, rank, config) if rank < config.shard_size else Silent()
 
@@ -220,7 +244,11 @@ class Receiver:
         told = await asyncio.to_thread(told_specs, store)
         _compare_specs(told, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device
-        return cls(holder, await asyncio.to_thread(join_inbox, told, store, device, replica, config), replica)
+        return cls(
+            holder,
+            await asyncio.to_thread(join_inbox, told, store, device, replica, config),
+            replica,
+        )
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Receive `version` beside the live weights, in a thread: the engine goes on decoding."""
@@ -236,7 +264,9 @@ class Receiver:
     async def activate(self, version: PolicyVersion) -> float:
         """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
         if self.inbox.version != version:
-            raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self.inbox.version}")
+            raise SyncError(
+                f"replica {self._replica} is told to serve version {version}, but holds {self.inbox.version}"
+            )
         start = time.perf_counter()
         paused = await self._holder.swap(version, self.inbox.staged)
         # No await between the swap and the proof: nothing is decoded on weights that are not proven.
@@ -247,7 +277,10 @@ class Receiver:
 
 def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[Spec]:
     """The tensors that the trainer sends, in order; rank 0 tells them to the replicas."""
-    specs = [Spec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype, _ in shards]
+    specs = [
+        Spec(name, tuple(shape), str(dtype).removeprefix("torch."))
+        for name, shape, dtype, _ in shards
+    ]
     if rank == 0:
         store.set(key, msgspec.json.encode(specs))
     return specs

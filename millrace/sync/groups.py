@@ -16,7 +16,9 @@ from torch import Tensor
 from millrace.errors import SyncError
 
 
-def make_group(store: Any, name: str, device: torch.device, rank: int, size: int, timeout_s: float) -> Any:
+def make_group(
+    store: Any, name: str, device: torch.device, rank: int, size: int, timeout_s: float
+) -> Any:
     """The group `name`, for tensors on `device`. Blocks until all are there."""
     own, timeout = dist.PrefixStore(f"millrace/sync/{name}", store), timedelta(seconds=timeout_s)
     if device.type == "cuda":

@@ -46,8 +46,14 @@ class Inbox:
         self._specs = specs
         self._wire = wire
         self._replica = replica
-        self._plans = [plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))]
-        whole = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs] if len(groups) > 1 else []
+        self._plans = [
+            plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))
+        ]
+        whole = (
+            [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs]
+            if len(groups) > 1
+            else []
+        )
         self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
         # Made once: this process decodes beside the thread that receives, and whatever Python that does slows both down.
         self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
@@ -55,7 +61,9 @@ class Inbox:
         self.staged = (
             dict(zip((s.name for s in specs), whole, strict=True))
             if whole
-            else {name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()}
+            else {
+                name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()
+            }
         )
         """Whole tensors: what `swap` reads."""
         self._sums: Tensor | None = None
@@ -65,14 +73,22 @@ class Inbox:
         if alone:
             return [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
         largest = max(b.num_bytes for b in buckets)
-        ring = [torch.zeros(largest, dtype=torch.uint8, device=self._wire) for _ in range(IN_FLIGHT)]
+        ring = [
+            torch.zeros(largest, dtype=torch.uint8, device=self._wire) for _ in range(IN_FLIGHT)
+        ]
         return [ring[k % IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
 
     def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """For each bucket of sender `rank`: where its rows belong, and where they arrive."""
         parts = len(self._groups)
-        at = {s.name: tensor[rows_of(s, rank, parts)] for s, tensor in zip(self._specs, whole, strict=True)}
-        arrive = [bucket.views(buffer) for bucket, buffer in zip(self._plans[rank], self._buffers[rank], strict=True)]
+        at = {
+            s.name: tensor[rows_of(s, rank, parts)]
+            for s, tensor in zip(self._specs, whole, strict=True)
+        }
+        arrive = [
+            bucket.views(buffer)
+            for bucket, buffer in zip(self._plans[rank], self._buffers[rank], strict=True)
+        ]
         return [([at[name] for name in views], list(views.values())) for views in arrive]
 
     def receive(self, version: PolicyVersion) -> int:
@@ -103,7 +119,9 @@ class Inbox:
             broadcast(self._groups[rank], told)
             self.compare(own[:, :2], told, version, "received", rank)
             self._sums = told
-            for spec, value in zip(self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False):
+            for spec, value in zip(
+                self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False
+            ):
                 self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
         if self._rows and not self._with_bit_sums:
             self._sums = torch.stack([checksum(t) for t in self.staged.values()])
@@ -114,7 +132,10 @@ class Inbox:
     def link(self) -> int:
         """The other end of `Sender.link`. What was staged is gone."""
         self.version = None
-        for work in [start_broadcast(self._groups[rank], self._buffers[rank][k]) for k, rank in self._in_order()]:
+        for work in [
+            start_broadcast(self._groups[rank], self._buffers[rank][k])
+            for k, rank in self._in_order()
+        ]:
             finish(work)
         wait_for_device(self._wire)
         return self._num_bytes
@@ -134,19 +155,35 @@ class Inbox:
     def _in_order(self) -> list[tuple[int, int]]:
         """(bucket, sender): senders in turn."""
         longest = max(len(buckets) for buckets in self._plans)
-        return [(k, r) for k in range(longest) for r, buckets in enumerate(self._plans) if k < len(buckets)]
+        return [
+            (k, r)
+            for k in range(longest)
+            for r, buckets in enumerate(self._plans)
+            if k < len(buckets)
+        ]
 
     @property
     def _num_bytes(self) -> int:
         return sum(bucket.num_bytes for buckets in self._plans for bucket in buckets)
 
-    def compare(self, own: Tensor, told: Tensor, version: PolicyVersion, what: str, sender: int | None = None) -> None:
+    def compare(
+        self,
+        own: Tensor,
+        told: Tensor,
+        version: PolicyVersion,
+        what: str,
+        sender: int | None = None,
+    ) -> None:
         """Raise SyncError for the first tensor whose sums differ."""
         wrong = (own != told).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             self.version = None
             more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-            whose = f" (rows of trainer rank {sender})" if sender is not None and len(self._groups) > 1 else ""
+            whose = (
+                f" (rows of trainer rank {sender})"
+                if sender is not None and len(self._groups) > 1
+                else ""
+            )
             raise SyncError(
                 f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {self._specs[wrong[0]].name}"
                 f"{more} differ in checksum{whose}; it must not serve them"

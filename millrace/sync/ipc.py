@@ -40,7 +40,9 @@ def fits(config: Config, device: torch.device) -> bool:
 class IpcSender:
     """One trainer rank's end, to the one replica device that shares its GPU."""
 
-    def __init__(self, source: WeightSource, pair: Any, buckets: list[Bucket], slots: list[Tensor]) -> None:
+    def __init__(
+        self, source: WeightSource, pair: Any, buckets: list[Bucket], slots: list[Tensor]
+    ) -> None:
         self._source = source
         self._pair = pair
         self._buckets = buckets
@@ -130,7 +132,9 @@ class IpcInbox:
         try:
             handles = pickle.loads(store.get(f"{_HANDLES}/{name}"))
         except RuntimeError as error:  # the store's time is up
-            raise SyncError(f"replica {replica}: no trainer rank came to its GPU {name}: {error}") from error
+            raise SyncError(
+                f"replica {replica}: no trainer rank came to its GPU {name}: {error}"
+            ) from error
         slots = []
         for rebuild, arguments in handles:
             here = list(arguments)

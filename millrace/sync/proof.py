@@ -29,14 +29,18 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     if next(iter(tensors.values())).is_cuda:
         from millrace.sync import kernels
 
-        numbers = [t.detach().contiguous().view(INTEGERS[t.element_size()]) for t in tensors.values()]
+        numbers = [
+            t.detach().contiguous().view(INTEGERS[t.element_size()]) for t in tensors.values()
+        ]
         values: list[int] = kernels.sums(numbers).tolist()
     else:
         values = torch.stack([bit_sum(t) for t in tensors.values()]).tolist()
     return dict(zip(tensors, values, strict=True))
 
 
-def not_live(sent: Mapping[str, int], live: Sequence[Mapping[str, int]], fused: Mapping[str, Sequence[str]]) -> list[str]:
+def not_live(
+    sent: Mapping[str, int], live: Sequence[Mapping[str, int]], fused: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Names of live tensors, or of sent ones, that do not agree; empty if all of what was sent is what is served.
 
     `sent`: bit sums of what was sent. `live`: those of what each device of a replica serves. `fused`: parts of a module's name
@@ -58,7 +62,10 @@ def not_live(sent: Mapping[str, int], live: Sequence[Mapping[str, int]], fused: 
         claimed.update(sources)
         served = sum(device[name] for device in live)
         ways = itertools.product(copies, repeat=len(sources))
-        if not any((served - sum(k * sent[s] for k, s in zip(way, sources, strict=True))) % _WRAP == 0 for way in ways):
+        if not any(
+            (served - sum(k * sent[s] for k, s in zip(way, sources, strict=True))) % _WRAP == 0
+            for way in ways
+        ):
             wrong.append(name)
     rest = [name for name in sent if name not in claimed]
     together = sum(live[0][name] for name in strange) - sum(sent[name] for name in rest)

@@ -52,7 +52,13 @@ class VllmReceiver:
 
     @classmethod
     async def join(
-        cls, engine: VllmHolder, store: Any, address: tuple[str, int], replica: int, tree: dict[str, Any], config: Config
+        cls,
+        engine: VllmHolder,
+        store: Any,
+        address: tuple[str, int],
+        replica: int,
+        tree: dict[str, Any],
+        config: Config,
     ) -> VllmReceiver:
         """Meet every trainer rank that sends, from each of vLLM's workers."""
         host, port = address
@@ -76,7 +82,10 @@ class VllmReceiver:
         start = time.perf_counter()
         self._turn += 1
         await self._engine.call_workers(method, *args, self._turn)
-        keys = [f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}" for shard in range(self._shards)]
+        keys = [
+            f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}"
+            for shard in range(self._shards)
+        ]
         reports = [await self._report(key) for key in keys]
         if errors := [r["error"] for r in reports if "error" in r]:
             raise SyncError(errors[0])
@@ -86,19 +95,25 @@ class VllmReceiver:
 
     async def _report(self, key: str) -> dict[str, Any]:
         """What a worker's thread says under `key`. Raises SyncError at the deadline, WorkerError if vLLM dies meanwhile."""
-        waiting = asyncio.ensure_future(asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s)))
+        waiting = asyncio.ensure_future(
+            asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s))
+        )
         while not waiting.done():
             await asyncio.wait([waiting], timeout=_LOOK_S)
             self._engine.check_alive()
         if waiting.exception():
-            raise SyncError(f"replica {self._replica}: vLLM's workers received no weights within {self._timeout_s:g} s")
+            raise SyncError(
+                f"replica {self._replica}: vLLM's workers received no weights within {self._timeout_s:g} s"
+            )
         report: dict[str, Any] = json.loads(self._store.get(key))
         return report
 
     async def activate(self, version: PolicyVersion) -> float:
         """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
         if self._version != version:
-            raise SyncError(f"replica {self._replica} is told to serve version {version}, but holds {self._version}")
+            raise SyncError(
+                f"replica {self._replica} is told to serve version {version}, but holds {self._version}"
+            )
         return await self._engine.swap(version, self._prove)
 
     def _prove(self, workers: Sequence[Any]) -> None:

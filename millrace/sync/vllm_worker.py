@@ -25,7 +25,11 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
@@ -84,7 +88,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (told_specs(self._store), self._store, self.device, init_info.replica, config)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self.model.load_weights) if ipc.fits(config, self.device) else join_inbox(*where, shard)
+            ipc.IpcInbox.join(*where, self.model.load_weights)
+            if ipc.fits(config, self.device)
+            else join_inbox(*where, shard)
         )
 
     def stage(self, version: int, turn: int) -> None:
@@ -96,7 +102,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._in_thread(self.inbox.link, turn)
 
     def _in_thread(self, work: Callable[[], int], turn: int) -> None:
-        threading.Thread(target=self._report, args=(work, f"{self._key}/{turn}"), name="staging", daemon=True).start()
+        threading.Thread(
+            target=self._report, args=(work, f"{self._key}/{turn}"), name="staging", daemon=True
+        ).start()
 
     def _report(self, work: Callable[[], int], key: str) -> None:
         start, interval = time.perf_counter(), sys.getswitchinterval()
@@ -120,7 +128,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def receive_weights(self, update_info: StagedUpdate) -> None:
         """Copy the staged version over the live weights, if it is not there already."""
         if self.inbox.version != update_info.version:
-            raise SyncError(f"version {update_info.version} is to be made live, but {self.inbox.version} is staged")
+            raise SyncError(
+                f"version {update_info.version} is to be made live, but {self.inbox.version} is staged"
+            )
         with torch.inference_mode():
             if not isinstance(self.inbox, ipc.IpcInbox):
                 self.load(self.inbox)
@@ -178,7 +188,11 @@ class CopiesWatched(TorchFunctionMode):
         sources = {t.untyped_storage().data_ptr() for t in staged}
         total = sum(t.numel() for t in staged)
         straight = all(source.untyped_storage().data_ptr() in sources for _, source in self.seen)
-        return self.seen if straight and sum(source.numel() for _, source in self.seen) == total else []
+        return (
+            self.seen
+            if straight and sum(source.numel() for _, source in self.seen) == total
+            else []
+        )
 
 
 class WorkerExtension:
@@ -197,7 +211,9 @@ class WorkerExtension:
         """Start receiving as many bytes as a transfer has."""
         self.weight_transfer_engine.link(turn)
 
-    def activate_weights(self, version: int) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
+    def activate_weights(
+        self, version: int
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
         """Make the staged `version` live, through vLLM's own calls and in one call of the driver's: each costs milliseconds of a pause.
 
         Returns bit sums of the staged and of the live weights, and which live modules are made of several.
@@ -206,7 +222,11 @@ class WorkerExtension:
         self.update_weights({"version": version})
         self.finish_weight_update()
         engine = self.weight_transfer_engine
-        return engine.inbox.bit_sums, engine.live_sums, dict(getattr(engine.model, "packed_modules_mapping", {}))
+        return (
+            engine.inbox.bit_sums,
+            engine.live_sums,
+            dict(getattr(engine.model, "packed_modules_mapping", {})),
+        )
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from millrace.algorithms.loss_input import LossInput, LossOptions
 
 LOG_PROB = st.floats(-30, 0)
-NEAR = st.tuples(st.floats(-3, 0), st.floats(-0.7, 0.7)).map(lambda x: (min(x[0] + x[1], 0.0), x[0]))
+NEAR = st.tuples(st.floats(-3, 0), st.floats(-0.7, 0.7)).map(
+    lambda x: (min(x[0] + x[1], 0.0), x[0])
+)
 """Log-probs, new and old, of ratios about 1."""
 PAIR = st.one_of(NEAR, st.tuples(LOG_PROB, LOG_PROB), LOG_PROB.map(lambda x: (x, x)))
 ADVANTAGE = st.one_of(st.just(0.0), st.floats(-4, 4))
@@ -26,7 +28,9 @@ def build(sequences, dtype=torch.float64):
         log_probs=floats([new for (new, _), *_ in rows]).requires_grad_(),
         old_log_probs=floats([old for (_, old), *_ in rows]),
         advantages=floats([row[1] for row in rows]),
-        sequence_ids=torch.tensor([i for i, s in enumerate(sequences) for _ in s], dtype=torch.long),
+        sequence_ids=torch.tensor(
+            [i for i, s in enumerate(sequences) for _ in s], dtype=torch.long
+        ),
         num_sequences=len(sequences),
         mask=torch.tensor([row[2] for row in rows], dtype=torch.bool),
         selected=torch.tensor([row[3] for row in rows], dtype=torch.bool),
@@ -39,8 +43,16 @@ def check(loss_function, inputs, weights, options, reference):
     loss, stats = loss_function(inputs, options)
     (loss * weights).sum().backward()
     want = reference(inputs, weights.numpy(), options)
-    got = (loss.detach(), inputs.log_probs.grad, stats["clipped"], stats["clipped_lower"], stats["log_ratio"])
-    for name, ours, theirs in zip(("loss", "gradient", "clipped", "clipped_lower", "log_ratio"), got, want, strict=True):
+    got = (
+        loss.detach(),
+        inputs.log_probs.grad,
+        stats["clipped"],
+        stats["clipped_lower"],
+        stats["log_ratio"],
+    )
+    for name, ours, theirs in zip(
+        ("loss", "gradient", "clipped", "clipped_lower", "log_ratio"), got, want, strict=True
+    ):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-6, atol=1e-9, err_msg=name)
     assert set(stats) == {"clipped", "clipped_lower", "log_ratio"}
     assert not any(value.requires_grad for value in stats.values())
@@ -50,9 +62,17 @@ def by_token(rule):
     """A reference of whole inputs from a rule for one trained token: its loss, slope and three statistics."""
 
     def reference(inputs, weights, options):
-        columns = (inputs.log_probs.detach(), inputs.old_log_probs, inputs.advantages, inputs.selected, inputs.mask)
+        columns = (
+            inputs.log_probs.detach(),
+            inputs.old_log_probs,
+            inputs.advantages,
+            inputs.selected,
+            inputs.mask,
+        )
         out = np.zeros((len(weights), 5))
-        for i, (new, old, adv, selected, trained) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        for i, (new, old, adv, selected, trained) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
             if trained:
                 out[i] = rule(new, old, adv, selected, options)
                 out[i, 1] *= weights[i]
@@ -68,7 +88,10 @@ def clamped(new, old):
 
 def surrogate(ratio, slope, adv, options):
     """max of the plain and the clipped surrogate, its slope, whether the clip won."""
-    plain, bounded = -adv * ratio, -adv * min(max(ratio, 1 - options.clip_low), 1 + options.clip_high)
+    plain, bounded = (
+        -adv * ratio,
+        -adv * min(max(ratio, 1 - options.clip_low), 1 + options.clip_high),
+    )
     return (bounded, 0.0, 1.0) if bounded > plain else (plain, -adv * slope, 0.0)
 
 
@@ -94,7 +117,13 @@ def sapo(new, old, adv, selected, options):
     d, inside = clamped(new, old)
     tau = options.tau_pos if adv > 0 else options.tau_neg
     fall = np.exp(-tau * (np.exp(d) - 1))
-    return -adv * 4 / tau / (1 + fall), -adv * 4 * fall / (1 + fall) ** 2 * np.exp(d) * inside, 0.0, 0.0, d
+    return (
+        -adv * 4 / tau / (1 + fall),
+        -adv * 4 * fall / (1 + fall) ** 2 * np.exp(d) * inside,
+        0.0,
+        0.0,
+        d,
+    )
 
 
 def dro(new, old, adv, selected, options):
@@ -112,7 +141,10 @@ def kl_cov(new, old, adv, selected, options):
     d, inside = clamped(new, old)
     loss, slope = -adv * np.exp(d), -adv * np.exp(d) * inside
     if selected:
-        loss, slope = loss + options.ppo_kl_coef * abs(new - old), slope + options.ppo_kl_coef * np.sign(new - old)
+        loss, slope = (
+            loss + options.ppo_kl_coef * abs(new - old),
+            slope + options.ppo_kl_coef * np.sign(new - old),
+        )
     return loss, slope, 0.0, 0.0, d
 
 
@@ -122,7 +154,13 @@ def dppo(kept):
         if not kept(new, old, adv, options):
             return 0.0, 0.0, float(adv != 0), 0.0, d
         weight = min(np.exp(d), options.dppo_clip_c)
-        return -adv * weight * new, -adv * weight, 0.0, float(adv != 0 and np.exp(d) > options.dppo_clip_c), d
+        return (
+            -adv * weight * new,
+            -adv * weight,
+            0.0,
+            float(adv != 0 and np.exp(d) > options.dppo_clip_c),
+            d,
+        )
 
     return rule
 
@@ -156,7 +194,14 @@ TOKEN_RULES = {
 OPTIONS = [
     LossOptions(),
     LossOptions(
-        clip_low=0.1, clip_high=0.5, clip_c=1.2, tau_pos=0.7, tau_neg=2.0, dro_beta=0.6, ppo_kl_coef=1.0, dppo_clip_c=1.5
+        clip_low=0.1,
+        clip_high=0.5,
+        clip_c=1.2,
+        tau_pos=0.7,
+        tau_neg=2.0,
+        dro_beta=0.6,
+        ppo_kl_coef=1.0,
+        dppo_clip_c=1.5,
     ),
     LossOptions(clip_low=3e-4, clip_high=4e-4),
 ]

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from millrace.algorithms.advantages import equal_groups, gdpo, gpg, grpo, grpo_passk, opo, rloo
 
 CALM = settings(deadline=None)
-REWARD = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.floats(-100, 100).map(lambda x: round(x, 3)))
+REWARD = st.one_of(
+    st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.floats(-100, 100).map(lambda x: round(x, 3))
+)
 ROWS = st.lists(st.tuples(st.integers(-3, 5), REWARD, st.integers(0, 9)), max_size=40)
 """Group, reward, length; groups of any size in any order."""
 
@@ -29,7 +31,9 @@ def reference_grpo(r, norm_by_std, eps=1e-6):
 def reference_passk(r, norm_by_std, eps=1e-6):
     second, first = sorted(r.tolist())[-2:]
     result = np.zeros(len(r))
-    result[r.tolist().index(first)] = (first - second) / ((r.std(ddof=1) + eps) if norm_by_std else 1.0)
+    result[r.tolist().index(first)] = (first - second) / (
+        (r.std(ddof=1) + eps) if norm_by_std else 1.0
+    )
     return result
 
 
@@ -68,14 +72,20 @@ def close(got, expected):
 @given(ROWS, st.booleans())
 def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(rows, norm_by_std):
     rewards, groups, _ = tensors(rows)
-    close(grpo(rewards, groups, norm_by_std=norm_by_std), by_group(rows, lambda r, _: reference_grpo(r, norm_by_std)))
+    close(
+        grpo(rewards, groups, norm_by_std=norm_by_std),
+        by_group(rows, lambda r, _: reference_grpo(r, norm_by_std)),
+    )
 
 
 @CALM
 @given(ROWS, st.booleans())
 def test_passk_matches_numpy(rows, norm_by_std):
     rewards, groups, _ = tensors(rows)
-    close(grpo_passk(rewards, groups, norm_by_std=norm_by_std), by_group(rows, lambda r, _: reference_passk(r, norm_by_std)))
+    close(
+        grpo_passk(rewards, groups, norm_by_std=norm_by_std),
+        by_group(rows, lambda r, _: reference_passk(r, norm_by_std)),
+    )
 
 
 @CALM
@@ -96,7 +106,11 @@ def test_opo_matches_numpy(rows):
 @given(ROWS)
 def test_gpg_matches_numpy(rows):
     rewards, groups, _ = tensors(rows)
-    valid = sum(len(at) for at in members(groups.tolist()).values() if differ(np.array([rows[i][1] for i in at])))
+    valid = sum(
+        len(at)
+        for at in members(groups.tolist()).values()
+        if differ(np.array([rows[i][1] for i in at]))
+    )
     expected = by_group(rows, lambda r, _: reference_grpo(r, False)) * len(rows) / max(valid, 1)
     close(gpg(rewards, groups), expected)
 
@@ -130,7 +144,10 @@ ALL = [grpo, dr_grpo, grpo_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
 @pytest.mark.parametrize("estimator", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @CALM
-@given(n=st.integers(1, 20), reward=st.one_of(st.sampled_from([0.1, 0.3, 0.7, 1 / 3]), st.floats(-5, 5)))
+@given(
+    n=st.integers(1, 20),
+    reward=st.one_of(st.sampled_from([0.1, 0.3, 0.7, 1 / 3]), st.floats(-5, 5)),
+)
 def test_equal_rewards_give_exactly_zero(estimator, dtype, n, reward):
     got = estimator(torch.full((n,), reward, dtype=dtype), torch.zeros(n, dtype=torch.long))
     assert got.tolist() == [0.0] * n and got.dtype == dtype
@@ -169,7 +186,9 @@ def test_bad_rewards_are_refused(estimator):
 
 @pytest.mark.parametrize("estimator", ALL)
 def test_rewards_of_any_real_dtype_give_float32(estimator):
-    assert estimator(torch.tensor([1, 0, 0]), torch.zeros(3, dtype=torch.long)).dtype == torch.float32
+    assert (
+        estimator(torch.tensor([1, 0, 0]), torch.zeros(3, dtype=torch.long)).dtype == torch.float32
+    )
 
 
 def test_passk_gives_a_shared_best_nothing():

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from millrace.algorithms.aggregate import aggregate
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 SEQUENCES = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=8), max_size=8)
 SCALE = 7.0
 
@@ -54,7 +60,9 @@ def test_aggregate_matches_numpy(mode, sequences):
     np.testing.assert_allclose(value.item(), reference(sequences, mode), rtol=1e-6, atol=1e-9)
     assert not x.grad[mask == 0].any()
     # Linear in the losses: the gradient is the weight.
-    np.testing.assert_allclose((x.grad * x.detach()).sum().item(), value.item(), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        (x.grad * x.detach()).sum().item(), value.item(), rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -62,7 +70,10 @@ def test_aggregate_matches_numpy(mode, sequences):
 def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(mode, sequences, seed, parts):
     loss, mask, ids, counts = flat(sequences)
     part = torch.from_numpy(np.random.default_rng(seed).integers(0, parts, len(loss)))
-    shares = [aggregate(loss[part == p], mask[part == p], ids[part == p], mode, **counts).item() for p in range(parts)]
+    shares = [
+        aggregate(loss[part == p], mask[part == p], ids[part == p], mode, **counts).item()
+        for p in range(parts)
+    ]
     whole = aggregate(loss, mask, ids, mode, **counts).item()
     np.testing.assert_allclose(sum(shares), whole, rtol=1e-6, atol=1e-9)
 

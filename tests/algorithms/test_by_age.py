@@ -33,7 +33,9 @@ def reference(rows, max_age):
         logs = [min(max(a - b, -20.0), 20.0) for a, b, _ in mine if math.isfinite(a - b)]
         weights = np.exp(np.array(logs, dtype=np.float64))
         metrics[f"staleness/log_ratio/{name}"] = np.mean(logs) if logs else 0.0
-        metrics[f"staleness/ess/{name}"] = 1 / np.mean((weights / weights.mean()) ** 2) if logs else 0.0
+        metrics[f"staleness/ess/{name}"] = (
+            1 / np.mean((weights / weights.mean()) ** 2) if logs else 0.0
+        )
     return metrics
 
 
@@ -48,10 +50,15 @@ def test_shares_add_up_and_the_last_bin_takes_what_is_older():
     got = run(rows, 4, torch.float32)
     shares = {name: value for name, value in got.items() if "token_share" in name}
     assert shares == pytest.approx(
-        {f"staleness/token_share/{age}": share for age, share in (("0", 2 / 6), ("1", 1 / 6), ("2", 0), ("3", 0), ("4+", 0.5))}
+        {
+            f"staleness/token_share/{age}": share
+            for age, share in (("0", 2 / 6), ("1", 1 / 6), ("2", 0), ("3", 0), ("4+", 0.5))
+        }
     )
     assert got["staleness/ess/4+"] == 1.0 and got["staleness/token_max"] == 9.0
-    assert "staleness/token_share/4+" in run([(-1.0, -1.0, 4)], 4), "the name does not depend on what occurs"
+    assert "staleness/token_share/4+" in run([(-1.0, -1.0, 4)], 4), (
+        "the name does not depend on what occurs"
+    )
 
 
 def test_ages_under_0_and_shapes_that_differ_are_refused():

@@ -12,7 +12,9 @@ from millrace.algorithms.correction import CorrectionOptions, correct, drift, ef
 from millrace.algorithms.rules import RejectionRule, parse_rules
 
 WEIGHTS = st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=20)
-LOG_PROB = st.one_of(st.floats(-3, 0), st.floats(-40, 0), st.sampled_from([0.0, math.log(0.5), -math.inf, math.nan]))
+LOG_PROB = st.one_of(
+    st.floats(-3, 0), st.floats(-40, 0), st.sampled_from([0.0, math.log(0.5), -math.inf, math.nan])
+)
 TOKEN = st.tuples(LOG_PROB, st.one_of(st.none(), LOG_PROB), st.booleans())
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=6)
 BANDS = [0.5, 2.0, math.inf, (0.5, 5.0), (0.0, 1.0), (0.9, 1.1)]
@@ -52,7 +54,12 @@ def batch(sequences):
 def run(sequences, options, dtype=torch.float64):
     tokens = [t for s in sequences for t in s]
     a, b = (torch.tensor([t[i] for t in tokens], dtype=dtype) for i in range(2))
-    made = CorrectionOptions(**(options | {"rollout_rs": tuple(RejectionRule(*r) for r in options.get("rollout_rs", ()))}))
+    made = CorrectionOptions(
+        **(
+            options
+            | {"rollout_rs": tuple(RejectionRule(*r) for r in options.get("rollout_rs", ()))}
+        )
+    )
     return correct(
         a,
         b,
@@ -71,7 +78,9 @@ def clamp(x):
 
 def statistic(name, ls):
     """Of a token's log-ratio (one element), or of those of a sequence."""
-    each = {"k1": lambda l: l, "k2": lambda l: l * l / 2, "k3": lambda l: math.expm1(l) - l}[name[-2:]]
+    each = {"k1": lambda l: l, "k2": lambda l: l * l / 2, "k3": lambda l: math.expm1(l) - l}[
+        name[-2:]
+    ]
     values = [each(l) for l in ls]
     value = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[
         name.split("_")[-2].replace("token", "sum")
@@ -88,7 +97,10 @@ def reference(sequences, options):
     """Weights, keep and metrics; sequences are lists of (a, b, include)."""
     cut = options["rollout_is_threshold"]
     low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
-    logs = [[clamp(a - b) if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences]
+    logs = [
+        [clamp(a - b) if math.isfinite(a - b) else None for a, b, inc in s if inc]
+        for s in sequences
+    ]
     metrics, verdicts = {}, {}
     whole = [bool(s) and None not in s for s in logs]
 
@@ -96,26 +108,39 @@ def reference(sequences, options):
         return [[flag] * len(s) for flag, s in zip(flags, logs, strict=True)]
 
     verdicts["nonfinite"] = (
-        everywhere(whole) if options["rollout_is"] == "sequence" else [[l is not None for l in s] for s in logs]
+        everywhere(whole)
+        if options["rollout_is"] == "sequence"
+        else [[l is not None for l in s] for s in logs]
     )
     if (veto := options["rollout_token_veto_threshold"]) is not None:
         verdicts["token_veto"] = everywhere(
-            [ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s) for ok, s in zip(whole, logs, strict=True)]
+            [
+                ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s)
+                for ok, s in zip(whole, logs, strict=True)
+            ]
         )
     for name, lower, upper in options["rollout_rs"]:
         bounds = (lower if name.endswith("k1") else -math.inf, upper)
         if name.startswith("token"):
             values = [statistic(name, [l]) for s in logs for l in s if l is not None]
-            verdicts[name] = [[l is not None and not any(outside(statistic(name, [l]), *bounds)) for l in s] for s in logs]
+            verdicts[name] = [
+                [l is not None and not any(outside(statistic(name, [l]), *bounds)) for l in s]
+                for s in logs
+            ]
         else:
             values = [statistic(name, s) for s, ok in zip(logs, whole, strict=True) if ok]
             verdicts[name] = everywhere(
-                [ok and not any(outside(statistic(name, s), *bounds)) for s, ok in zip(logs, whole, strict=True)]
+                [
+                    ok and not any(outside(statistic(name, s), *bounds))
+                    for s, ok in zip(logs, whole, strict=True)
+                ]
             )
         metrics |= {f"rollout_rs_{name}_{k}": v for k, v in spread(values).items()}
         metrics[f"rollout_rs_{name}_fraction_low"] = mean([outside(v, *bounds)[0] for v in values])
         metrics[f"rollout_rs_{name}_fraction_high"] = mean([outside(v, *bounds)[1] for v in values])
-    keep = [[all(v[i][t] for v in verdicts.values()) for t in range(len(s))] for i, s in enumerate(logs)]
+    keep = [
+        [all(v[i][t] for v in verdicts.values()) for t in range(len(s))] for i, s in enumerate(logs)
+    ]
     for name, verdict in [*((f"_{name}", v) for name, v in verdicts.items()), ("", keep)]:
         metrics[f"rollout_rs{name}_masked_fraction"] = mean([not v for s in verdict for v in s])
         metrics[f"rollout_rs{name}_seq_masked_fraction"] = mean([not all(s) for s in verdict if s])
@@ -127,7 +152,11 @@ def reference(sequences, options):
             w, k = next(included) if token[2] else (0.0, False)
             flat_weights.append(w)
             flat_keep.append(k)
-    return flat_weights, flat_keep, metrics | drift_reference([[t for t in s if t[2]] for s in sequences])
+    return (
+        flat_weights,
+        flat_keep,
+        metrics | drift_reference([[t for t in s if t[2]] for s in sequences]),
+    )
 
 
 def weigh(logs, whole, keep, cut, bounds, options, metrics):
@@ -143,20 +172,37 @@ def weigh(logs, whole, keep, cut, bounds, options, metrics):
     if mode == "token":
         ratios = [[math.exp(l) if l is not None else None for l in s] for s in logs]
         units = [r for s in ratios for r in s if r is not None]
-        kept = [applied(r) for s, ks in zip(ratios, keep, strict=True) for r, k in zip(s, ks, strict=True) if k]
+        kept = [
+            applied(r)
+            for s, ks in zip(ratios, keep, strict=True)
+            for r, k in zip(s, ks, strict=True)
+            if k
+        ]
     else:
-        ratios = [[math.exp(clamp(sum(s)))] * len(s) if ok else [None] * len(s) for s, ok in zip(logs, whole, strict=True)]
+        ratios = [
+            [math.exp(clamp(sum(s)))] * len(s) if ok else [None] * len(s)
+            for s, ok in zip(logs, whole, strict=True)
+        ]
         units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]
         kept = [applied(s[0]) for s, ks in zip(ratios, keep, strict=True) if any(ks)]
-    weights = [[applied(r) if k else 0.0 for r, k in zip(s, ks, strict=True)] for s, ks in zip(ratios, keep, strict=True)]
+    weights = [
+        [applied(r) if k else 0.0 for r, k in zip(s, ks, strict=True)]
+        for s, ks in zip(ratios, keep, strict=True)
+    ]
     metrics |= {f"rollout_is_{k}": v for k, v in spread(kept).items()}
-    metrics["rollout_is_eff_sample_size"] = sum(kept) ** 2 / (len(kept) * sum(w * w for w in kept)) if sum(kept) else 0.0
+    metrics["rollout_is_eff_sample_size"] = (
+        sum(kept) ** 2 / (len(kept) * sum(w * w for w in kept)) if sum(kept) else 0.0
+    )
     beyond = [outside(r, *bounds) for r in units]
     metrics["rollout_is_ratio_fraction_low"] = mean([x for x, _ in beyond])
     metrics["rollout_is_ratio_fraction_high"] = mean([x for _, x in beyond])
     if isinstance(cut, tuple):
         metrics["rollout_is_oob_ratio"] = mean([any(x) for x in beyond])
-    means = [mean([w for w, k in zip(s, ks, strict=True) if k]) for s, ks in zip(weights, keep, strict=True) if any(ks)]
+    means = [
+        mean([w for w, k in zip(s, ks, strict=True) if k])
+        for s, ks in zip(weights, keep, strict=True)
+        if any(ks)
+    ]
     metrics |= {f"rollout_is_seq_{k}": v for k, v in spread(means).items()}
     metrics["rollout_is_seq_max_deviation"] = max([abs(m - 1) for m in means], default=0.0)
     raw = [outside(mean(s), *bounds) for s, ok in zip(ratios, whole, strict=True) if ok]
@@ -179,7 +225,8 @@ def drift_reference(sequences):
         "kl": mean([b - a for a, b in pairs]),
         "k3_kl": mean([math.expm1(clamp(a - b)) - clamp(a - b) for a, b in pairs]),
         "chi2_token": mean([math.exp(clamp(a - b)) ** 2 for a, b in pairs]) - bool(pairs),
-        "chi2_seq": mean([math.exp(clamp(sum(clamp(a - b) for a, b in s))) ** 2 for s in rows]) - bool(pairs),
+        "chi2_seq": mean([math.exp(clamp(sum(clamp(a - b) for a, b in s))) ** 2 for s in rows])
+        - bool(pairs),
         "training_log_ppl": mean(ppl_a),
         "rollout_log_ppl": mean(ppl_b),
         "training_ppl": mean([math.exp(x) for x in ppl_a]),
@@ -224,7 +271,10 @@ def test_weights_keep_and_every_metric_match_the_definitions(sequences, options)
 @settings(max_examples=40, deadline=None)
 def test_what_is_not_included_might_as_well_not_be_there(sequences, options):
     sequences = batch(sequences)
-    got, without = run(sequences, options), run([[t for t in s if t[2]] for s in sequences], options)
+    got, without = (
+        run(sequences, options),
+        run([[t for t in s if t[2]] for s in sequences], options),
+    )
     included = torch.tensor([t[2] for s in sequences for t in s], dtype=torch.bool)
     assert got.weights[included].tolist() == without.weights.tolist()
     assert got.keep[included].tolist() == without.keep.tolist()
@@ -253,7 +303,10 @@ def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name):
     within = [False, False, True, True, True, True, False, False]
     rules = parse_rules(name, "0.5_5.0")
     single = seqs(*([r] for r in ratios))
-    assert run(single, {"rollout_rs": [(r.name, r.lower, r.upper) for r in rules]}).keep.tolist() == within
+    assert (
+        run(single, {"rollout_rs": [(r.name, r.lower, r.upper) for r in rules]}).keep.tolist()
+        == within
+    )
     cut = run(single, {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)})
     assert (cut.weights > 0).tolist() == within and cut.keep.all()
 
@@ -269,9 +322,21 @@ def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(b, edg
 
 def test_weights_are_cut_before_they_are_normalised():
     ratios = seqs([0.5, 1.0, 8.0], [4.0])
-    truncated = run(ratios, {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True})
-    assert truncated.weights.tolist() == pytest.approx([0.5 / 1.375, 1 / 1.375, 2 / 1.375, 2 / 1.375])
-    band = run(ratios, {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0), "rollout_is_batch_normalize": True})
+    truncated = run(
+        ratios,
+        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+    )
+    assert truncated.weights.tolist() == pytest.approx(
+        [0.5 / 1.375, 1 / 1.375, 2 / 1.375, 2 / 1.375]
+    )
+    band = run(
+        ratios,
+        {
+            "rollout_is": "token",
+            "rollout_is_threshold": (0.5, 5.0),
+            "rollout_is_batch_normalize": True,
+        },
+    )
     # The token outside of the band is kept, with a weight of 0: it counts in the mean.
     assert band.weights.tolist() == pytest.approx([0.5 / 1.375, 1 / 1.375, 0.0, 4 / 1.375])
     assert band.keep.all() and band.metrics["rollout_corr/rollout_is_oob_ratio"] == 0.25
@@ -281,7 +346,11 @@ def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token():
     ratios = seqs([1.0, 1.0, 1.5], [0.5], [0.25, 0.1])
     got = run(
         ratios,
-        {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "rollout_rs": [("seq_mean_k1", 0.5, 2.0)]},
+        {
+            "rollout_is": "sequence",
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": [("seq_mean_k1", 0.5, 2.0)],
+        },
     )
     assert got.weights.tolist() == pytest.approx([1.5, 1.5, 1.5, 0.5, 0.0, 0.0])
     assert got.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.0)
@@ -289,16 +358,27 @@ def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token():
 
 @pytest.mark.parametrize("mode", ["token", "sequence", None])
 def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode):
-    for options in ({"rollout_rs": [("token_k1", 2.0, 3.0)]}, {"rollout_token_veto_threshold": 2.0}):
-        got = run(seqs([1.0, 0.5], [], [1.5]), {"rollout_is": mode, "rollout_is_batch_normalize": True, **options})
+    for options in (
+        {"rollout_rs": [("token_k1", 2.0, 3.0)]},
+        {"rollout_token_veto_threshold": 2.0},
+    ):
+        got = run(
+            seqs([1.0, 0.5], [], [1.5]),
+            {"rollout_is": mode, "rollout_is_batch_normalize": True, **options},
+        )
         assert got.weights.tolist() == [0.0] * 3 and got.keep.tolist() == [False] * 3
         assert all(math.isfinite(value) for value in got.metrics.values())
         assert got.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-        assert got.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0, "the empty sequence does not count"
+        assert got.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0, (
+            "the empty sequence does not count"
+        )
 
 
 def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequences_are_looked_at():
-    tokens = [[(-1.0, -1.0, True), (-math.inf, -1.0, True)], [(-1.0, -1.0, True), (-1.0, math.nan, False)]]
+    tokens = [
+        [(-1.0, -1.0, True), (-math.inf, -1.0, True)],
+        [(-1.0, -1.0, True), (-1.0, math.nan, False)],
+    ]
     assert run(tokens, {}).keep.tolist() == [True, False, True, False]
     assert run(tokens, {"rollout_is": "token"}).weights.tolist() == [1.0, 0.0, 1.0, 0.0]
     for options in (
@@ -315,7 +395,9 @@ def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequence
 def test_extreme_ratios_are_clamped_to_e_20():
     tokens = [[(0.0, -1000.0, True), (0.0, -1000.0, True)]]
     for mode in ("token", "sequence"):
-        got = run(tokens, {"rollout_is": mode, "rollout_is_threshold": math.inf}, dtype=torch.float32)
+        got = run(
+            tokens, {"rollout_is": mode, "rollout_is_threshold": math.inf}, dtype=torch.float32
+        )
         assert got.weights.tolist() == pytest.approx([math.exp(20)] * 2)
     assert got.metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40))
     assert got.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(100))
@@ -328,7 +410,9 @@ def test_no_gradient_flows_through_a_correction():
 
 
 def test_the_number_of_operations_does_not_grow_with_sequences_or_tokens():
-    options = CorrectionOptions(rollout_is="sequence", rollout_rs=parse_rules("token_k1,seq_max_k3", "2.0,1.0"))
+    options = CorrectionOptions(
+        rollout_is="sequence", rollout_rs=parse_rules("token_k1,seq_max_k3", "2.0,1.0")
+    )
 
     def operations(num_sequences):
         b = -torch.ones(3 * num_sequences)
@@ -365,14 +449,21 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused():
 def test_drift_alone_is_what_correct_reports(sequences):
     sequences = batch(sequences)
     tokens = [t for s in sequences for t in s]
-    a, b, include = double([t[0] for t in tokens]), double([t[1] for t in tokens]), torch.tensor([t[2] for t in tokens]).bool()
+    a, b, include = (
+        double([t[0] for t in tokens]),
+        double([t[1] for t in tokens]),
+        torch.tensor([t[2] for t in tokens]).bool(),
+    )
     alone = drift(a, b, torch.tensor([len(s) for s in sequences]).long(), include)
     assert alone.items() <= run(sequences, {}).metrics.items()
 
 
 @given(WEIGHTS)
 def test_effective_sample_size_matches_its_definition(rows):
-    weights, mask = double([w for w, _ in rows]), torch.tensor([m for _, m in rows], dtype=torch.bool)
+    weights, mask = (
+        double([w for w, _ in rows]),
+        torch.tensor([m for _, m in rows], dtype=torch.bool),
+    )
     kept = np.array([w for w, m in rows if m])
     got = effective_sample_size(weights, mask).item()
     if kept.sum() < 1e-3:

@@ -34,7 +34,11 @@ def reference(rows):
 def test_covariances_are_about_the_means_of_all_trained_tokens(rows):
     got, want = covariances(*tensors(rows)), reference(rows)
     for i, row in enumerate(rows):
-        assert got[i].item() == pytest.approx(want[i], rel=1e-6, abs=1e-9) if row[2] else got[i].isnan()
+        assert (
+            got[i].item() == pytest.approx(want[i], rel=1e-6, abs=1e-9)
+            if row[2]
+            else got[i].isnan()
+        )
 
 
 @settings(max_examples=60)
@@ -54,7 +58,10 @@ def test_kl_cov_takes_the_largest_covariances(rows, ratio):
 def test_clip_cov_draws_from_the_band_and_repeats_itself(rows, ratio, seed):
     cov = reference(rows)
     assume(all(abs(c - edge) > 1e-9 for c in cov.values() for edge in (0.5, 4.0)))
-    draw = lambda: clip_cov_tokens(*tensors(rows), **(BAND | {"ratio": ratio}), generator=seeded(seed))  # noqa: E731
+
+    def draw():
+        return clip_cov_tokens(*tensors(rows), **(BAND | {"ratio": ratio}), generator=seeded(seed))
+
     got = draw()
     band = {i for i, c in cov.items() if 0.5 < c < 4.0}
     taken = set(got.nonzero().squeeze(-1).tolist())
@@ -67,10 +74,15 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely():
     # Covariances 1, 1, -1, -1, 1, 1, ...: means are 0.
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 3]
     for lower, upper in ((1.0, 2.0), (-1.0, 1.0)):
-        assert not clip_cov_tokens(*tensors(rows), ratio=1.0, lower=lower, upper=upper, generator=seeded()).any()
+        assert not clip_cov_tokens(
+            *tensors(rows), ratio=1.0, lower=lower, upper=upper, generator=seeded()
+        ).any()
     generator = seeded()
     counts = sum(
-        clip_cov_tokens(*tensors(rows), ratio=0.1, lower=0.5, upper=2.0, generator=generator).double() for _ in range(1200)
+        clip_cov_tokens(
+            *tensors(rows), ratio=0.1, lower=0.5, upper=2.0, generator=generator
+        ).double()
+        for _ in range(1200)
     )
     assert counts.sum() == 1200
     at = (counts > 0).nonzero().squeeze(-1).tolist()
@@ -81,13 +93,18 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely():
 def test_clip_covs_share_is_of_all_trained_tokens():
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 5]
     # 0.2 of the 20 trained tokens, not of the 10 in the band.
-    assert clip_cov_tokens(*tensors(rows), ratio=0.2, lower=0.5, upper=2.0, generator=seeded()).sum() == 4
+    assert (
+        clip_cov_tokens(*tensors(rows), ratio=0.2, lower=0.5, upper=2.0, generator=seeded()).sum()
+        == 4
+    )
 
 
 def test_clip_cov_passes_over_tokens_that_are_clipped_already():
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)]]
     clipped = torch.tensor([True, False, False, False])
-    got = clip_cov_tokens(*tensors(rows), ratio=1.0, lower=0.5, upper=2.0, generator=seeded(), clipped=clipped)
+    got = clip_cov_tokens(
+        *tensors(rows), ratio=1.0, lower=0.5, upper=2.0, generator=seeded(), clipped=clipped
+    )
     assert got.tolist() == [False, True, False, False]
 
 

@@ -8,15 +8,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.estimators import ESTIMATORS, NEEDS, AdvantageBatch, AdvantageOptions, Advantages, estimate
+from millrace.algorithms.estimators import (
+    ESTIMATORS,
+    NEEDS,
+    AdvantageBatch,
+    AdvantageOptions,
+    Advantages,
+    estimate,
+)
 
 ROWS = st.lists(
-    st.tuples(st.integers(-2, 3), st.integers(0, 5), st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.booleans()), max_size=12
+    st.tuples(
+        st.integers(-2, 3),
+        st.integers(0, 5),
+        st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]),
+        st.booleans(),
+    ),
+    max_size=12,
 )
 """Group, length, score, cut by the length limit."""
 CALM = settings(deadline=None, max_examples=25)
 SEED = st.integers(0, 2**32 - 1)
-RELATIVE = ["grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline"]
+RELATIVE = [
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+]
 PLAIN = AdvantageOptions()
 
 
@@ -30,7 +52,10 @@ def make(rows, seed, token_rewards=False):
         lengths=torch.tensor([x for _, x, _, _ in rows], dtype=torch.long),
         # Multiples of 1/8: sums are exact, so that both sides agree on which s_i are equal.
         token_rewards=torch.tensor(rng.integers(-2, 3, t) / 8) if token_rewards else None,
-        components={"a": torch.tensor(rng.integers(0, 2, n) * 0.3), "b": torch.tensor(rng.integers(0, 3, n) * 0.7)},
+        components={
+            "a": torch.tensor(rng.integers(0, 2, n) * 0.3),
+            "b": torch.tensor(rng.integers(0, 3, n) * 0.7),
+        },
         values=torch.tensor(rng.normal(size=t)),
         truncated=torch.tensor([c for _, _, _, c in rows], dtype=torch.bool),
         greedy_scores=torch.tensor(rng.normal(size=n)),
@@ -52,7 +77,9 @@ class Reference:
         self.n = [int(x) for x in batch.lengths]
         self.g = [int(x) for x in batch.groups]
         self.score = [float(x) for x in batch.scores]
-        self.kl = self.split(torch.zeros(sum(self.n)) if batch.token_rewards is None else batch.token_rewards)
+        self.kl = self.split(
+            torch.zeros(sum(self.n)) if batch.token_rewards is None else batch.token_rewards
+        )
         self.s = np.array([a + sum(b) for a, b in zip(self.score, self.kl, strict=True)])
         self.r = [b.copy() for b in self.kl]
         for r, s, cut in zip(self.r, self.score, batch.truncated.tolist(), strict=True):
@@ -63,7 +90,12 @@ class Reference:
         return np.split(x.double().numpy(), np.cumsum(self.n)[:-1]) if self.n else []
 
     def to_go(self, gamma=1.0):
-        return [np.array([sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]) for r in self.r]
+        return [
+            np.array(
+                [sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
+            )
+            for r in self.r
+        ]
 
     def relative(self, s, function):
         out = np.zeros(len(s))
@@ -74,7 +106,9 @@ class Reference:
         return out
 
     def scaled(self, s):
-        return self.relative(s, lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1))
+        return self.relative(
+            s, lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1)
+        )
 
     def tokens(self, scalars):
         return np.repeat(scalars, self.n)
@@ -95,15 +129,21 @@ class Reference:
     def grpo_passk(self):
         def gap(r, _):
             low, high = np.sort(r)[-2:]
-            return np.where(r == high, (high - low) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1), 0.0)
+            return np.where(
+                r == high, (high - low) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1), 0.0
+            )
 
         return self.tokens(self.relative(self.s, gap))
 
     def rloo(self):
-        return self.tokens(self.relative(self.s, lambda r, _: (r - r.mean()) * len(r) / (len(r) - 1)))
+        return self.tokens(
+            self.relative(self.s, lambda r, _: (r - r.mean()) * len(r) / (len(r) - 1))
+        )
 
     def opo(self):
-        return self.tokens(self.relative(self.s, lambda r, n: r - (r * n).sum() / n.sum() if n.sum() else 0 * r))
+        return self.tokens(
+            self.relative(self.s, lambda r, n: r - (r * n).sum() / n.sum() if n.sum() else 0 * r)
+        )
 
     def gpg(self):
         centered = self.relative(self.s, lambda r, _: r - r.mean())
@@ -123,8 +163,14 @@ class Reference:
 
     def raw_gae(self):
         out = []
-        for r, v, cut in zip(self.r, self.split(self.b.values), self.b.truncated.tolist(), strict=True):
-            a, last, after = np.zeros(len(r)), 0.0, (v[-1] if cut and self.o.bootstrap_truncated else 0.0) if len(v) else 0.0
+        for r, v, cut in zip(
+            self.r, self.split(self.b.values), self.b.truncated.tolist(), strict=True
+        ):
+            a, last, after = (
+                np.zeros(len(r)),
+                0.0,
+                (v[-1] if cut and self.o.bootstrap_truncated else 0.0) if len(v) else 0.0,
+            )
             for t in reversed(range(len(r))):
                 last = r[t] + self.o.gamma * after - v[t] + self.o.gamma * self.o.lam * last
                 a[t], after = last, v[t]
@@ -139,12 +185,17 @@ class Reference:
 
     def optimal_token_baseline(self):
         g, fields = self.to_go(), (self.b.log_probs, self.b.sum_pi_squared, self.b.weights)
-        w = [np.cumsum((1 - 2 * np.exp(a) + b) * c**2) for a, b, c in zip(*map(self.split, fields), strict=True)]
+        w = [
+            np.cumsum((1 - 2 * np.exp(a) + b) * c**2)
+            for a, b, c in zip(*map(self.split, fields), strict=True)
+        ]
         out = [np.zeros(n) for n in self.n]
         for i, n in enumerate(self.n):
             for t in range(n):
                 peers = [j for j, m in enumerate(self.n) if m > t and self.g[j] == self.g[i]]
-                out[i][t] = g[i][t] - sum(g[j][t] * w[j][t] for j in peers) / sum(w[j][t] for j in peers)
+                out[i][t] = g[i][t] - sum(g[j][t] * w[j][t] for j in peers) / sum(
+                    w[j][t] for j in peers
+                )
         return self.flat(out)
 
 
@@ -170,7 +221,9 @@ def test_estimates_match_numpy(name, rows, seed, options, token_rewards):
     np.testing.assert_allclose(got.tokens.numpy(), getattr(expected, name)(), rtol=1e-6, atol=1e-7)
     assert got.tokens.dtype == torch.float64 and not got.tokens.requires_grad
     if name == "gae":
-        np.testing.assert_allclose(got.returns.numpy(), expected.raw_gae() + batch.values.numpy(), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            got.returns.numpy(), expected.raw_gae() + batch.values.numpy(), rtol=1e-6, atol=1e-7
+        )
     else:
         assert got.returns is None
 
@@ -179,7 +232,11 @@ def pick(batch, trajectories, tokens):
     """The batch of these trajectories and tokens, by index or by mask."""
     return dataclasses.replace(
         batch,
-        **{k: x[trajectories] for k, x in batch.per_trajectory().items() if x is not None and "components" not in k},
+        **{
+            k: x[trajectories]
+            for k, x in batch.per_trajectory().items()
+            if x is not None and "components" not in k
+        },
         **{k: x[tokens] for k, x in batch.per_token().items() if x is not None},
         components={k: x[trajectories] for k, x in batch.components.items()},
     )
@@ -209,7 +266,10 @@ def test_the_order_of_trajectories_does_not_matter(name, rows, seed):
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
     moved = [torch.arange(starts[i], starts[i] + int(batch.lengths[i])) for i in order.tolist()]
     tokens = torch.cat([torch.zeros(0, dtype=torch.long), *moved])
-    got, expected = estimate(name, pick(batch, order, tokens), PLAIN).tokens, estimate(name, batch, PLAIN).tokens[tokens]
+    got, expected = (
+        estimate(name, pick(batch, order, tokens), PLAIN).tokens,
+        estimate(name, batch, PLAIN).tokens[tokens],
+    )
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -219,7 +279,9 @@ def test_groups_of_equal_rewards_give_exactly_zero(name, dtype):
     rows = [(4, 3, 0.3, False)] * 7 + [(9, 2, 0.7, False)]
     batch = make(rows, 0)
     batch = dataclasses.replace(
-        batch, scores=batch.scores.to(dtype), components={"a": batch.scores.to(dtype), "b": -batch.scores.to(dtype)}
+        batch,
+        scores=batch.scores.to(dtype),
+        components={"a": batch.scores.to(dtype), "b": -batch.scores.to(dtype)},
     )
     assert estimate(name, batch, PLAIN).tokens.tolist() == [0.0] * 23
 
@@ -237,8 +299,13 @@ def test_a_group_has_no_variance_where_scores_and_token_rewards_add_up_to_the_sa
 
 
 def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group():
-    batch = AdvantageBatch(scores=torch.tensor([1.0, 0.0]), groups=torch.tensor([5, 5]), lengths=torch.tensor([2, 0]))
-    assert estimate("grpo", batch, AdvantageOptions(norm_by_std=False)).tokens.tolist() == [0.5, 0.5]
+    batch = AdvantageBatch(
+        scores=torch.tensor([1.0, 0.0]), groups=torch.tensor([5, 5]), lengths=torch.tensor([2, 0])
+    )
+    assert estimate("grpo", batch, AdvantageOptions(norm_by_std=False)).tokens.tolist() == [
+        0.5,
+        0.5,
+    ]
     assert estimate("rloo", batch, PLAIN).tokens.tolist() == [1.0, 1.0]
 
 
@@ -259,7 +326,15 @@ def test_the_score_of_a_truncated_trajectory_does_not_count_when_its_value_does(
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_each_needed_field_is_asked_for_by_name(name):
     batch = for_name(make([(0, 2, 1.0, False), (0, 1, 0.0, False)], 0), name)
-    optional = {"components", "values", "truncated", "greedy_scores", "log_probs", "sum_pi_squared", "weights"}
+    optional = {
+        "components",
+        "values",
+        "truncated",
+        "greedy_scores",
+        "log_probs",
+        "sum_pi_squared",
+        "weights",
+    }
     bare = dataclasses.replace(batch, **dict.fromkeys(optional - NEEDS[name]))
     assert isinstance(estimate(name, bare, PLAIN), Advantages)
     for field in NEEDS[name]:
@@ -274,7 +349,11 @@ def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(ValueError, match="no place for token_rewards"):
         estimate("gdpo", batch, PLAIN)
     with pytest.raises(ValueError, match="bootstrap_truncated needs truncated"):
-        estimate("gae", dataclasses.replace(batch, truncated=None), AdvantageOptions(bootstrap_truncated=True))
+        estimate(
+            "gae",
+            dataclasses.replace(batch, truncated=None),
+            AdvantageOptions(bootstrap_truncated=True),
+        )
     with pytest.raises(ValueError, match="values is not finite"):
         estimate("gae", dataclasses.replace(batch, values=torch.tensor([0.0, torch.inf])), PLAIN)
     with pytest.raises(ValueError, match=r"values has shape \(3,\), must have \(2,\)"):

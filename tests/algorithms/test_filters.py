@@ -16,7 +16,9 @@ def test_a_group_is_equal_if_it_has_at_most_one_outcome(values):
 
 @pytest.mark.parametrize("value", [0.3, 0.7, 1 / 3, 1e9])
 def test_equal_outcomes_are_equal_whatever_their_deviation_rounds_to(value):
-    assert equal_outcomes([value] * 7) and equal_outcomes((value,)) and equal_outcomes([value] * 1000)
+    assert (
+        equal_outcomes([value] * 7) and equal_outcomes((value,)) and equal_outcomes([value] * 1000)
+    )
 
 
 def test_outcomes_are_compared_without_a_tolerance():

@@ -46,8 +46,12 @@ def test_kl_estimators_match_numpy_in_value_and_gradient(name, rows):
         slope = BASE["k2"][1]
     got = kl.KL[name](new, ref)
     got.sum().backward()
-    np.testing.assert_allclose(got.detach().numpy(), [value(n - r) for n, r in rows], rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(new.grad.numpy(), [slope(n - r) for n, r in rows], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        got.detach().numpy(), [value(n - r) for n, r in rows], rtol=1e-6, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        new.grad.numpy(), [slope(n - r) for n, r in rows], rtol=1e-6, atol=1e-12
+    )
 
 
 def test_every_name_of_verl_is_there():
@@ -77,10 +81,18 @@ def test_where_k3_is_clamped_only_the_plus_variant_pulls_back():
         assert x.grad.item() == pull
 
 
-@given(st.floats(1e-6, 10), st.floats(-1, 20), st.floats(0.01, 10), st.floats(10, 1e6), st.integers(0, 49))
+@given(
+    st.floats(1e-6, 10),
+    st.floats(-1, 20),
+    st.floats(0.01, 10),
+    st.floats(10, 1e6),
+    st.integers(0, 49),
+)
 def test_the_coefficient_follows_the_error_clipped_to_a_fifth(coef, value, target, horizon, count):
     got = kl.adapt(coef, value, target, horizon, count)
-    assert got == pytest.approx(coef * (1 + np.clip(value / target - 1, -0.2, 0.2) * count / horizon), rel=1e-12)
+    assert got == pytest.approx(
+        coef * (1 + np.clip(value / target - 1, -0.2, 0.2) * count / horizon), rel=1e-12
+    )
     assert got > 0
 
 

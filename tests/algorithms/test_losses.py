@@ -28,7 +28,11 @@ def one_token(mode, log_ratio, advantage, options):
     inputs, _ = build([[((log_ratio - 1.0, -1.0), advantage, True, False, 1.0)]])
     loss, stats = run(mode, inputs, options)
     loss.sum().backward()
-    return loss.item(), inputs.log_probs.grad.item(), {name: value.item() for name, value in stats.items()}
+    return (
+        loss.item(),
+        inputs.log_probs.grad.item(),
+        {name: value.item() for name, value in stats.items()},
+    )
 
 
 @pytest.mark.parametrize("mode", sorted(TOKEN_RULES))
@@ -44,14 +48,26 @@ def test_token_losses_match_numpy_in_value_gradient_and_statistics(mode, sequenc
 def test_ppo_clip_is_vanilla_times_constant_weights(sequences, options):
     inputs, weights = build(sequences)
     inputs = replace(inputs, mask=torch.ones_like(inputs.mask))
-    bounds = {"clip_low": options.clip_low, "clip_high": options.clip_high, "clip_c": options.clip_c}
+    bounds = {
+        "clip_low": options.clip_low,
+        "clip_high": options.clip_high,
+        "clip_c": options.clip_c,
+    }
     weights.requires_grad_()
-    loss, _ = ppo_clip(inputs.log_probs, inputs.old_log_probs, inputs.advantages, weights=weights, **bounds)
+    loss, _ = ppo_clip(
+        inputs.log_probs, inputs.old_log_probs, inputs.advantages, weights=weights, **bounds
+    )
     loss.sum().backward()
     assert weights.grad is None
     weighed = inputs.log_probs.grad.clone()
     inputs.log_probs.grad = None
-    check(POLICY_LOSSES["vanilla"], inputs, weights.detach(), options, by_token(TOKEN_RULES["vanilla"]))
+    check(
+        POLICY_LOSSES["vanilla"],
+        inputs,
+        weights.detach(),
+        options,
+        by_token(TOKEN_RULES["vanilla"]),
+    )
     np.testing.assert_allclose(weighed.numpy(), inputs.log_probs.grad.numpy(), rtol=1e-12)
 
 
@@ -68,7 +84,9 @@ def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
         (loss.masked_fill(~kept, 0.0) * weights).sum().backward()
         return loss.detach(), leaf.grad, stats
 
-    junk = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64).repeat(len(kept))[: len(kept)]
+    junk = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64).repeat(len(kept))[
+        : len(kept)
+    ]
     poisoned = replace(
         inputs,
         log_probs=torch.where(kept, inputs.log_probs, junk),
@@ -79,7 +97,9 @@ def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
     (loss, grad, stats), (loss2, grad2, stats2) = sums(inputs), sums(poisoned)
     assert torch.equal(loss, loss2) and torch.equal(grad, grad2)
     assert not loss2[~kept].any() and not grad2[~kept].any()
-    assert all(torch.equal(stats[name], stats2[name]) and not stats2[name][~kept].any() for name in stats)
+    assert all(
+        torch.equal(stats[name], stats2[name]) and not stats2[name][~kept].any() for name in stats
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -88,19 +108,30 @@ def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
 @given(sequences=SEQUENCES, cut=st.integers(0, 5))
 def test_micro_batches_add_up_to_the_mini_batch(mode, aggregation, sequences, cut):
     agg = default_aggregation(mode) if aggregation == "default" else aggregation
-    totals = {"total_tokens": sum(t[2] for s in sequences for t in s), "total_sequences": len(sequences)}
+    totals = {
+        "total_tokens": sum(t[2] for s in sequences for t in s),
+        "total_sequences": len(sequences),
+    }
 
     def share(part):
         inputs, _ = build(part)
         loss, _ = run(mode, inputs)
         lengths = torch.tensor([float(sum(t[2] for t in s)) for s in part], dtype=torch.float64)
-        result = aggregate(loss, inputs.mask, inputs.sequence_ids, agg, sequence_lengths=lengths, **totals)
+        result = aggregate(
+            loss, inputs.mask, inputs.sequence_ids, agg, sequence_lengths=lengths, **totals
+        )
         result.backward()
         return result.item(), inputs.log_probs.grad
 
-    (a, grad_a), (b, grad_b), (whole, grad) = share(sequences[:cut]), share(sequences[cut:]), share(sequences)
+    (a, grad_a), (b, grad_b), (whole, grad) = (
+        share(sequences[:cut]),
+        share(sequences[cut:]),
+        share(sequences),
+    )
     assert a + b == pytest.approx(whole, rel=1e-9, abs=1e-9)
-    np.testing.assert_allclose(torch.cat([grad_a, grad_b]).numpy(), grad.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        torch.cat([grad_a, grad_b]).numpy(), grad.numpy(), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -108,13 +139,25 @@ def test_micro_batches_add_up_to_the_mini_batch(mode, aggregation, sequences, cu
 @given(sequences=SEQUENCES)
 def test_on_policy_every_mode_has_the_policy_gradient(mode, sequences):
     # One advantage per sequence, for geo_mean; no tokens selected, for clip_cov.
-    same = [[((old, old), s[0][1], trained, False, w) for (_, old), _, trained, _, w in s] for s in sequences]
+    same = [
+        [((old, old), s[0][1], trained, False, w) for (_, old), _, trained, _, w in s]
+        for s in sequences
+    ]
     inputs, _ = build(same)
     loss, stats = run(mode, inputs)
     lengths = torch.tensor([float(sum(t[2] for t in s)) for s in same], dtype=torch.float64)
     totals = {"total_tokens": 1, "total_sequences": 1}
-    aggregate(loss, inputs.mask, inputs.sequence_ids, "seq-mean-token-mean", sequence_lengths=lengths, **totals).backward()
-    want = torch.where(inputs.mask, -inputs.advantages / lengths.clamp(min=1)[inputs.sequence_ids], 0.0)
+    aggregate(
+        loss,
+        inputs.mask,
+        inputs.sequence_ids,
+        "seq-mean-token-mean",
+        sequence_lengths=lengths,
+        **totals,
+    ).backward()
+    want = torch.where(
+        inputs.mask, -inputs.advantages / lengths.clamp(min=1)[inputs.sequence_ids], 0.0
+    )
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), want.numpy(), rtol=1e-9, atol=1e-12)
     assert not stats["clipped"].any() and not stats["log_ratio"].any()
 
@@ -129,7 +172,9 @@ def test_extreme_log_ratios_stay_finite_in_float32(mode, far):
     loss.sum().backward()
     assert loss.dtype == torch.float32
     assert torch.isfinite(loss).all() and torch.isfinite(inputs.log_probs.grad).all()
-    assert all(value.dtype == torch.float32 and torch.isfinite(value).all() for value in stats.values())
+    assert all(
+        value.dtype == torch.float32 and torch.isfinite(value).all() for value in stats.values()
+    )
     assert stats["log_ratio"].abs().max() <= 20
 
 
@@ -145,16 +190,24 @@ def test_no_tokens_and_no_sequences_give_empty_losses(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_sets_say_what_a_mode_reads(mode):
-    inputs, _ = build([[((-1.0, -1.1), 1.0, True, True, 1.0), ((-0.5, -0.9), -1.0, True, False, 1.0)]])
+    inputs, _ = build(
+        [[((-1.0, -1.1), 1.0, True, True, 1.0), ((-0.5, -0.9), -1.0, True, False, 1.0)]]
+    )
     near = replace(inputs, old_log_probs=inputs.log_probs.detach())
-    changed = [not torch.equal(a, b) for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, near)), strict=True)]
+    changed = [
+        not torch.equal(a, b)
+        for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, near)), strict=True)
+    ]
     assert any(changed) == (mode in USES_OLD)
     blind = replace(inputs, selected=None)
     if mode in SELECTS:
         with pytest.raises(ValueError, match="selected"):
             run(mode, blind)
     else:
-        assert all(torch.equal(a, b) for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, blind)), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, blind)), strict=True)
+        )
     assert TRUST_REGION <= USES_OLD
     per_sequence = mode in ("gspo", "sapo", "geo_mean")
     assert default_aggregation(mode) == ("seq-mean-token-mean" if per_sequence else "token-mean")
@@ -171,10 +224,14 @@ def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage
     # For ratios between 1/2 and 2 both |ratio - 1| and 1 +- that are exact.
     ratio = torch.tensor((log_ratio - 1.0) - -1.0, dtype=torch.float64).exp().item()
     edge = abs(ratio - 1)
-    _, grad, stats = one_token(mode, log_ratio, advantage, LossOptions(clip_low=edge, clip_high=edge))
+    _, grad, stats = one_token(
+        mode, log_ratio, advantage, LossOptions(clip_low=edge, clip_high=edge)
+    )
     assert grad == pytest.approx(-advantage * ratio) and stats["clipped"] == 0.0
     tight = np.nextafter(edge, 0) - 1e-15
-    _, grad, stats = one_token(mode, log_ratio, advantage, LossOptions(clip_low=tight, clip_high=tight))
+    _, grad, stats = one_token(
+        mode, log_ratio, advantage, LossOptions(clip_low=tight, clip_high=tight)
+    )
     pushed_out = (advantage > 0) == (ratio > 1)
     assert stats["clipped"] == float(pushed_out or mode == "cispo")
     assert (grad == 0.0) == (pushed_out and mode != "cispo")
@@ -184,7 +241,11 @@ def test_a_ratio_on_the_dual_clip_keeps_its_gradient():
     d = np.log(3.0)
     ratio = torch.tensor((d - 1.0) - -1.0, dtype=torch.float64).exp().item()
     loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio))
-    assert (loss, grad, stats["clipped_lower"]) == (pytest.approx(2 * ratio), pytest.approx(2 * ratio), 0.0)
+    assert (loss, grad, stats["clipped_lower"]) == (
+        pytest.approx(2 * ratio),
+        pytest.approx(2 * ratio),
+        0.0,
+    )
     loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio - 1e-12))
     assert (loss, grad, stats["clipped_lower"]) == (pytest.approx(2 * ratio), 0.0, 1.0)
 
@@ -194,7 +255,9 @@ def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage, log_ratio):
     new = torch.tensor(log_ratio - 1.0, dtype=torch.float64)
     shift = abs(new.exp() - torch.tensor(-1.0, dtype=torch.float64).exp()).item()
     for bound, kept in ((shift, True), (np.nextafter(shift, 0), False)):
-        _, grad, stats = one_token("dppo_tv", log_ratio, advantage, LossOptions(clip_low=bound, clip_high=bound))
+        _, grad, stats = one_token(
+            "dppo_tv", log_ratio, advantage, LossOptions(clip_low=bound, clip_high=bound)
+        )
         assert (grad != 0.0) == kept and stats["clipped"] == float(not kept)
 
 
@@ -203,10 +266,16 @@ def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones():
     sure, _ = build([[((0.0, -1e-6), 1.0, True, False, 1.0)]], torch.float32)
     loss, stats = run("dppo_kl", sure)
     loss.sum().backward()
-    assert stats["clipped"].item() == 0.0 and sure.log_probs.grad.item() == pytest.approx(-1.0, rel=1e-5)
+    assert stats["clipped"].item() == 0.0 and sure.log_probs.grad.item() == pytest.approx(
+        -1.0, rel=1e-5
+    )
     half = torch.tensor([0.5], dtype=torch.float64).log()
-    assert binary_kl(half, torch.zeros_like(half)).item() == pytest.approx(0.5 * np.log(0.5) + 0.5 * np.log(0.5 / 1e-8))
-    unsure, _ = build([[((-0.01, -2.0), 1.0, True, False, 1.0), ((-2.0, -0.01), 1.0, True, False, 1.0)]])
+    assert binary_kl(half, torch.zeros_like(half)).item() == pytest.approx(
+        0.5 * np.log(0.5) + 0.5 * np.log(0.5 / 1e-8)
+    )
+    unsure, _ = build(
+        [[((-0.01, -2.0), 1.0, True, False, 1.0), ((-2.0, -0.01), 1.0, True, False, 1.0)]]
+    )
     assert run("dppo_kl", unsure)[1]["clipped"].tolist() == [1.0, 0.0]  # the second moves back
 
 
@@ -221,8 +290,16 @@ def test_dro_and_kl_cov_pull_back_from_any_distance():
 
 def test_options_and_shapes_out_of_range_are_refused():
     with pytest.raises(ValueError, match="clip_c"):
-        ppo_clip(torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, clip_c=1.0)
-    for name, value in {"clip_c": 1.0, "clip_low": -0.1, "tau_pos": 0.0, "dro_beta": 0.0, "ppo_kl_coef": -1.0}.items():
+        ppo_clip(
+            torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, clip_c=1.0
+        )
+    for name, value in {
+        "clip_c": 1.0,
+        "clip_low": -0.1,
+        "tau_pos": 0.0,
+        "dro_beta": 0.0,
+        "ppo_kl_coef": -1.0,
+    }.items():
         with pytest.raises(ValueError, match=name):
             LossOptions(**{name: value})
     inputs, _ = build([[((-1.0, -1.0), 1.0, True, True, 1.0)] * 2])

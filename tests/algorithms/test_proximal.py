@@ -19,7 +19,11 @@ def double(values, **kwargs):
 
 
 def columns(rows):
-    return double([r[0] for r in rows]), double([r[1] for r in rows]), torch.tensor([r[2] for r in rows], dtype=torch.long)
+    return (
+        double([r[0] for r in rows]),
+        double([r[1] for r in rows]),
+        torch.tensor([r[2] for r in rows], dtype=torch.long),
+    )
 
 
 @given(TOKENS)
@@ -51,7 +55,12 @@ def test_dtype_is_that_of_the_policy_under_training():
     assert got.dtype == torch.float32 and got.item() == -1.5
 
 
-@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)),
+        max_size=20,
+    )
+)
 def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_over_rollout(rows):
     theta, prox, mu, adv = (double([r[i] for r in rows]) for i in range(4))
     x = theta.requires_grad_()

@@ -19,20 +19,51 @@ def accepted(rule, *sequences):
     """Of sequences of ratios."""
     logs = double([math.log(r) for s in sequences for r in s])
     return accept(
-        rule, Ratios.of(logs, torch.zeros_like(logs), torch.tensor([len(s) for s in sequences], dtype=torch.long), None)
+        rule,
+        Ratios.of(
+            logs,
+            torch.zeros_like(logs),
+            torch.tensor([len(s) for s in sequences], dtype=torch.long),
+            None,
+        ),
     )
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(2.0, 2.0), (2, 2.0), ("2", 2.0), (" 5e-1 ", 0.5), ("0.5_5.0", (0.5, 5.0)), ("1e-4_2", (1e-4, 2.0)), ("0_5", (0.0, 5.0))],
+    [
+        (2.0, 2.0),
+        (2, 2.0),
+        ("2", 2.0),
+        (" 5e-1 ", 0.5),
+        ("0.5_5.0", (0.5, 5.0)),
+        ("1e-4_2", (1e-4, 2.0)),
+        ("0_5", (0.0, 5.0)),
+    ],
 )
 def test_a_threshold_is_a_number_or_a_pair(text, value):
     assert parse_threshold(text) == value
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "0.5_", "_5", "1_2_3", "0.5-5.0", "2_1", "0", 0.0, -1.0, "-1_2", True, math.nan, "nan_2", "0_0"]
+    "text",
+    [
+        "",
+        "a",
+        "0.5_",
+        "_5",
+        "1_2_3",
+        "0.5-5.0",
+        "2_1",
+        "0",
+        0.0,
+        -1.0,
+        "-1_2",
+        True,
+        math.nan,
+        "nan_2",
+        "0_0",
+    ],
 )
 def test_what_is_no_threshold_is_refused_and_shown(text):
     with pytest.raises(ValueError, match=r"threshold|0 <= lower <= upper"):
@@ -46,7 +77,9 @@ def test_rules_are_spelled_as_in_verl():
         RejectionRule("token_k1", 0.5, 2.0),
         RejectionRule("seq_mean_k3", None, 0.01),
     )
-    assert parse_rules(["token_k1", "seq_mean_k3"], ["0.5_2.0", 0.01]) == parse_rules("token_k1,seq_mean_k3", "0.5_2.0,0.01")
+    assert parse_rules(["token_k1", "seq_mean_k3"], ["0.5_2.0", 0.01]) == parse_rules(
+        "token_k1,seq_mean_k3", "0.5_2.0,0.01"
+    )
     assert parse_rules("seq_max_k2,seq_max_k3", 1.5) == (
         RejectionRule("seq_max_k2", None, 1.5),
         RejectionRule("seq_max_k3", None, 1.5),
@@ -84,7 +117,12 @@ def test_a_mistake_is_answered_with_the_value_the_rule_and_the_fix(rules, thresh
 
 
 def test_a_rule_refuses_bounds_that_are_none():
-    for name, lower, upper in (("k1", 0.5, 2.0), ("token_k1", None, 2.0), ("token_k2", 0.5, 2.0), ("token_k2", None, 0.0)):
+    for name, lower, upper in (
+        ("k1", 0.5, 2.0),
+        ("token_k1", None, 2.0),
+        ("token_k2", 0.5, 2.0),
+        ("token_k2", None, 0.0),
+    ):
         with pytest.raises(ValueError, match=name):
             RejectionRule(name, lower, upper)
     with pytest.raises(ValueError, match="lower <= upper"):
@@ -97,8 +135,16 @@ def test_a_rule_refuses_bounds_that_are_none():
         # Ratios 2, 4 and 0.5, then 1 and 0.25.
         (RejectionRule("token_k1", 0.5, 2.0), [True, False, True, True, False], 1.55),
         (RejectionRule("seq_sum_k1", 0.5, 4.0), [True, True, True, False, False], (4 + 0.25) / 2),
-        (RejectionRule("seq_mean_k1", 0.5, 1.5), [False, False, False, True, True], (4 ** (1 / 3) + 0.5) / 2),
-        (RejectionRule("token_k2", None, 0.5), [True, False, True, True, False], math.log(2) ** 2 * (1 + 4 + 1 + 0 + 4) / 10),
+        (
+            RejectionRule("seq_mean_k1", 0.5, 1.5),
+            [False, False, False, True, True],
+            (4 ** (1 / 3) + 0.5) / 2,
+        ),
+        (
+            RejectionRule("token_k2", None, 0.5),
+            [True, False, True, True, False],
+            math.log(2) ** 2 * (1 + 4 + 1 + 0 + 4) / 10,
+        ),
         (RejectionRule("seq_max_k2", None, math.log(4) ** 2 / 2), [True] * 5, math.log(4) ** 2 / 2),
         (
             RejectionRule("seq_sum_k3", None, 1.0),
@@ -120,7 +166,9 @@ def test_rules_by_hand(rule, keep, mean):
     st.floats(1.0, 3.0),
 )
 @settings(max_examples=60, deadline=None)
-def test_wider_bounds_accept_more_and_a_sequence_rule_takes_a_sequence_whole(sequences, name, upper, more):
+def test_wider_bounds_accept_more_and_a_sequence_rule_takes_a_sequence_whole(
+    sequences, name, upper, more
+):
     lower = 1 / upper if name.endswith("k1") else None
     tight, _ = accepted(RejectionRule(name, lower, upper), *sequences)
     wide, _ = accepted(RejectionRule(name, lower and lower / more, upper * more), *sequences)
@@ -136,7 +184,9 @@ def test_upper_bounds_of_k2_and_k3_are_inclusive():
         for kind, value in (("k2", l * l / 2), ("k3", math.expm1(l) - l)):
             for level in ("token", "seq_sum", "seq_mean", "seq_max"):
                 assert accepted(RejectionRule(f"{level}_{kind}", None, value), [ratio])[0].all()
-                assert not accepted(RejectionRule(f"{level}_{kind}", None, value * (1 - 1e-9)), [ratio])[0].any()
+                assert not accepted(
+                    RejectionRule(f"{level}_{kind}", None, value * (1 - 1e-9)), [ratio]
+                )[0].any()
 
 
 def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_are_that_close():
@@ -144,7 +194,8 @@ def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_ar
 
     def kept(shift, upper):
         return accept(
-            RejectionRule("token_k1", 0.1, upper), Ratios.of(b + math.log(upper) + shift, b, torch.tensor([1000]), None)
+            RejectionRule("token_k1", 0.1, upper),
+            Ratios.of(b + math.log(upper) + shift, b, torch.tensor([1000]), None),
         )[0]
 
     at_the_edge = [kept(0.0, upper).float().mean().item() for upper in (2.0, 3.0, 5.0, 7.0)]

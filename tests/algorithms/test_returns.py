@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.returns import discounted_sums, gae, optimal_token_baseline, place_scores, remax, whiten
+from millrace.algorithms.returns import (
+    discounted_sums,
+    gae,
+    optimal_token_baseline,
+    place_scores,
+    remax,
+    whiten,
+)
 
 LENGTHS = st.lists(st.integers(0, 9), max_size=10)
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -16,7 +23,11 @@ SEED = st.integers(0, 2**32 - 1)
 
 def split(flat, lengths):
     """The values of each trajectory."""
-    return np.split(np.asarray(flat, dtype=np.float64), np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return (
+        np.split(np.asarray(flat, dtype=np.float64), np.cumsum(lengths)[:-1])
+        if len(lengths)
+        else []
+    )
 
 
 def flat(parts):
@@ -45,7 +56,10 @@ def ints(x):
 @given(LENGTHS, SEED, DISCOUNT)
 def test_discounted_sums_match_numpy(lengths, seed, gamma):
     (r,) = random(seed, lengths, 1)
-    close(discounted_sums(torch.tensor(r), ints(lengths), gamma), flat([to_go(x, gamma) for x in split(r, lengths)]))
+    close(
+        discounted_sums(torch.tensor(r), ints(lengths), gamma),
+        flat([to_go(x, gamma) for x in split(r, lengths)]),
+    )
 
 
 @CALM
@@ -65,16 +79,22 @@ def reference_gae(r, v, gamma, lam, truncated):
     n = len(r)
     after = np.append(v[1:], v[-1] if truncated else 0.0) if n else v
     delta = r + gamma * after - v
-    return np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
+    return np.array(
+        [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+    )
 
 
 @CALM
 @given(LENGTHS, SEED, DISCOUNT, DISCOUNT, st.booleans())
-def test_gae_matches_numpy_and_its_targets_are_advantages_plus_values(lengths, seed, gamma, lam, bootstrap):
+def test_gae_matches_numpy_and_its_targets_are_advantages_plus_values(
+    lengths, seed, gamma, lam, bootstrap
+):
     r, v = random(seed, lengths, 2)
     cut = np.random.default_rng(seed).random(len(lengths)) < 0.5
     truncated = torch.tensor(cut) if bootstrap else None
-    got, targets = gae(torch.tensor(r), torch.tensor(v), ints(lengths), gamma=gamma, lam=lam, truncated=truncated)
+    got, targets = gae(
+        torch.tensor(r), torch.tensor(v), ints(lengths), gamma=gamma, lam=lam, truncated=truncated
+    )
     rows = zip(split(r, lengths), split(v, lengths), cut, strict=True)
     expected = flat([reference_gae(a, b, gamma, lam, bootstrap and c) for a, b, c in rows])
     close(got, expected)
@@ -82,7 +102,11 @@ def test_gae_matches_numpy_and_its_targets_are_advantages_plus_values(lengths, s
 
 
 def test_gae_without_discount_is_the_reward_to_go_less_the_value():
-    lengths, r, v = ints([3, 0, 2]), torch.tensor([0, 0, 1.0, 0, -1]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    lengths, r, v = (
+        ints([3, 0, 2]),
+        torch.tensor([0, 0, 1.0, 0, -1]),
+        torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]),
+    )
     got, targets = gae(r, v, lengths, gamma=1.0, lam=1.0)
     assert got.tolist() == pytest.approx([0.9, 0.8, 0.7, -1.4, -1.5])
     assert targets.tolist() == pytest.approx([1, 1, 1, -1, -1])
@@ -92,7 +116,9 @@ def test_gae_without_discount_is_the_reward_to_go_less_the_value():
 
 def test_a_truncated_end_has_the_value_of_its_last_state():
     r, v = torch.zeros(4), torch.tensor([0.5, 0.8, 0.5, 0.8])
-    got, targets = gae(r, v, ints([2, 2]), gamma=1.0, lam=1.0, truncated=torch.tensor([True, False]))
+    got, targets = gae(
+        r, v, ints([2, 2]), gamma=1.0, lam=1.0, truncated=torch.tensor([True, False])
+    )
     assert got.tolist() == pytest.approx([0.3, 0.0, -0.5, -0.8])
     assert targets.tolist() == pytest.approx([0.8, 0.8, 0.0, 0.0])
 
@@ -109,12 +135,17 @@ def test_remax_is_the_reward_to_go_less_the_greedy_score(lengths, seed):
 def reference_otb(r, lengths, groups, log_probs, squares, weights):
     parts = [split(x, lengths) for x in (r, log_probs, squares, weights)]
     g = [to_go(x, 1.0) for x in parts[0]]
-    w = [np.cumsum((1 - 2 * np.exp(lp) + sq) * rho**2) for lp, sq, rho in zip(*parts[1:], strict=True)]
+    w = [
+        np.cumsum((1 - 2 * np.exp(lp) + sq) * rho**2)
+        for lp, sq, rho in zip(*parts[1:], strict=True)
+    ]
     result = [np.zeros(n) for n in lengths]
     for i, n in enumerate(lengths):
         for t in range(n):
             peers = [j for j in range(len(lengths)) if groups[j] == groups[i] and lengths[j] > t]
-            result[i][t] = g[i][t] - sum(g[j][t] * w[j][t] for j in peers) / sum(w[j][t] for j in peers)
+            result[i][t] = g[i][t] - sum(g[j][t] * w[j][t] for j in peers) / sum(
+                w[j][t] for j in peers
+            )
     return flat(result)
 
 
@@ -127,7 +158,13 @@ def test_the_optimal_token_baseline_matches_numpy(rows, seed, weighted):
     squares = probs**2 + (1 - probs) ** 2 / (1 + np.abs(y))
     weights = np.exp(z / 2) if weighted else np.ones_like(z)
     args = [torch.tensor(a) for a in (np.log(probs), squares)]
-    got = optimal_token_baseline(torch.tensor(r), ints(lengths), ints(groups), *args, torch.tensor(weights) if weighted else None)
+    got = optimal_token_baseline(
+        torch.tensor(r),
+        ints(lengths),
+        ints(groups),
+        *args,
+        torch.tensor(weights) if weighted else None,
+    )
     close(got, reference_otb(r, lengths, groups, np.log(probs), squares, weights))
 
 
@@ -135,7 +172,11 @@ def otb(lengths, groups, scores, prob=0.5):
     t = sum(lengths)
     log_probs = torch.full((t,), prob).log()
     return optimal_token_baseline(
-        place_scores(torch.tensor(scores), ints(lengths)), ints(lengths), ints(groups), log_probs, torch.full((t,), prob**2)
+        place_scores(torch.tensor(scores), ints(lengths)),
+        ints(lengths),
+        ints(groups),
+        log_probs,
+        torch.full((t,), prob**2),
     )
 
 
@@ -147,13 +188,19 @@ def test_a_token_without_a_peer_at_its_position_gets_zero():
 
 
 @CALM
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.sampled_from([0.1, 0.3, 0.7]), st.sampled_from([0.2, 1.0]))
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    st.sampled_from([0.1, 0.3, 0.7]),
+    st.sampled_from([0.2, 1.0]),
+)
 def test_equal_scores_give_an_optimal_token_baseline_of_exactly_zero(lengths, score, prob):
     assert not otb(lengths, [3] * len(lengths), [score] * len(lengths), prob).any()
 
 
 def test_a_policy_that_is_sure_of_every_token_has_the_plain_mean_for_a_baseline():
-    assert otb([1, 1, 1], [0, 0, 0], [1.0, 0.0, 0.5], prob=1.0).tolist() == pytest.approx([0.5, -0.5, 0.0])
+    assert otb([1, 1, 1], [0, 0, 0], [1.0, 0.0, 0.5], prob=1.0).tolist() == pytest.approx(
+        [0.5, -0.5, 0.0]
+    )
 
 
 @CALM
@@ -166,7 +213,11 @@ def test_whitening_matches_numpy(values):
 
 
 @CALM
-@given(st.integers(0, 30), st.sampled_from([0.1, 0.3, 0.7, 1e9]), st.sampled_from([torch.float32, torch.float64]))
+@given(
+    st.integers(0, 30),
+    st.sampled_from([0.1, 0.3, 0.7, 1e9]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
 def test_equal_values_are_whitened_to_exactly_zero(n, value, dtype):
     got = whiten(torch.full((n,), value, dtype=dtype))
     assert got.tolist() == [0.0] * n and got.dtype == dtype

@@ -13,11 +13,17 @@ from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, build, check, clampe
 
 
 def trained_of(inputs, sequence):
-    return [t for t in range(len(inputs.mask)) if inputs.mask[t] and inputs.sequence_ids[t] == sequence]
+    return [
+        t for t in range(len(inputs.mask)) if inputs.mask[t] and inputs.sequence_ids[t] == sequence
+    ]
 
 
 def columns(inputs):
-    return inputs.log_probs.detach().numpy(), inputs.old_log_probs.numpy(), inputs.advantages.numpy()
+    return (
+        inputs.log_probs.detach().numpy(),
+        inputs.old_log_probs.numpy(),
+        inputs.advantages.numpy(),
+    )
 
 
 def gspo_reference(inputs, weights, options):
@@ -73,10 +79,19 @@ def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(sequences, opti
 
 def objective(loss_function, inputs, options):
     """The aggregated loss and its gradient."""
-    lengths = torch.bincount(inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences).double()
+    lengths = torch.bincount(
+        inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences
+    ).double()
     loss, _ = loss_function(inputs, options)
     totals = {"total_tokens": int(inputs.mask.sum()), "total_sequences": inputs.num_sequences}
-    value = aggregate(loss, inputs.mask, inputs.sequence_ids, "seq-mean-token-mean", sequence_lengths=lengths, **totals)
+    value = aggregate(
+        loss,
+        inputs.mask,
+        inputs.sequence_ids,
+        "seq-mean-token-mean",
+        sequence_lengths=lengths,
+        **totals,
+    )
     value.backward()
     return value.item(), inputs.log_probs.grad
 
@@ -104,7 +119,12 @@ def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences):
 def test_geo_mean_is_the_mean_over_sequences_however_long():
     """Two sequences, lengths 1 and 3, rejected tokens left out of the mean: -(A_1 g_1 + A_2 g_2) / 2."""
     token = lambda d, a, trained=True: ((d - 2.0, -2.0), a, trained, False, 1.0)  # noqa: E731
-    inputs, _ = build([[token(0.1, 2.0)], [token(0.3, -1.0), token(-0.3, -1.0), token(0.05, -1.0), token(0.5, -1.0, False)]])
+    inputs, _ = build(
+        [
+            [token(0.1, 2.0)],
+            [token(0.3, -1.0), token(-0.3, -1.0), token(0.05, -1.0), token(0.5, -1.0, False)],
+        ]
+    )
     value, grad = objective(geo_mean, inputs, LossOptions(clip_low=0.2, clip_high=0.2))
     first, second = 2 * np.exp(0.1), -np.exp((0.3 - 0.2 + 0.05) / 3)
     assert value == pytest.approx(-(first + second) / 2)
@@ -127,9 +147,13 @@ def test_gspo_keeps_the_digits_of_a_small_clip_in_float32():
     n = 4000
     old = -torch.arange(n, dtype=torch.float32) / 400
     shift = torch.where(torch.arange(n) % 2 == 0, 0.5, -0.5) + 2e-4
-    rows = [((float(o + d), float(o)), 1.0, True, False, 1.0) for o, d in zip(old, shift, strict=True)]
+    rows = [
+        ((float(o + d), float(o)), 1.0, True, False, 1.0) for o, d in zip(old, shift, strict=True)
+    ]
     inputs, _ = build([rows], torch.float32)
-    want = np.exp(np.mean((inputs.log_probs.detach().double() - inputs.old_log_probs.double()).numpy()))
+    want = np.exp(
+        np.mean((inputs.log_probs.detach().double() - inputs.old_log_probs.double()).numpy())
+    )
     loss, stats = gspo(inputs, LossOptions(clip_low=3e-4, clip_high=3e-4))
     assert loss[0].item() == pytest.approx(-want, abs=1e-6)
     assert loss.unique().numel() == 1

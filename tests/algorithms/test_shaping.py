@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from millrace.algorithms.shaping import overlong_penalty
 
-LIMITS = st.integers(1, 1000).flatmap(lambda limit: st.tuples(st.just(limit), st.integers(1, limit)))
+LIMITS = st.integers(1, 1000).flatmap(
+    lambda limit: st.tuples(st.just(limit), st.integers(1, limit))
+)
 
 
 def reference(length, max_length, buffer, factor):
@@ -29,13 +31,24 @@ def test_the_penalty_matches_the_paper(length, limits, factor):
 
 
 def test_it_falls_from_the_expected_length_to_the_limit_and_no_further():
-    got = [overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 21, 100)]
+    got = [
+        overlong_penalty(n, max_length=20, buffer=4, factor=2.0)
+        for n in (0, 16, 17, 18, 20, 21, 100)
+    ]
     assert got == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0, -2.0]
     assert math.copysign(1, got[1]) == 1, "no -0 in a reward"
 
 
 @pytest.mark.parametrize(
-    "changes", [{"buffer": 0}, {"buffer": -1}, {"buffer": 21}, {"factor": -1.0}, {"factor": math.nan}, {"length": -1}]
+    "changes",
+    [
+        {"buffer": 0},
+        {"buffer": -1},
+        {"buffer": 21},
+        {"factor": -1.0},
+        {"factor": math.nan},
+        {"length": -1},
+    ],
 )
 def test_what_makes_no_sense_is_refused_by_name(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):

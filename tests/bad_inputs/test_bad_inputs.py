@@ -35,7 +35,11 @@ def prepare(case: Path, into: Path) -> tuple[Path, dict, list[str]]:
 
 
 def contents(folder: Path) -> set[str]:
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix != ".pyc" and p.name != "__pycache__"}
+    return {
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.suffix != ".pyc" and p.name != "__pycache__"
+    }
 
 
 def run_process(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
@@ -53,7 +57,9 @@ def check(expected: dict, code: int, out: str, err: str) -> None:
     lines = message.strip().splitlines()
     assert all(FORM.fullmatch(line) for line in lines), message
     for part in ("key", "value", "rule", "fix"):
-        assert expected[part] in message, f"the message does not say the {part} {expected[part]!r}:\n{message}"
+        assert expected[part] in message, (
+            f"the message does not say the {part} {expected[part]!r}:\n{message}"
+        )
     assert message.startswith(expected["key"])
 
 
@@ -77,11 +83,17 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
     seconds = time.perf_counter() - start
     if "--json" in arguments:
         told = json.loads(out)
-        assert told == {"complete": False, "exit_code": 2, "error": err.rstrip("\n").rpartition("error: ")[2]}
+        assert told == {
+            "complete": False,
+            "exit_code": 2,
+            "error": err.rstrip("\n").rpartition("error: ")[2],
+        }
         out = ""
     check(expected, code, out, err)
     assert contents(tmp_path) == before, "something was left behind"
-    assert seconds < 30  # a hang, not a measurement: the README's number comes from `python -m` of this file
+    assert (
+        seconds < 30
+    )  # a hang, not a measurement: the README's number comes from `python -m` of this file
 
 
 def measure(into: Path) -> None:
@@ -98,7 +110,9 @@ def measure(into: Path) -> None:
             check(expected, code, out, err)
         except AssertionError as error:
             sys.stdout.write(f"NOT REFUSED AS EXPECTED: {case.name}: {error}\n")
-        sys.stdout.write(f"{times[-1][0]:6.2f} s  exit {code}  {case.name}: {err.rpartition('error: ')[2].strip()[:200]}\n")
+        sys.stdout.write(
+            f"{times[-1][0]:6.2f} s  exit {code}  {case.name}: {err.rpartition('error: ')[2].strip()[:200]}\n"
+        )
     slowest = max(times)
     sys.stdout.write(f"{len(times)} cases, the slowest {slowest[0]:.2f} s ({slowest[1]})\n")
 

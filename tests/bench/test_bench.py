@@ -43,7 +43,9 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
     attention = 6 * 3 * 4 * 8 * length**2
     # Of the first layer's input nothing is asked but the embeddings' gradient: torch counts it whole.
     assert train_flops(tmp_path, [length], Config()) + attention == counter.get_total_flops()
-    assert train_flops(tmp_path, [length, length], Config()) == 2 * train_flops(tmp_path, [length], Config())
+    assert train_flops(tmp_path, [length, length], Config()) == 2 * train_flops(
+        tmp_path, [length], Config()
+    )
     config = Config.model_validate({"model": {"lora_rank": 4}})
     model = lora.inject(model, config)
     with FlopCounterMode(display=False) as counter:
@@ -80,17 +82,25 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
         ("stream_off_policy", range(1, 9)),
     ],
 )
-def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(mode: str, expected: range) -> None:
+def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(
+    mode: str, expected: range
+) -> None:
     layers = [{"async_training": {"staleness_threshold": 2.5}}, {"mode": mode}]
     schedule = recipe.parse(recipe.resolve(layers)).schedule
     assert counted(9 * schedule.window, 2, schedule) == expected
     least = (expected.stop - 1) * schedule.window + schedule.capacity
-    assert counted(least, 2, schedule) == expected  # beside the last of them the slots of a whole window are taken again
+    assert (
+        counted(least, 2, schedule) == expected
+    )  # beside the last of them the slots of a whole window are taken again
     assert counted(least - 1, 2, schedule) == range(expected.start, expected.stop - 1)
 
 
 def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> None:
-    overrides = ["mode=async_partial", "async_training.staleness_threshold=2.5", "async_training.trigger_parameter_sync_step=1"]
+    overrides = [
+        "mode=async_partial",
+        "async_training.staleness_threshold=2.5",
+        "async_training.trigger_parameter_sync_step=1",
+    ]
     check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=256"]), 1)
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
         check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=224"]), 1)
@@ -98,34 +108,71 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:
     overrides = ["rollout.n=3", "async_training.staleness_threshold=4"]
-    for mode, staleness in (("colocate_sync", 0.0), ("stream_off_policy", 0.0), ("one_step_off", 1.0), ("async_partial", 4.0)):
+    for mode, staleness in (
+        ("colocate_sync", 0.0),
+        ("stream_off_policy", 0.0),
+        ("one_step_off", 1.0),
+        ("async_partial", 4.0),
+    ):
         config = recipe.load(runs.RECIPE, overrides, Arm(mode, 1, 1).overrides)
         assert (config.schedule.staleness_threshold, config.rollout.n) == (staleness, 3)
 
 
 def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "bench"
-    workload = ["rollout.max_response_length=32", "rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=6"]
-    size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=64"]
-    options = ["--modes", "colocate_sync,async_partial", "--repeats", "2", "--folder", str(folder), "--json"]
+    workload = [
+        "rollout.max_response_length=32",
+        "rollout.drawn_lengths.enable=true",
+        "rollout.drawn_lengths.median=6",
+    ]
+    size = [
+        "rollout.total_rollout_steps=32",
+        "actor.ppo_mini_batch_size=4",
+        "rollout.n=4",
+        "rollout.max_num_seqs=64",
+    ]
+    options = [
+        "--modes",
+        "colocate_sync,async_partial",
+        "--repeats",
+        "2",
+        "--folder",
+        str(folder),
+        "--json",
+    ]
     options += ["--uniform", "colocate_sync"]
     done = runs.command("bench", "modes", str(runs.RECIPE), *workload, *size, *options)
     assert done.returncode == 0, done.stderr
     figures = runs.last_json(done.stdout)["runs"]
     arms = [f["arm"] for f in figures]
-    assert arms == ["colocate_sync on 2", "colocate_sync on 2, uniform"] * 2 + ["async_partial 1+1"] * 2
+    assert (
+        arms
+        == ["colocate_sync on 2", "colocate_sync on 2, uniform"] * 2 + ["async_partial 1+1"] * 2
+    )
     tokens = [f["trained_tokens_per_s"] / f["samples_per_s"] for f in figures]
     assert tokens[1] == pytest.approx(tokens[0], rel=0.5), "the same work"
     for f in figures:
         assert f["samples_per_s"] > 0 and 0 < f["mfu_in_steps"] < 1 and f["alone_tokens_per_s"] > 0
         assert f["version_s"] >= f["step_s"] > 0
-    rows = map(json.loads, (folder / "colocate_sync on 2-0" / "metrics.jsonl").read_text().splitlines())
-    each_once = [row["prompt_length/mean"] / row["response_length/mean"] for row in rows if "reward/mean" in row]
-    assert min(each_once) <= figures[0]["read_per_drawn"] <= max(each_once), "nothing is interrupted: prompts alone are read"
+    rows = map(
+        json.loads, (folder / "colocate_sync on 2-0" / "metrics.jsonl").read_text().splitlines()
+    )
+    each_once = [
+        row["prompt_length/mean"] / row["response_length/mean"]
+        for row in rows
+        if "reward/mean" in row
+    ]
+    assert min(each_once) <= figures[0]["read_per_drawn"] <= max(each_once), (
+        "nothing is interrupted: prompts alone are read"
+    )
     assert not list(folder.rglob("manifest.json"))
-    assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
+    assert [
+        json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()
+    ] == figures
     lines = table(figures).splitlines()[2:]
-    assert len(lines) == 3 and any(line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines)
+    assert len(lines) == 3 and any(
+        line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines
+    )
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "is there already" in again.stderr
 
@@ -142,11 +189,15 @@ def test_bench_modes_that_ends_early_tells_what_it_has(tmp_path: Path, cause: st
         process.send_signal(signal.SIGINT)
     else:
         max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
-    assert process.wait(60) == (128 + signal.SIGINT if cause == "stopped" else 1), output.read_text()
+    assert process.wait(60) == (128 + signal.SIGINT if cause == "stopped" else 1), (
+        output.read_text()
+    )
     lines = output.read_text().splitlines()
     (told,) = [json.loads(line) for line in lines if line.startswith("{")]
     assert told["runs"][0]["arm"] == "async_partial 1+1" and told["complete"] is False
-    assert cause == "stopped" or (lines[-1].startswith("error: ") and "was killed by SIGKILL" in lines[-1]), lines[-1]
+    assert cause == "stopped" or (
+        lines[-1].startswith("error: ") and "was killed by SIGKILL" in lines[-1]
+    ), lines[-1]
 
 
 def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
@@ -163,13 +214,22 @@ def test_bench_sync_holds_the_sync_against_the_link(tmp_path: Path) -> None:
     found = runs.last_json(done.stdout)
     assert found["transport"] == "gloo" and found["link_gb_per_s"] > 0
     assert [f["load"] for f in found["syncs"]] == ["idle", "idle", "busy", "busy"]
-    assert all(f["bytes"] == found["bytes"] > 100_000 and f["transfer_s"] > 0 and f["pause_s"] > 0 for f in found["syncs"])
+    assert all(
+        f["bytes"] == found["bytes"] > 100_000 and f["transfer_s"] > 0 and f["pause_s"] > 0
+        for f in found["syncs"]
+    )
     assert 0 < found["idle"]["share_of_link"] < 1.5
 
 
 def test_bench_train_counts_what_a_step_does(tmp_path: Path) -> None:
-    size = ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=256", f"trainer.run_dir={tmp_path / 'run'}"]
-    done = runs.command("bench", "train", str(runs.RECIPE), *size, "--length", "60", "--steps", "2", "--json")
+    size = [
+        "trainer.n_gpus_per_node=2",
+        "actor.ppo_max_token_len_per_gpu=256",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]
+    done = runs.command(
+        "bench", "train", str(runs.RECIPE), *size, "--length", "60", "--steps", "2", "--json"
+    )
     assert done.returncode == 0, done.stderr
     found = runs.last_json(done.stdout)
     assert found["tokens_per_step"] == 2 * 4 * 59 and len(found["steps_s"]) == 5

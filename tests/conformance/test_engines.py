@@ -22,7 +22,13 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.testing import RolloutCase, TrainCase, check_rollout_engine, check_train_engine
 
-SHAPE = ModelShape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+SHAPE = ModelShape(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 VOCABULARY = 24
 CASE = RolloutCase(length=80)
 
@@ -46,7 +52,9 @@ def runtime(folder: Path, c: Config) -> LocalRuntime:
     return LocalRuntime(folder, c, gpus=[])
 
 
-def makers(peers: list[Peer], model: str, c: Config) -> Callable[[int], Awaitable[RemoteRolloutEngine]]:
+def makers(
+    peers: list[Peer], model: str, c: Config
+) -> Callable[[int], Awaitable[RemoteRolloutEngine]]:
     """A fresh engine in one of these workers: the check's last one is closed, and its process goes on."""
 
     async def make(i: int) -> RemoteRolloutEngine:
@@ -61,7 +69,11 @@ def test_a_rollout_engine_in_a_worker_and_a_pool_of_two_conform(tmp_path: Path, 
         c = config()
         workers = runtime(tmp_path, c)
         try:
-            peers = list(await asyncio.gather(*(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))))
+            peers = list(
+                await asyncio.gather(
+                    *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
+                )
+            )
             make = makers(peers, model, c)
 
             async def one() -> RolloutEngine:
@@ -85,7 +97,9 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
         c = config(n_gpus_per_node=2)
         workers = runtime(tmp_path, c)
         try:
-            peers = await asyncio.gather(*(workers.start(f"trainer-{i}", "trainer", i) for i in range(4)))
+            peers = await asyncio.gather(
+                *(workers.start(f"trainer-{i}", "trainer", i) for i in range(4))
+            )
             groups = itertools.cycle([list(peers[:2]), list(peers[2:])])
             joined: dict[str, tuple[str, int]] = {}
 
@@ -94,7 +108,10 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
                 name = ranks[0].name
                 if name not in joined:
                     joined[name] = await ranks[0].call("listen", (), tuple[str, int])
-                    first = [p.call("build", (c.model_dump(mode="json"), model, r, joined[name])) for r, p in enumerate(ranks)]
+                    first = [
+                        p.call("build", (c.model_dump(mode="json"), model, r, joined[name]))
+                        for r, p in enumerate(ranks)
+                    ]
                     await asyncio.gather(*first)
                     (tmp_path / name).mkdir()
                     await asyncio.gather(*(p.call("begin", ("rl", 100)) for p in ranks))
@@ -114,7 +131,9 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
 @pytest.mark.parametrize("prefill_token_s", [0.0, 0.002])
-def test_the_simulated_rollout_engine_conforms_on_the_virtual_clock(slots: int, prefill_token_s: float) -> None:
+def test_the_simulated_rollout_engine_conforms_on_the_virtual_clock(
+    slots: int, prefill_token_s: float
+) -> None:
     async def make() -> RolloutEngine:
         return SimRolloutEngine(CostModel(prefill_token_s=prefill_token_s), slots=slots, version=0)
 

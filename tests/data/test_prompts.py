@@ -22,11 +22,15 @@ def chat():
 
 
 def stream(rows, **changes):
-    return PromptStream.open(rows, chat(), **{"seed": 0, "shuffle": True, "max_prompt_length": 16} | changes)
+    return PromptStream.open(
+        rows, chat(), **{"seed": 0, "shuffle": True, "max_prompt_length": 16} | changes
+    )
 
 
 def file_rows(tmp_path, *prompts):
-    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"prompt": p, "answer": "1"}) for p in prompts))
+    (tmp_path / "t.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": p, "answer": "1"}) for p in prompts)
+    )
     return load_source(str(tmp_path / "t.jsonl"), seed=0)
 
 
@@ -87,6 +91,9 @@ def test_long_prompts_of_endless_tasks_are_replaced_or_refused():
 
 
 def test_small_generated_sets_are_filtered_and_counted():
-    shown = stream(load_source("task:sort_digits?size=200&tail=0.5&tail_digits=30", seed=0), filter_overlong=True)
+    shown = stream(
+        load_source("task:sort_digits?size=200&tail=0.5&tail_digits=30", seed=0),
+        filter_overlong=True,
+    )
     assert shown.filtered > 10
     assert len(shown) + shown.filtered == 200

@@ -18,22 +18,39 @@ def rows_of(tmp_path, *rows):
 def test_verl_columns(tmp_path):
     row = {
         "data_source": "openai/gsm8k",
-        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?", "name": None}],
+        "prompt": [
+            {"role": "system", "content": ""},
+            {"role": "user", "content": "1+1?", "name": None},
+        ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"index": 4},
     }
     shown = problem(rows_of(tmp_path, row), 0)
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?"}]
-    assert (shown.prompt, shown.data_source, shown.ground_truth, shown.answer) == (messages, "openai/gsm8k", "2", "2")
+    assert (shown.prompt, shown.data_source, shown.ground_truth, shown.answer) == (
+        messages,
+        "openai/gsm8k",
+        "2",
+        "2",
+    )
     assert shown.extra_info == {"index": 4}
     assert shown.columns == {"ability": "math", "prompt": messages}
 
 
 def test_trl_columns(tmp_path):
-    rows = rows_of(tmp_path, {"prompt": "1+1?", "solution": "two", "level": 3}, {"prompt": "2+2?", "ground_truth": 4})
+    rows = rows_of(
+        tmp_path,
+        {"prompt": "1+1?", "solution": "two", "level": 3},
+        {"prompt": "2+2?", "ground_truth": 4},
+    )
     first, second = problem(rows, 0), problem(rows, 1)
-    assert (first.prompt, first.data_source, first.ground_truth, first.answer) == ("1+1?", "train", "two", "two")
+    assert (first.prompt, first.data_source, first.ground_truth, first.answer) == (
+        "1+1?",
+        "train",
+        "two",
+        "two",
+    )
     assert first.columns == {"solution": "two", "level": 3}
     assert (second.ground_truth, second.answer) == (4, "4")
 
@@ -41,7 +58,11 @@ def test_trl_columns(tmp_path):
 def test_reasoning_gym_columns_from_a_file_and_from_the_source(tmp_path):
     row = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
     shown = problem(rows_of(tmp_path, row), 0)
-    assert (shown.prompt, shown.ground_truth, shown.extra_info) == ("1+1?", "2", {"metadata": row["metadata"]})
+    assert (shown.prompt, shown.ground_truth, shown.extra_info) == (
+        "1+1?",
+        "2",
+        {"metadata": row["metadata"]},
+    )
     live = problem(load_source("reasoning_gym:knights_knaves?size=3", seed=0), 1)
     assert live.data_source == live.extra_info["reasoning_gym"] == "knights_knaves"
 
@@ -52,7 +73,10 @@ def test_a_problem_survives_a_checkpoint_as_it_is():
         assert from_json(to_json(shown.extra_info), dict) == shown.extra_info
     import numpy
 
-    assert plain({"a": (1, numpy.float32(0.5)), "b": numpy.arange(2)}) == {"a": [1, 0.5], "b": [0, 1]}
+    assert plain({"a": (1, numpy.float32(0.5)), "b": numpy.arange(2)}) == {
+        "a": [1, 0.5],
+        "b": [0, 1],
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,6 +111,8 @@ def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(tmp_path, row, sai
 
 
 def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path):
-    assert set("0123456789>") <= set("".join(texts(load_source("task:sort_digits", seed=0), limit=3)))
+    assert set("0123456789>") <= set(
+        "".join(texts(load_source("task:sort_digits", seed=0), limit=3))
+    )
     rows = rows_of(tmp_path, *({"prompt": chr(200 + i), "answer": "x"} for i in range(50)))
     assert {chr(200 + i) for i in range(50)} <= set(texts(rows, limit=3))

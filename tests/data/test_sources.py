@@ -136,5 +136,7 @@ for package in (millrace.data, millrace.rewards):
         importlib.import_module(module.name)
 sys.exit(",".join(m for m in "{heavy}".split() if m in sys.modules) or None)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr

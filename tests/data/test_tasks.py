@@ -12,7 +12,10 @@ from millrace.data.tasks import TASKS, SortDigits, corrupt_answer
 
 
 def test_a_row_depends_on_nothing_but_seed_parameters_and_place():
-    forward, backward = load_source("task:sort_digits", seed=3), load_source("task:sort_digits", seed=3)
+    forward, backward = (
+        load_source("task:sort_digits", seed=3),
+        load_source("task:sort_digits", seed=3),
+    )
     there = [forward[i] for i in range(50)]
     assert there == [backward[i] for i in reversed(range(50))][::-1]
     assert there != [load_source("task:sort_digits", seed=4)[i] for i in range(50)]
@@ -21,9 +24,14 @@ def test_a_row_depends_on_nothing_but_seed_parameters_and_place():
 
 
 def test_no_training_problem_is_a_validation_problem():
-    train = {row["prompt"] for row in load_source("task:sort_digits?size=4000&max_digits=4", seed=0)}
+    train = {
+        row["prompt"] for row in load_source("task:sort_digits?size=4000&max_digits=4", seed=0)
+    }
     for seed in (0, 1):
-        held_out = {row["prompt"] for row in load_source("task:sort_digits?size=300&max_digits=4", seed=seed, split="val")}
+        held_out = {
+            row["prompt"]
+            for row in load_source("task:sort_digits?size=300&max_digits=4", seed=seed, split="val")
+        }
         assert not train & held_out
 
 
@@ -35,7 +43,10 @@ def test_sort_digits_is_what_it_says():
 
 
 def test_the_tail_is_long_and_clipped():
-    lengths = [len(r["prompt"]) - 1 for r in load_source("task:sort_digits?size=2000&tail=0.2&tail_digits=40", seed=0)]
+    lengths = [
+        len(r["prompt"]) - 1
+        for r in load_source("task:sort_digits?size=2000&tail=0.2&tail_digits=40", seed=0)
+    ]
     assert max(lengths) == 40
     assert 0.12 < sum(n > 6 for n in lengths) / 2000 < 0.22
     assert min(lengths) == 4
@@ -73,11 +84,17 @@ def test_messiness_is_the_share_of_wrong_demonstrations():
 
 
 def test_a_wrong_answer_from_another_row_is_one_of_the_same_data_source(tmp_path):
-    rows = [{"prompt": f"{name} {i}", "answer": f"{name}{i % 7}", "data_source": name} for name in "abc" for i in range(40)]
+    rows = [
+        {"prompt": f"{name} {i}", "answer": f"{name}{i % 7}", "data_source": name}
+        for name in "abc"
+        for i in range(40)
+    ]
     path = tmp_path / "mix.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = Demonstrations(load_source(str(path), seed=0), seed=0, messiness=1.0)
     drawn = [shown[i] for i in range(240)]
     borrowed = [d for d in drawn if d.answer[0] in "abc"]  # the others have two characters swapped
     assert len(borrowed) > 60
-    assert all(d.answer[0] == d.problem.data_source and d.answer != d.problem.answer for d in borrowed)
+    assert all(
+        d.answer[0] == d.problem.data_source and d.answer != d.problem.answer for d in borrowed
+    )

@@ -55,7 +55,10 @@ def test_bpe_keeps_digits_apart_and_makes_a_preamble_short():
     tokens = bpe().encode(prompt)
     digits = sum(c.isdigit() for c in prompt)
     assert digits <= len(tokens) < digits + (len(prompt) - digits) / 5
-    assert all(bpe().tokenizer.decode([t]).isdigit() <= (len(bpe().tokenizer.decode([t])) == 1) for t in tokens)
+    assert all(
+        bpe().tokenizer.decode([t]).isdigit() <= (len(bpe().tokenizer.decode([t])) == 1)
+        for t in tokens
+    )
 
 
 def test_the_vocabulary_is_bounded_and_special_tokens_come_first():

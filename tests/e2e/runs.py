@@ -46,7 +46,9 @@ def progress() -> Progress:
 async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
     """Engines, started once. `run` below uses them for one run after the other."""
     warm = ["sft.steps=100", "sft.batch_size=64"]  # enough for some rewards to differ
-    config = recipe.load(RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides])
+    config = recipe.load(
+        RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides]
+    )
     async with launch.open_session(config, progress()) as s:
         await launch.warm_up(s)
         await s.engines.train.begin("rl", 1)
@@ -55,7 +57,9 @@ async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
         yield s
 
 
-async def run(s: Session, folder: Path, *overrides: str, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
+async def run(
+    s: Session, folder: Path, *overrides: str, resume: bool = False, stop: StopRequest | None = None
+) -> Outcome:
     """One run on the session's engines, from the session's start weights or from `folder`'s newest checkpoint."""
     said = [*SMALL, f"trainer.run_dir={folder}", "trainer.resume=auto", *overrides]
     said += [f"trainer.deterministic={str(s.config.trainer.deterministic).lower()}"]
@@ -92,7 +96,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`millrace ...` as a user runs it."""
-    return subprocess.run([sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, cwd=ROOT, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "millrace.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        **options,
+    )
 
 
 def start_command(*arguments: str, output: Path) -> subprocess.Popen[bytes]:

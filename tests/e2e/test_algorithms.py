@@ -45,7 +45,14 @@ BYPASS = [
 ]
 """Weights in passing, which verl loses on the way; and all that changes which samples and rewards get to the workers."""
 
-OF_WEIGHTS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_seq_mean", "kl", "chi2_token", "training_ppl")
+OF_WEIGHTS = (
+    "rollout_is_mean",
+    "rollout_is_eff_sample_size",
+    "rollout_is_seq_mean",
+    "kl",
+    "chi2_token",
+    "training_ppl",
+)
 OF_REJECTION = (
     "rollout_is_batch_norm_factor",
     "rollout_rs_masked_fraction",
@@ -60,8 +67,15 @@ def corrected_rows(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]
     rows = runs.rows(folder)
     assert len(rows) >= 2
     for row in rows:
-        assert {f"rollout_corr/{name}" for name in names} <= row.keys(), (folder.name, row["version"])
-        bad = {name for name, value in row.items() if not isinstance(value, int | float) or not math.isfinite(value)}
+        assert {f"rollout_corr/{name}" for name in names} <= row.keys(), (
+            folder.name,
+            row["version"],
+        )
+        bad = {
+            name
+            for name, value in row.items()
+            if not isinstance(value, int | float) or not math.isfinite(value)
+        }
         assert not bad, (folder.name, row["version"], bad)
     return rows
 
@@ -70,16 +84,24 @@ def test_correction_and_reference_act_in_every_mode(tmp_path: Path) -> None:
     async def main() -> dict[str, list[dict[str, Any]]]:
         async with runs.session(tmp_path, *DECOUPLED) as s:
             for mode in MODES:
-                await runs.run(s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *DECOUPLED)
+                await runs.run(
+                    s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *DECOUPLED
+                )
         return {mode: corrected_rows(tmp_path / mode, OF_WEIGHTS + OF_REJECTION) for mode in MODES}
 
     for mode, rows in asyncio.run(main()).items():
-        assert rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"], f"{mode}: the reference stays behind"
+        assert rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"], (
+            f"{mode}: the reference stays behind"
+        )
         share = min(row["train/trained_token_share"] for row in rows)
         rejected = max(row["rollout_corr/rollout_rs_masked_fraction"] for row in rows)
         # Without staleness and with one local step for each version, the policy at arrival is the one that drew the tokens.
         fresh = mode == "on_policy_pipeline"
-        assert (share == 1 and rejected == 0) if fresh else (0 < share < 1 and rejected > 0), (mode, share, rejected)
+        assert (share == 1 and rejected == 0) if fresh else (0 < share < 1 and rejected > 0), (
+            mode,
+            share,
+            rejected,
+        )
 
 
 def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_path: Path) -> None:
@@ -88,7 +110,9 @@ def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_pa
     async def main() -> None:
         async with runs.session(tmp_path, *BYPASS) as s:
             for mode in modes:
-                outcome = await runs.run(s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *BYPASS)
+                outcome = await runs.run(
+                    s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *BYPASS
+                )
                 assert outcome.complete and outcome.samples_trained == 32
 
     asyncio.run(main())
@@ -99,16 +123,22 @@ def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_pa
         assert dropped > 0 and found.admitted == 32 + dropped, (mode, found)
         rows = corrected_rows(tmp_path / mode, OF_WEIGHTS)
         for row in rows:
-            assert row["train/zero_advantage_share"] == 0, "what has equal scores was dropped, before any shaping"
+            assert row["train/zero_advantage_share"] == 0, (
+                "what has equal scores was dropped, before any shaping"
+            )
             assert row["reward/overlong_reward/mean"] < 0 and "reward/greedy/mean" in row
             assert row["actor/ppo_kl"] == 0, "the loss is reinforce: it knows no old policy"
-        assert any(row["rollout_corr/rollout_is_std"] > 1e-3 for row in rows), "weights of samples that are not fresh"
+        assert any(row["rollout_corr/rollout_is_std"] > 1e-3 for row in rows), (
+            "weights of samples that are not fresh"
+        )
 
 
 class ForgetfulTrainer(TrainWorker):
     """Takes the defaults of what it ignores."""
 
-    async def build(self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]) -> dict[str, Any]:
+    async def build(
+        self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
+    ) -> dict[str, Any]:
         return await super().build(without_correction(config), model_folder, rank, address)
 
 
@@ -118,7 +148,9 @@ class ForgetfulReplica(RolloutWorker):
 
 
 def without_correction(config: dict[str, Any]) -> dict[str, Any]:
-    return config | {"algorithm": {k: v for k, v in config["algorithm"].items() if k != "rollout_correction"}}
+    return config | {
+        "algorithm": {k: v for k, v in config["algorithm"].items() if k != "rollout_correction"}
+    }
 
 
 class InThisProcess:
@@ -141,11 +173,22 @@ class InThisProcess:
 
 @pytest.mark.parametrize("forgetful", ["trainer-0", "rollout-0"])
 def test_a_worker_with_another_configuration_is_refused(tmp_path: Path, forgetful: str) -> None:
-    write_shape(tmp_path / "model", ModelShape(hidden_size=16, num_hidden_layers=1), vocab_size=8, eos_token_id=0)
+    write_shape(
+        tmp_path / "model",
+        ModelShape(hidden_size=16, num_hidden_layers=1),
+        vocab_size=8,
+        eos_token_id=0,
+    )
     config = Config(
         trainer={"device": "cpu"},
         rollout={"max_num_seqs": 1},
-        algorithm={"rollout_correction": {"max_token_age": 3, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}},
+        algorithm={
+            "rollout_correction": {
+                "max_token_age": 3,
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.5_2.0",
+            }
+        },
     )
 
     async def main() -> None:
@@ -159,5 +202,9 @@ def test_a_worker_with_another_configuration_is_refused(tmp_path: Path, forgetfu
         (error,) = error.exceptions
     assert isinstance(error, MillraceError)
     said = f"{forgetful} has another configuration: "
-    assert str(error).startswith(said + "algorithm.rollout_correction.max_token_age = None, here 3; ")
-    assert "algorithm.rollout_correction.rollout_rs = None, here 'token_k1'; " in str(error) and "trainer." not in str(error)
+    assert str(error).startswith(
+        said + "algorithm.rollout_correction.max_token_age = None, here 3; "
+    )
+    assert "algorithm.rollout_correction.rollout_rs = None, here 'token_k1'; " in str(
+        error
+    ) and "trainer." not in str(error)

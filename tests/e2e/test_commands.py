@@ -63,7 +63,11 @@ class Done:
 
 def millrace(*arguments: str) -> Done:
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         patch.setattr(sys, "argv", ["millrace", *arguments])
         try:
             cli.main()
@@ -94,7 +98,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
          "reward_model": {"style": "rule", "ground_truth": str(a + b)}, "extra_info": {"a": a, "b": b}}
         for a, b in pairs
     ]  # fmt: skip
-    trl = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": 1 + (a + b > 9)} for a, b in pairs]
+    trl = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "level": 1 + (a + b > 9)} for a, b in pairs
+    ]
     for name, rows in (("verl", verl), ("trl", trl)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tiny.yaml").write_text(TINY)
@@ -108,7 +114,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
             f"data.val_files=['{folder}/val.jsonl']",
             f"reward.function={folder}/rewards.py:score",
         ],
-        [f"data.train_files=['{folder}/trl.jsonl']", f"reward.function={folder}/rewards.py:columns"],
+        [
+            f"data.train_files=['{folder}/trl.jsonl']",
+            f"reward.function={folder}/rewards.py:columns",
+        ],
     )
 
 
@@ -122,7 +131,11 @@ def supervised(home: Home) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(home: Home, supervised: dict[str, Any]) -> dict[str, Any]:
     """`millrace train` on verl's columns, from the supervised model."""
-    more = [f"model.path={supervised['model']}", f"trainer.run_dir={home.folder / 'verl'}", "rollout.val_kwargs.n=2"]
+    more = [
+        f"model.path={supervised['model']}",
+        f"trainer.run_dir={home.folder / 'verl'}",
+        "rollout.val_kwargs.n=2",
+    ]
     return millrace("train", home.recipe, *home.verl, *more, "--json").json
 
 
@@ -133,17 +146,22 @@ def test_sft_learns_a_small_set_by_heart(supervised: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(supervised["model"])
     model = AutoModelForCausalLM.from_pretrained(supervised["model"], dtype=torch.float32)
     right = 0
-    rows = [json.loads(line) for line in (Path(supervised["run_dir"]).parent / "verl.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(supervised["run_dir"]).parent / "verl.jsonl").read_text().splitlines()
+    ]
     for row in rows:
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+        ids = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
         said = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         right += Chat(tokenizer).decode(said.tolist()) == row["reward_model"]["ground_truth"]
     assert right >= 20, f"{right} of {len(rows)}"
 
 
-def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signature(home: Home, trained: dict[str, Any]) -> None:
+def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signature(
+    home: Home, trained: dict[str, Any]
+) -> None:
     assert {
         "run_dir",
         "mode",
@@ -154,25 +172,50 @@ def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signatur
         "val",
         "complete",
     } <= trained.keys()
-    assert (trained["mode"], trained["versions"], trained["optimizer_steps"], trained["samples_trained"]) == (
+    assert (
+        trained["mode"],
+        trained["versions"],
+        trained["optimizer_steps"],
+        trained["samples_trained"],
+    ) == (
         "one_step_off",
         4,
         4,
         32,
     )
-    assert trained["complete"] is True and trained["train_seconds"] > 0 and trained["run_dir"] == str(home.folder / "verl")
+    assert (
+        trained["complete"] is True
+        and trained["train_seconds"] > 0
+        and trained["run_dir"] == str(home.folder / "verl")
+    )
     names = {f"val/adding/{name}" for name in ("mean@2", "best@2", "maj@2", "greedy")}
     assert trained["val"].keys() == names == trained["val_before"].keys()
-    assert all(0 <= value <= 1 for value in trained["val"].values()) and trained["val"]["val/adding/mean@2"] > 0.3
+    assert (
+        all(0 <= value <= 1 for value in trained["val"].values())
+        and trained["val"]["val/adding/mean@2"] > 0.3
+    )
     rows = runs.rows(home.folder / "verl")
-    assert all(row["reward/mean"] > 0.3 and row["reward/digits/mean"] >= row["reward/mean"] for row in rows)
+    assert all(
+        row["reward/mean"] > 0.3 and row["reward/digits/mean"] >= row["reward/mean"] for row in rows
+    )
     found = millrace("ledger", trained["run_dir"], "--json").json
-    assert (found["admitted"], found["trained"], found["lost"], found["trained_twice"]) == (32, 32, 0, 0)
+    assert (found["admitted"], found["trained"], found["lost"], found["trained_twice"]) == (
+        32,
+        32,
+        0,
+        0,
+    )
 
 
-def test_eval_of_the_checkpoint_reproduces_the_runs_final_values(home: Home, trained: dict[str, Any]) -> None:
+def test_eval_of_the_checkpoint_reproduces_the_runs_final_values(
+    home: Home, trained: dict[str, Any]
+) -> None:
     """Bit for bit: the same weights, the same random streams, in other processes."""
-    same = [f"model.path={home.folder / 'sft' / 'sft'}", "rollout.val_kwargs.n=2", f"trainer.resume={trained['checkpoint']}"]
+    same = [
+        f"model.path={home.folder / 'sft' / 'sft'}",
+        "rollout.val_kwargs.n=2",
+        f"trainer.resume={trained['checkpoint']}",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home.folder)
         found = millrace("eval", home.recipe, *home.verl, *same, "--json").json
@@ -180,7 +223,9 @@ def test_eval_of_the_checkpoint_reproduces_the_runs_final_values(home: Home, tra
     assert found["version"] == 4 and found["val"] == trained["val"]
 
 
-def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(home: Home, trained: dict[str, Any]) -> None:
+def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(
+    home: Home, trained: dict[str, Any]
+) -> None:
     folder = home.folder / "exported"
     found = millrace("export", trained["run_dir"], str(folder), "--json").json
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -191,27 +236,43 @@ def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(home:
         "complete": True,
     }
     checkpoint = Path(trained["checkpoint"])
-    engine = fsdp_train.build(Config(trainer={"device": "cpu"}), str(checkpoint / "model"), rank=0, world_size=1)
+    engine = fsdp_train.build(
+        Config(trainer={"device": "cpu"}), str(checkpoint / "model"), rank=0, world_size=1
+    )
     engine.begin(Config().actor.optim, 1)
     before = {name: tensor.clone() for name, tensor in engine.full_weights()}
     asyncio.run(engine.load(str(checkpoint / "engine")))
     plain = load_model(checkpoint / "model", seed=0, dtype="float32")
     plain.load_state_dict(dict(engine.full_weights()), strict=False)
-    ids = AutoTokenizer.from_pretrained(folder).encode("3+4=", add_special_tokens=False, return_tensors="pt")
+    ids = AutoTokenizer.from_pretrained(folder).encode(
+        "3+4=", add_special_tokens=False, return_tensors="pt"
+    )
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits)
-    assert any((before[name] != tensor).any() for name, tensor in engine.full_weights()), "a checkpoint is not what it began with"
+    assert any((before[name] != tensor).any() for name, tensor in engine.full_weights()), (
+        "a checkpoint is not what it began with"
+    )
 
 
 def test_rows_in_trls_columns_train_with_an_async_reward_function_in_trls_signature(
     home: Home, supervised: dict[str, Any]
 ) -> None:
-    more = [f"model.path={supervised['model']}", f"trainer.run_dir={home.folder / 'trl'}", "rollout.total_rollout_steps=16"]
+    more = [
+        f"model.path={supervised['model']}",
+        f"trainer.run_dir={home.folder / 'trl'}",
+        "rollout.total_rollout_steps=16",
+    ]
     result = millrace("train", home.recipe, *home.trl, *more, "--json").json
     assert result["complete"] and result["samples_trained"] == 16 and result["val"] == {}
     assert len(runs.rows(home.folder / "trl")) == 2
 
 
-def test_a_command_without_json_ends_in_words_for_people(home: Home, trained: dict[str, Any]) -> None:
+def test_a_command_without_json_ends_in_words_for_people(
+    home: Home, trained: dict[str, Any]
+) -> None:
     done = millrace("ledger", trained["run_dir"])
-    assert done.code == 0 and "admitted 32  trained 32" in done.out and "lost 0  trained_twice 0" in done.out
+    assert (
+        done.code == 0
+        and "admitted 32  trained 32" in done.out
+        and "lost 0  trained_twice 0" in done.out
+    )

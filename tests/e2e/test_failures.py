@@ -37,17 +37,23 @@ LONG = [
 def history(folder: Path) -> list[dict[str, object]]:
     """Its whole lines."""
     path = folder / "history.jsonl"
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    return (
+        [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    )
 
 
 def attempts(folder: Path) -> int:
     return sum(line["event"] == "start" for line in history(folder))
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], output: Path, seconds: float = 90.0) -> None:
+def wait_for(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], output: Path, seconds: float = 90.0
+) -> None:
     end = time.monotonic() + seconds
     while not ready():
-        assert process.poll() is None, f"the run ended with {process.returncode}:\n{output.read_text()}"
+        assert process.poll() is None, (
+            f"the run ended with {process.returncode}:\n{output.read_text()}"
+        )
         assert time.monotonic() < end, f"still waiting:\n{output.read_text()}"
         time.sleep(0.01)
 
@@ -63,7 +69,9 @@ class Chain:
     def start(self, *overrides: str, versions: int = 3) -> subprocess.Popen[bytes]:
         """The next attempt, once it has made `versions` more versions."""
         before = attempts(self.folder)
-        self.process = runs.start_command(*runs.small(self.folder, *LONG, *overrides), output=self.output)
+        self.process = runs.start_command(
+            *runs.small(self.folder, *LONG, *overrides), output=self.output
+        )
 
         def trained() -> bool:
             lines = history(self.folder)
@@ -83,12 +91,17 @@ class Chain:
     def worker(self, name: str) -> psutil.Process:
         assert self.process is not None
         role = name.split("-")[0]
-        return next(p for p in psutil.Process(self.process.pid).children() if p.cmdline()[-2:-1] == [role])
+        return next(
+            p for p in psutil.Process(self.process.pid).children() if p.cmdline()[-2:-1] == [role]
+        )
 
     def kill_tree(self) -> None:
         """kill -9 of the driver and everything under it, as a scheduler or the OOM killer does."""
         assert self.process is not None
-        tree = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        tree = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         for process in tree:
             process.kill()
         self.process.wait()
@@ -114,9 +127,17 @@ def interrupted(chain: Chain) -> None:
     process.send_signal(signal.SIGINT)
     assert chain.end() == 130
     said = "\n".join(chain.said())
-    assert "SIGINT: saving a checkpoint, then ending" in said and "not complete: go on with trainer.resume=auto" in said
+    assert (
+        "SIGINT: saving a checkpoint, then ending" in said
+        and "not complete: go on with trainer.resume=auto" in said
+    )
     cut = history(chain.folder)[-1]
-    assert cut["event"] == "end" and (chain.folder / "checkpoints" / f"version-{cut['version']:06d}" / "manifest.json").is_file()
+    assert (
+        cut["event"] == "end"
+        and (
+            chain.folder / "checkpoints" / f"version-{cut['version']:06d}" / "manifest.json"
+        ).is_file()
+    )
 
 
 def terminated(chain: Chain) -> None:
@@ -173,12 +194,16 @@ def lost_worker(chain: Chain, name: str) -> None:
     *_, words, error = chain.said()
     assert error.startswith(f"error: worker {name} was killed by SIGKILL; its log is {log}")
     assert words == "its last words"
-    assert not any("Traceback" in line for line in chain.said()), "an error of millrace's own is one message"
+    assert not any("Traceback" in line for line in chain.said()), (
+        "an error of millrace's own is one message"
+    )
 
 
 def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    chain.start(f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=0.3", "--json", versions=0)
+    chain.start(
+        f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=0.3", "--json", versions=0
+    )
     assert chain.end(90) == 0, "\n".join(chain.said())
     result = json.loads(chain.said()[-1])
     assert result["complete"] and result["samples_trained"] == 800
@@ -202,42 +227,76 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 8
     assert (found["lost"], found["trained_twice"], found["held"]) == (0, 0, 0)
     assert found["dropped"] == {"timeout": 3}, "counted by reason"
-    assert [row["version"] for row in runs.rows(chain.folder)] == list(range(1, found["versions"] + 1)), (
-        "one row for each version"
-    )
-    written = [json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in runs.rows(chain.folder)] == list(
+        range(1, found["versions"] + 1)
+    ), "one row for each version"
+    written = [
+        json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     validated = [row["version"] for row in written if "val/sort_digits/greedy" in row]
-    assert validated == list(range(5, found["versions"] + 1, 5)), "each due validation once, also one that a stop cut short"
+    assert validated == list(range(5, found["versions"] + 1, 5)), (
+        "each due validation once, also one that a stop cut short"
+    )
     done = runs.command(*runs.small(chain.folder, *LONG, "rollout.total_rollout_steps=400"))
-    assert done.returncode == 2 and "rollout.total_rollout_steps = 400: the run would end after 400 samples" in done.stderr
+    assert (
+        done.returncode == 2
+        and "rollout.total_rollout_steps = 400: the run would end after 400 samples" in done.stderr
+    )
     assert "has trained 800. Fix: a larger one" in " ".join(done.stderr.split())
 
 
-def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(tmp_path: Path) -> None:
-    (tmp_path / "raises.py").write_text("def score(prompts, completions, **columns):\n    raise KeyError('no column answers')\n")
-    done = runs.command(*runs.small(tmp_path / "run", f"reward.function={tmp_path}/raises.py:score", "trainer.threads=1"))
+def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "raises.py").write_text(
+        "def score(prompts, completions, **columns):\n    raise KeyError('no column answers')\n"
+    )
+    done = runs.command(
+        *runs.small(
+            tmp_path / "run", f"reward.function={tmp_path}/raises.py:score", "trainer.threads=1"
+        )
+    )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: exception: 11 of the last 11 samples had no score, more than reward.max_error_share = 0.2")
-    assert "KeyError: 'no column answers' (raises.py:2 in score: raise KeyError('no column answers'))" in last
+    assert last.startswith(
+        "error: exception: 11 of the last 11 samples had no score, more than reward.max_error_share = 0.2"
+    )
+    assert (
+        "KeyError: 'no column answers' (raises.py:2 in score: raise KeyError('no column answers'))"
+        in last
+    )
     assert "Traceback" not in done.stderr
     found = runs.audit(tmp_path / "run")
     assert found["trained"] == 0 and found["lost"] == 0 and not found["complete"]
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_the_reason(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_the_reason(
+    tmp_path: Path,
+) -> None:
     """A limit on the size of files stands for a full disk: the engine's state runs into it while the next version trains."""
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2**19, 2**19))
-    done = runs.command(*runs.small(tmp_path / "run", "trainer.save_freq=3", "trainer.threads=1"), preexec_fn=limit, timeout=120)
+    done = runs.command(
+        *runs.small(tmp_path / "run", "trainer.save_freq=3", "trainer.threads=1"),
+        preexec_fn=limit,
+        timeout=120,
+    )
     assert done.returncode == 1, done.stderr
     folder = tmp_path / "run" / "checkpoints"
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"error: trainer-0: {folder}/.writing-000003/engine was not written: rank 0: "), done.stderr
+    assert last.startswith(
+        f"error: trainer-0: {folder}/.writing-000003/engine was not written: rank 0: "
+    ), done.stderr
     assert last.endswith("OSError: [Errno 27] File too large")
     assert "Traceback" not in done.stderr
     assert Checkpoints(tmp_path / "run", keep=2).all() == []
-    assert [row["version"] for row in runs.rows(tmp_path / "run")][:3] == [1, 2, 3], "the row comes before the checkpoint"
+    assert [row["version"] for row in runs.rows(tmp_path / "run")][:3] == [1, 2, 3], (
+        "the row comes before the checkpoint"
+    )
 
 
 def test_after_all_of_this_no_process_is_left() -> None:
-    assert not [p for p in psutil.Process(os.getpid()).children(recursive=True) if "millrace.runtime.host" in p.cmdline()]
+    assert not [
+        p
+        for p in psutil.Process(os.getpid()).children(recursive=True)
+        if "millrace.runtime.host" in p.cmdline()
+    ]

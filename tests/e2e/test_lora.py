@@ -44,7 +44,9 @@ def test_adapters_learn_and_alone_are_sent_and_saved(tmp_path: Path) -> None:
             assert 0 < rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"]
             assert rows[0]["actor/log_prob_gap_same_version"] < 1e-5
             whole = sum(t.numel() * t.element_size() for t in start.values())
-            assert {row["sync/bytes"] for row in rows} == {rows[0]["sync/bytes"]} and rows[0]["sync/bytes"] < whole / 2
+            assert {row["sync/bytes"] for row in rows} == {rows[0]["sync/bytes"]} and rows[0][
+                "sync/bytes"
+            ] < whole / 2
             trained = await runs.weights(s, tmp_path / "after")
             same = {name for name, t in trained.items() if torch.equal(t, start[name])}
             assert {name for name in trained if not name.endswith("proj.weight")} == same

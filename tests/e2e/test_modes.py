@@ -28,10 +28,20 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> No
             for mode, *more in [*overlapped, *((mode,) for mode in MODES)]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, f"mode={mode}", *more)
-                assert all(("timing_s/sync_keep" in row) == bool(more) for row in runs.rows(folder)[:-1]), mode
-                assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
+                assert all(
+                    ("timing_s/sync_keep" in row) == bool(more) for row in runs.rows(folder)[:-1]
+                ), mode
+                assert (
+                    outcome.mode == mode and outcome.complete and outcome.samples_trained == 64
+                ), mode
                 found = audit(folder)
-                assert (found.admitted, found.trained, found.lost, found.trained_twice, found.held) == (64, 64, 0, 0, 0), mode
+                assert (
+                    found.admitted,
+                    found.trained,
+                    found.lost,
+                    found.trained_twice,
+                    found.held,
+                ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
 
     asyncio.run(main())
@@ -45,7 +55,10 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
             row["perf/time_per_version"], rel=1e-6
         )
         assert 0 <= row["trainer/idle_ratio"] <= 1 and 0 <= row["rollouter/idle_ratio"] <= 1, mode
-        assert sum(v for k, v in row.items() if k.startswith("staleness/hist/")) == row["train/samples"] * 4, mode
+        assert (
+            sum(v for k, v in row.items() if k.startswith("staleness/hist/"))
+            == row["train/samples"] * 4
+        ), mode
         assert row["sync/bytes"] > 0 and row["actor/nonfinite_steps"] == 0, mode
     if OnSync(MODES[mode]["on_sync"]) is OnSync.DRAIN:
         assert all(row["fully_async/partial/total_partial_num"] == 0 for row in rows), mode
@@ -55,22 +68,41 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
     """on_policy_pipeline and colocate_sync: the same samples in the same order, and the same weights at the end."""
 
     async def main() -> None:
-        async with runs.session(tmp_path, "mode=on_policy_pipeline", "trainer.deterministic=true") as s:
+        async with runs.session(
+            tmp_path, "mode=on_policy_pipeline", "trainer.deterministic=true"
+        ) as s:
             await runs.run(s, tmp_path / "pipeline", "mode=on_policy_pipeline")
             pipeline = await runs.weights(s, tmp_path / "a")
-            await runs.run(s, tmp_path / "sync", "mode=colocate_sync", "async_training.trigger_parameter_sync_step=1")
+            await runs.run(
+                s,
+                tmp_path / "sync",
+                "mode=colocate_sync",
+                "async_training.trigger_parameter_sync_step=1",
+            )
             sync = await runs.weights(s, tmp_path / "b")
             await runs.run(s, tmp_path / "off", "mode=one_step_off")
             off = await runs.weights(s, tmp_path / "c")
             assert all((sync[name] == tensor).all() for name, tensor in pipeline.items())
-            assert any((off[name] != tensor).any() for name, tensor in pipeline.items()), "one_step_off trains older samples"
-            for column in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
-                assert [r[column] for r in runs.rows(tmp_path / "sync")] == [r[column] for r in runs.rows(tmp_path / "pipeline")]
+            assert any((off[name] != tensor).any() for name, tensor in pipeline.items()), (
+                "one_step_off trains older samples"
+            )
+            for column in (
+                "reward/mean",
+                "actor/pg_loss",
+                "actor/grad_norm",
+                "response_length/mean",
+            ):
+                assert [r[column] for r in runs.rows(tmp_path / "sync")] == [
+                    r[column] for r in runs.rows(tmp_path / "pipeline")
+                ]
             assert trained(tmp_path / "sync") == trained(tmp_path / "pipeline")
             # One step off: batch k was drawn by version k - 2, and trained while k - 1 was live.
             for k, row in enumerate(runs.rows(tmp_path / "off"), start=1):
                 age = (k - 1) - max(0, k - 2)
-                assert row[f"staleness/hist/{age}"] == 32 and row["fully_async/partial/total_partial_num"] == 0
+                assert (
+                    row[f"staleness/hist/{age}"] == 32
+                    and row["fully_async/partial/total_partial_num"] == 0
+                )
             await resumed_equals_uninterrupted(s, tmp_path)
             await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
             await stopped_after_its_last_step(s, tmp_path)
@@ -100,9 +132,14 @@ async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
 async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
     """A checkpoint that was written while later versions were trained is one of its own version."""
     expected = await runs.weights(s, tmp_path / "d")
-    middle, often = tmp_path / "middle", ["mode=one_step_off", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=9"]
+    middle, often = (
+        tmp_path / "middle",
+        ["mode=one_step_off", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=9"],
+    )
     await runs.run(s, middle, *often)
-    assert min(row["version"] for row in runs.rows(middle) if row.get("checkpoint/write_s", 0) > 0) > 3
+    assert (
+        min(row["version"] for row in runs.rows(middle) if row.get("checkpoint/write_s", 0) > 0) > 3
+    )
     kept = Checkpoints(middle, keep=9).all()
     assert [p.name for p in kept] == ["version-000003", "version-000006", "version-000008"]
     for later in kept[1:]:
@@ -122,7 +159,9 @@ async def stopped_after_its_last_step(s: runs.Session, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunRecord, "checkpointed", checkpointed)
-        outcome = await runs.run(s, folder, "mode=one_step_off", "trainer.save_last=false", stop=stop)
+        outcome = await runs.run(
+            s, folder, "mode=one_step_off", "trainer.save_last=false", stop=stop
+        )
     assert (outcome.complete, outcome.last, outcome.samples_trained) == (False, None, 64)
     assert outcome.checkpoint == folder / "checkpoints" / "version-000008"
     again = await runs.run(s, folder, "mode=one_step_off", resume=True)
@@ -143,4 +182,6 @@ def _lines(folder: Path) -> list[str]:
 
 def trained(folder: Path) -> list[list[int]]:
     """Sample ids by version."""
-    return [row["trained"] for line in _lines(folder) if (row := json.loads(line))["event"] == "version"]
+    return [
+        row["trained"] for line in _lines(folder) if (row := json.loads(line))["event"] == "version"
+    ]

@@ -17,7 +17,17 @@ from millrace.engines.experience import Experience, Models, make_experience
 from millrace.engines.fsdp_train import FsdpTrainEngine
 from millrace.engines.policy import PackedPolicy
 from millrace.ports import StepReport, TrainBatch
-from millrace.types import Author, Prompt, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 from tests.engines import train_cases
 from tests.engines.train_cases import CPU, HORIZON, OPTIM
 from tests.engines.train_samples import random_samples
@@ -36,7 +46,11 @@ def samples_of(seed: int = 10, counts: Sequence[int] = COUNTS) -> tuple[Sample, 
 
 def config_of(**sections: Any) -> Config:
     """Two mini-batches of several micro-batches, unless `actor` says otherwise."""
-    actor = {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 60, "optim": OPTIM.model_dump()} | sections.pop("actor", {})
+    actor = {
+        "ppo_mini_batch_size": 4,
+        "ppo_max_token_len_per_gpu": 60,
+        "optim": OPTIM.model_dump(),
+    } | sections.pop("actor", {})
     rollout = {"max_prompt_length": 8, "max_response_length": 25, "temperature": TEMPERATURE}
     trainer = {"device": "cpu"} | sections.pop("trainer", {})
     return Config(trainer=trainer, rollout=rollout, actor=actor, **sections)
@@ -66,12 +80,22 @@ def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
     return engine
 
 
-def step(engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION) -> StepReport:
+def step(
+    engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION
+) -> StepReport:
     return asyncio.run(engine.step(TrainBatch(samples, version)))
 
 
-def experience(engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION) -> Experience:
-    return make_experience(samples, version, Models(engine.actor, engine.critic, engine.reference), engine.config, engine.kl_coef)
+def experience(
+    engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION
+) -> Experience:
+    return make_experience(
+        samples,
+        version,
+        Models(engine.actor, engine.critic, engine.reference),
+        engine.config,
+        engine.kl_coef,
+    )
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -81,7 +105,9 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def moments(engine: FsdpTrainEngine) -> list[Tensor]:
     """Everything that the policy's optimizer remembers."""
     assert engine.actor.optimizer is not None
-    return [value.clone() for state in engine.actor.optimizer.state.values() for value in state.values()]
+    return [
+        value.clone() for state in engine.actor.optimizer.state.values() for value in state.values()
+    ]
 
 
 def log_probs(engine: FsdpTrainEngine, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -89,7 +115,11 @@ def log_probs(engine: FsdpTrainEngine, samples: tuple[Sample, ...]) -> list[list
 
 
 def trajectory(
-    *rollout: float, score: float | None = 0.0, version: int = 0, stop: Stop = Stop.EOS, extra: dict[str, float] | None = None
+    *rollout: float,
+    score: float | None = 0.0,
+    version: int = 0,
+    stop: Stop = Stop.EOS,
+    extra: dict[str, float] | None = None,
 ) -> Trajectory:
     """One turn with these log-probs."""
     tokens = tokens_of(1 + i % 12 for i in range(len(rollout)))
@@ -98,14 +128,18 @@ def trajectory(
 
 
 def sample(index: int, *trajectories: Trajectory, greedy: Trajectory | None = None) -> Sample:
-    return Sample(Prompt(index, tokens_of([3, 5, 2 + index]), "", "test"), trajectories, greedy=greedy)
+    return Sample(
+        Prompt(index, tokens_of([3, 5, 2 + index]), "", "test"), trajectories, greedy=greedy
+    )
 
 
 def at_version(one: Sample, version: int) -> Sample:
     """The same, all of it drawn by one version."""
 
     def moved(t: Trajectory) -> Trajectory:
-        segments = (replace(s, version=version) if s.author is Author.POLICY else s for s in t.segments)
+        segments = (
+            replace(s, version=version) if s.author is Author.POLICY else s for s in t.segments
+        )
         return replace(t, segments=tuple(segments))
 
     return replace(one, trajectories=tuple(moved(t) for t in one.trajectories))
@@ -138,15 +172,24 @@ Rule = Callable[[Rows, Rows], Trained]
 """(the trajectories of a mini-batch, those of the batch) -> what is trained."""
 
 
-def plain_rows(model: Any, samples: tuple[Sample, ...], advantages: dict[tuple[int, int], float], version: int) -> list[Rows]:
+def plain_rows(
+    model: Any, samples: tuple[Sample, ...], advantages: dict[tuple[int, int], float], version: int
+) -> list[Rows]:
     """Of each sample, its trajectories; `arrival` is the log-prob now."""
     found = []
     for i, one in enumerate(samples):
         rows = []
         for j, t in enumerate(one.trajectories):
             versions = [s.version for s in t.segments for _ in s.log_probs]
-            told = zip(train_cases.plain_log_probs(model, one, t, TEMPERATURE), versions, strict=True)
-            rows.append([Token(new, mu, float(new.detach()), advantages[i, j], max(version - v, 0)) for (new, _, mu), v in told])
+            told = zip(
+                train_cases.plain_log_probs(model, one, t, TEMPERATURE), versions, strict=True
+            )
+            rows.append(
+                [
+                    Token(new, mu, float(new.detach()), advantages[i, j], max(version - v, 0))
+                    for (new, _, mu), v in told
+                ]
+            )
         found.append(rows)
     return found
 
@@ -169,7 +212,10 @@ def plain_aggregate(rows: list[list[Tensor]], mode: str) -> Tensor:
 def plain_optimizer(module: nn.Module) -> torch.optim.AdamW:
     decayed = [p for p in module.parameters() if p.ndim >= 2]
     others = [p for p in module.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": OPTIM.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
 
 
@@ -195,7 +241,11 @@ class Plain:
 
 
 def plain_train(
-    folder: str, config: Config, samples: tuple[Sample, ...], advantages: dict[tuple[int, int], float], rule: Rule
+    folder: str,
+    config: Config,
+    samples: tuple[Sample, ...],
+    advantages: dict[tuple[int, int], float],
+    rule: Rule,
 ) -> Plain:
     """The steps of one batch: the policy loss alone."""
     model, actor = train_cases.model_of({}, folder), config.actor
@@ -224,10 +274,14 @@ def plain_train(
 def plain_loss(token: Token, old: float, actor: Any) -> Tensor:
     if actor.policy_loss.loss_mode == "reinforce":
         return -token.advantage * token.new
-    return train_cases.plain_token_loss(token.new, torch.tensor(old, dtype=torch.float64), token.advantage, actor)
+    return train_cases.plain_token_loss(
+        token.new, torch.tensor(old, dtype=torch.float64), token.advantage, actor
+    )
 
 
-def group_advantages(scores: list[list[float]], kept: list[list[bool]] | None = None) -> dict[tuple[int, int], float]:
+def group_advantages(
+    scores: list[list[float]], kept: list[list[bool]] | None = None
+) -> dict[tuple[int, int], float]:
     """GRPO of each group, without those that are not kept."""
     found = {}
     for i, group in enumerate(scores):

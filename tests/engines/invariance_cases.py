@@ -40,22 +40,47 @@ def _correction(**keys: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    f"{mode}, {agg}": {"actor": {"policy_loss": {"loss_mode": mode, **COV}, "loss_agg_mode": agg, **BOUNDS.get(mode, {})}}
+    f"{mode}, {agg}": {
+        "actor": {
+            "policy_loss": {"loss_mode": mode, **COV},
+            "loss_agg_mode": agg,
+            **BOUNDS.get(mode, {}),
+        }
+    }
     for mode in get_args(LossMode)
     for agg in get_args(AggMode)
 } | {
-    "token weights, normalised": OWN | _correction(rollout_is="token", rollout_is_batch_normalize=True),
-    "sequence weights in a band": OWN | _correction(rollout_is="sequence", rollout_is_threshold="0.2_5.0"),
+    "token weights, normalised": OWN
+    | _correction(rollout_is="token", rollout_is_batch_normalize=True),
+    "sequence weights in a band": OWN
+    | _correction(rollout_is="sequence", rollout_is_threshold="0.2_5.0"),
     "rejection by token and by sequence": OWN
-    | _correction(rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=("0.4_3.0", 0.6), rollout_token_veto_threshold=0.2),
+    | _correction(
+        rollout_rs="token_k1,seq_max_k2",
+        rollout_rs_threshold=("0.4_3.0", 0.6),
+        rollout_token_veto_threshold=0.2,
+    ),
     "rejection before the baseline": OWN
-    | _correction(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True),
-    "rejection by the current policy": _correction(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3),
-    "weights in passing": _correction(rollout_is="sequence") | {"actor": {"policy_loss": {"loss_mode": "reinforce"}}},
+    | _correction(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True
+    ),
+    "rejection by the current policy": _correction(
+        rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3
+    ),
+    "weights in passing": _correction(rollout_is="sequence")
+    | {"actor": {"policy_loss": {"loss_mode": "reinforce"}}},
     "interpolated": OWN | _correction(rollout_is="token", proximal="interpolate"),
-    "interpolated, normalised": OWN | _correction(rollout_is="token", rollout_is_batch_normalize=True, proximal="interpolate"),
+    "interpolated, normalised": OWN
+    | _correction(rollout_is="token", rollout_is_batch_normalize=True, proximal="interpolate"),
     "age": _correction(max_token_age=1),
-    "KL and entropy": {"actor": {"use_kl_loss": True, "kl_loss_type": "k3+", "kl_loss_coef": 0.3, "entropy_coeff": 0.1}},
+    "KL and entropy": {
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_type": "k3+",
+            "kl_loss_coef": 0.3,
+            "entropy_coeff": 0.1,
+        }
+    },
     "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}},
     "critic": {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95}},
     "optimal token baseline": {"algorithm": {"adv_estimator": "optimal_token_baseline"}},
@@ -134,11 +159,16 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     critic = engine.critic if config.needs_critic else None
     for model in (engine.actor, engine.critic, engine.reference):
         model.limit = cut
-    data = make_experience(SAMPLES, VERSION, Models(engine.actor, critic, engine.reference), config, engine.kl_coef)
+    data = make_experience(
+        SAMPLES, VERSION, Models(engine.actor, critic, engine.reference), config, engine.kl_coef
+    )
     (members,) = engine._mini_batches(data, len(SAMPLES))
     mini = engine._settle(data, members, untouched=True)
     found: dict[str, Any] = {"tokens": mini.tokens, "metrics": mini.metrics}
-    for model, loss, names in ((engine.actor, PolicyLoss, POLICY_SUMS), (critic, CriticLoss, CRITIC_SUMS)):
+    for model, loss, names in (
+        (engine.actor, PolicyLoss, POLICY_SUMS),
+        (critic, CriticLoss, CRITIC_SUMS),
+    ):
         if model is not None:
             meter = Meter(names)
             model.accumulate(data.rows, members, 0.8, loss(data, mini, config), meter)

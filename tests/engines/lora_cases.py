@@ -15,7 +15,10 @@ from tests.engines import train_cases
 from tests.engines.train_cases import CPU, HORIZON, LAYOUTS, OPTIM
 
 RANK, ALPHA = 4, 6.0
-CASES = {name: train_cases.CASES[name] for name in ("many micro-batches", "short last mini-batch, two epochs, own old log-probs")}
+CASES = {
+    name: train_cases.CASES[name]
+    for name in ("many micro-batches", "short last mini-batch, two epochs, own old log-probs")
+}
 
 
 def config_of(case, layout="1", **sections):
@@ -27,7 +30,9 @@ def config_of(case, layout="1", **sections):
 
 
 def loaded(case, folder):
-    return load_model(f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32")
+    return load_model(
+        f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
+    )
 
 
 def engine_of(case, folder, rank, layout):
@@ -35,7 +40,9 @@ def engine_of(case, folder, rank, layout):
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
     policy = PackedPolicy(lora.inject(loaded(case, folder), config).double())
     policy = shard(policy, config, mesh_of(config, world_size, CPU), CPU)
-    engine = FsdpTrainEngine(policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU)
+    engine = FsdpTrainEngine(
+        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+    )
     engine.begin(OPTIM, HORIZON)
     return engine
 
@@ -44,7 +51,9 @@ def plain_model(case, folder):
     """peft's own, in float64: drawn as ours is, from the seed after the model's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config_of(case).trainer.seed + 1)
-        settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         return get_peft_model(loaded(case, folder), settings).double()
 
 
@@ -75,7 +84,11 @@ def run_case(case, folder, rank, layout="1"):
 
 def with_reference(folder, rank=0, layout="1", **sections):
     """As a user builds it, with the KL to the reference and a critic, in float32."""
-    config = config_of({}, layout, **({"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}} | sections))
+    config = config_of(
+        {},
+        layout,
+        **({"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}} | sections),
+    )
     engine = build(config, f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0])
     engine.begin(OPTIM, HORIZON)
     return engine
@@ -91,7 +104,13 @@ def run_extra(folder, rank):
     asyncio.run(engine.export(f"{folder}/export"))
     exported, adapters = dict(engine.full_weights()), adapters_of(engine)
     last = asyncio.run(engine.step(batches[1])).metrics
-    return {"start": start, "exported": exported, "adapters": adapters, "last": last, "weights": dict(engine.full_weights())}
+    return {
+        "start": start,
+        "exported": exported,
+        "adapters": adapters,
+        "last": last,
+        "weights": dict(engine.full_weights()),
+    }
 
 
 def run_copies(folder, rank):
@@ -100,4 +119,9 @@ def run_copies(folder, rank):
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     last = asyncio.run(engine.step(train_cases.batches_of({})[1])).metrics
     asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
-    return {"last": last, "adapters": adapters_of(engine), "weights": dict(engine.full_weights()), "base": engine.base_sum}
+    return {
+        "last": last,
+        "adapters": adapters_of(engine),
+        "weights": dict(engine.full_weights()),
+        "base": engine.base_sum,
+    }

@@ -19,7 +19,13 @@ from millrace.types import SamplingParams, Segment, tokens_of
 
 VOCABULARY = 24
 EOS = 1
-SHAPE = ModelShape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+SHAPE = ModelShape(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 
 
 WIDE = ModelShape()
@@ -63,16 +69,33 @@ def long(max_tokens: int = 60, **changes) -> SamplingParams:
 
 
 @torch.inference_mode()
-def full_log_probs(model: PreTrainedModel, context: Sequence[int], response: Sequence[int], temperature: float = 1.0):
+def full_log_probs(
+    model: PreTrainedModel,
+    context: Sequence[int],
+    response: Sequence[int],
+    temperature: float = 1.0,
+):
     """float32 [response]: log p of every response token in one forward pass over everything."""
     ids = torch.tensor([[*context, *response]])
-    log_probs = torch.log_softmax(model(ids, use_cache=False).logits[0].float() / temperature, dim=-1)
+    log_probs = torch.log_softmax(
+        model(ids, use_cache=False).logits[0].float() / temperature, dim=-1
+    )
     return log_probs[len(context) - 1 : -1].gather(1, ids[0, len(context) :, None])[:, 0]
 
 
-def error(model: PreTrainedModel, context: Sequence[int], segment: Segment, temperature: float = 1.0) -> float:
+def error(
+    model: PreTrainedModel, context: Sequence[int], segment: Segment, temperature: float = 1.0
+) -> float:
     """Largest difference of a segment's log-probs from those of a full forward pass."""
-    return (full_log_probs(model, context, segment.tokens, temperature) - torch.tensor(segment.log_probs)).abs().max().item()
+    return (
+        (
+            full_log_probs(model, context, segment.tokens, temperature)
+            - torch.tensor(segment.log_probs)
+        )
+        .abs()
+        .max()
+        .item()
+    )
 
 
 async def turns(n: int) -> None:

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is comp
 @pytest.fixture(scope="module")
 def ranks(folder):
     return train_cases.on_ranks(
-        folder, train_cases.CASES, train_cases.run_case, {"2": train_cases.run_extra, "2 x 2": train_cases.run_copies}
+        folder,
+        train_cases.CASES,
+        train_cases.run_case,
+        {"2": train_cases.run_extra, "2 x 2": train_cases.run_copies},
     )
 
 
@@ -42,7 +45,9 @@ def close(got, want, rtol=1e-6, atol=1e-8):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(name, layout, folder, ranks, plain):
+def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(
+    name, layout, folder, ranks, plain
+):
     got = train_cases.run_case(CASES[name], folder, 0) if layout == "1" else ranks[layout][0][name]
     weights, results = plain[name]
     for metrics, (loss, norm, lr) in zip(got["metrics"], results, strict=True):
@@ -70,10 +75,19 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks
     with torch.no_grad():
         for sample in train_cases.batches_of(case)[0].samples:
             for trajectory in sample.trajectories:
-                want.append([float(row[0]) for row in train_cases.plain_log_probs(model, sample, trajectory, 0.8)])
+                want.append(
+                    [
+                        float(row[0])
+                        for row in train_cases.plain_log_probs(model, sample, trajectory, 0.8)
+                    ]
+                )
     engine = train_cases.engine_of(case, folder, 0)
     alone = asyncio.run(engine.log_probs(train_cases.batches_of(case)[0].samples))
-    for got in (alone, ranks["2"][0]["many micro-batches"]["log_probs"], ranks["3"][2]["many micro-batches"]["log_probs"]):
+    for got in (
+        alone,
+        ranks["2"][0]["many micro-batches"]["log_probs"],
+        ranks["3"][2]["many micro-batches"]["log_probs"],
+    ):
         assert [len(row) for row in got] == [len(row) for row in want]
         for a, b in zip(got, want, strict=True):
             assert a == pytest.approx(b, rel=1e-6, abs=1e-6)
@@ -84,14 +98,24 @@ def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
     batch = TrainBatch(train_cases.batches_of(case)[0].samples[:4], 0)
     engine = train_cases.engine_of(case, folder, 0)
     current = np.concatenate(asyncio.run(engine.log_probs(batch.samples)))
-    rollout = np.concatenate([s.log_probs for x in batch.samples for t in x.trajectories for s in t.segments if s.log_probs])
+    rollout = np.concatenate(
+        [
+            s.log_probs
+            for x in batch.samples
+            for t in x.trajectories
+            for s in t.segments
+            if s.log_probs
+        ]
+    )
     report = asyncio.run(engine.step(batch))
     metrics = report.metrics | report.totals
     delta, diff = rollout - current, np.abs(np.exp(rollout) - np.exp(current))
     ratio = np.exp(-delta)
     assert metrics["actor/kl_to_sampler"] == pytest.approx(delta.mean(), rel=1e-4)
     assert metrics["actor/ppo_kl"] == pytest.approx(delta.mean(), rel=1e-4)
-    assert metrics["actor/k3_to_sampler"] == pytest.approx(np.minimum(ratio - 1 + delta, 10).mean(), rel=1e-4)
+    assert metrics["actor/k3_to_sampler"] == pytest.approx(
+        np.minimum(ratio - 1 + delta, 10).mean(), rel=1e-4
+    )
     assert metrics["actor/rollout_probs_diff_mean"] == pytest.approx(diff.mean(), rel=1e-4)
     assert metrics["actor/rollout_probs_diff_max"] == pytest.approx(diff.max(), rel=1e-4)
     lengths = [len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories]
@@ -111,9 +135,16 @@ def test_weights_that_the_first_rank_loads_are_those_of_all(layout, folder, rank
         for buffers in loaded["buffers"]:
             assert len(buffers) == len(dict(model.named_buffers())) > 0
             for name, buffer in model.named_buffers():
-                close(next(b for n, b in buffers.items() if n.endswith(name.removeprefix("model."))), buffer, rtol=0, atol=0)
+                close(
+                    next(b for n, b in buffers.items() if n.endswith(name.removeprefix("model."))),
+                    buffer,
+                    rtol=0,
+                    atol=0,
+                )
         assert loaded["metrics"] == ranks[layout][0]["extra"]["loaded"]["metrics"]
-        assert 0 < loaded["metrics"]["actor/kl_loss"] < 0.01  # the reference is the start weights: one step apart
+        assert (
+            0 < loaded["metrics"]["actor/kl_loss"] < 0.01
+        )  # the reference is the start weights: one step apart
         assert np.isfinite(loaded["metrics"]["critic/vf_loss"])
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
             assert loaded["metrics"][key] == pytest.approx(alone[key], rel=1e-4), key
@@ -152,8 +183,13 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folde
     extra, want = ranks["2 x 2"][0]["extra"], ranks["2"][0]["extra"]
     for rank in ranks["2 x 2"]:
         assert rank["extra"]["last"] == extra["last"]
-        assert all(torch.equal(rank["extra"]["weights"][name], weight) for name, weight in extra["weights"].items())
-    assert extra["last"]["actor/grad_norm"] == pytest.approx(want["last"]["actor/grad_norm"], rel=1e-6)
+        assert all(
+            torch.equal(rank["extra"]["weights"][name], weight)
+            for name, weight in extra["weights"].items()
+        )
+    assert extra["last"]["actor/grad_norm"] == pytest.approx(
+        want["last"]["actor/grad_norm"], rel=1e-6
+    )
     for name, weight in want["weights"].items():
         close(extra["weights"][name], weight, rtol=1e-5, atol=1e-6)
     engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
@@ -161,7 +197,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folde
     for name, weight in engine.full_weights():
         close(weight, extra["weights"][name], rtol=0, atol=0)
     written = [
-        sum(f.stat().st_size for f in Path(folder, name).glob("*.distcp")) for name in ("checkpoint", "checkpoint of copies")
+        sum(f.stat().st_size for f in Path(folder, name).glob("*.distcp"))
+        for name in ("checkpoint", "checkpoint of copies")
     ]
     assert written[1] < 1.2 * written[0], "one copy is written"
 
@@ -188,7 +225,9 @@ def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on
     bad = report.metrics
     assert all(np.isfinite(value) for value in bad.values())
     assert bad == pytest.approx(ranks["2"][0]["extra"]["bad"], rel=1e-5, abs=1e-8)
-    assert any(not torch.equal(weight, before[name]) for name, weight in engine.full_weights())  # the other mini-batch
+    assert any(
+        not torch.equal(weight, before[name]) for name, weight in engine.full_weights()
+    )  # the other mini-batch
 
 
 # One rank, as a user builds it, in float32 -----------------------------------------------------------------------------
@@ -239,7 +278,9 @@ def test_a_batch_of_any_size_and_shape_is_trained(folder):
         assert report.optimizer_steps == bool(counts)
         assert all(np.isfinite(value) for value in report.metrics.values())
     unscored = random_samples(2, [2])[0]
-    unscored = replace(unscored, trajectories=tuple(replace(t, score=None) for t in unscored.trajectories))
+    unscored = replace(
+        unscored, trajectories=tuple(replace(t, score=None) for t in unscored.trajectories)
+    )
     with pytest.raises(MillraceError, match="no score"):
         asyncio.run(engine.step(TrainBatch((unscored,), 0)))
 
@@ -248,29 +289,48 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder):
     batch = TrainBatch(random_samples(0, [4, 4]), 0)
     plain = asyncio.run(built(folder).step(batch)).metrics
     checkpointed = built(folder, model={"gradient_checkpointing": True})
-    assert any(getattr(m, "gradient_checkpointing", False) and m.training for m in checkpointed.policy.modules())
+    assert any(
+        getattr(m, "gradient_checkpointing", False) and m.training
+        for m in checkpointed.policy.modules()
+    )
     assert asyncio.run(checkpointed.step(batch)).metrics == pytest.approx(plain, rel=1e-6)
-    some = built(folder, model={"gradient_checkpointing": True, "gradient_checkpointing_share": 0.5})
+    some = built(
+        folder, model={"gradient_checkpointing": True, "gradient_checkpointing_share": 0.5}
+    )
     assert [layer.gradient_checkpointing for layer in some.policy.layers()] == [True, False]
     assert asyncio.run(some.step(batch)).metrics == pytest.approx(plain, rel=1e-6)
     half = built(folder, model={"dtype": "bfloat16"})
-    assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.05)
+    assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(
+        plain["actor/grad_norm"], rel=0.05
+    )
     assert {weight.dtype for _, weight in half.full_weights()} == {torch.bfloat16}
     assert {p.dtype for p in half.policy.parameters()} == {torch.float32}
     asyncio.run(half.close())
     assert not torch.distributed.is_initialized()
 
 
-def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(folder, monkeypatch):
+def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(
+    folder, monkeypatch
+):
     """Two graphs, one for the forward pass and one for what is computed again, might not keep the same tensors."""
     batches = [TrainBatch(random_samples(seed, [4, 2 + seed, 3]), 0) for seed in range(3)]
-    limit = {"actor": {"ppo_max_token_len_per_gpu": 60}, "rollout": {"max_prompt_length": 8, "max_response_length": 25}}
+    limit = {
+        "actor": {"ppo_max_token_len_per_gpu": 60},
+        "rollout": {"max_prompt_length": 8, "max_response_length": 25},
+    }
     plain = built(folder, model={"dtype": "bfloat16"}, **limit)
     want = [asyncio.run(plain.step(batch)).metrics["actor/grad_norm"] for batch in batches]
     asyncio.run(plain.close())
     monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    model = {"dtype": "bfloat16", "compile": True, "gradient_checkpointing": True, "gradient_checkpointing_share": 0.5}
-    monkeypatch.setattr(logprob, "_compiled", lambda function: function)  # they have sizes of their own
+    model = {
+        "dtype": "bfloat16",
+        "compile": True,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_share": 0.5,
+    }
+    monkeypatch.setattr(
+        logprob, "_compiled", lambda function: function
+    )  # they have sizes of their own
     engine = built(folder, model=model, **limit)
     got = [asyncio.run(engine.step(batch)).metrics["actor/grad_norm"] for batch in batches]
     assert got == pytest.approx(want, rel=0.02)
@@ -283,11 +343,20 @@ def test_the_learning_rate_follows_its_formula():
         return [lr_at(optim, 24, step) for step in (0, 3, 4, 14, 23, 24, 99)]
 
     assert rates(lr_scheduler_type="constant") == [0.5] + [2.0] * 6
-    assert rates(lr_scheduler_type="linear") == pytest.approx([0.5, 2, 2, 1.1, 0.2 + 1.8 / 20, 0.2, 0.2])
+    assert rates(lr_scheduler_type="linear") == pytest.approx(
+        [0.5, 2, 2, 1.1, 0.2 + 1.8 / 20, 0.2, 0.2]
+    )
     last = 0.2 + 1.8 * (1 + np.cos(np.pi * 19 / 20)) / 2
     assert rates(lr_scheduler_type="cosine") == pytest.approx([0.5, 2, 2, 1.1, last, 0.2, 0.2])
     assert lr_at(OptimConfig(lr=1.0), 0, 0) == 1.0
-    assert lr_at(OptimConfig(lr=1.0, lr_warmup_steps=HORIZON, lr_scheduler_type="linear"), HORIZON, HORIZON - 1) == 1.0
+    assert (
+        lr_at(
+            OptimConfig(lr=1.0, lr_warmup_steps=HORIZON, lr_scheduler_type="linear"),
+            HORIZON,
+            HORIZON - 1,
+        )
+        == 1.0
+    )
 
 
 def test_what_is_missing_is_said(folder, tmp_path):

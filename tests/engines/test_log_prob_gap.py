@@ -21,7 +21,13 @@ METRIC = "actor/log_prob_gap_same_version"
 def config_of(temperature: float) -> Config:
     return Config(
         trainer={"device": "cpu"},
-        rollout={"temperature": temperature, "max_prompt_length": 32, "max_response_length": 24, "max_num_seqs": 16, "n": 4},
+        rollout={
+            "temperature": temperature,
+            "max_prompt_length": 32,
+            "max_response_length": 24,
+            "max_num_seqs": 16,
+            "n": 4,
+        },
         actor={"ppo_mini_batch_size": 8},
     )
 
@@ -41,10 +47,15 @@ class Pair:
 
         async def trajectory(i: int, j: int) -> Trajectory:
             params = SamplingParams(24, temperature, seed=100 * i + j)
-            return Trajectory(await self.rollout.generate(prompt(i), params, f"{i}/{j}"), Score(float((i + j) % 2)))
+            return Trajectory(
+                await self.rollout.generate(prompt(i), params, f"{i}/{j}"),
+                Score(float((i + j) % 2)),
+            )
 
         groups = [await asyncio.gather(*(trajectory(i, j) for j in range(4))) for i in range(8)]
-        return tuple(Sample(Prompt(i, prompt(i), "", "t"), tuple(group)) for i, group in enumerate(groups))
+        return tuple(
+            Sample(Prompt(i, prompt(i), "", "t"), tuple(group)) for i, group in enumerate(groups)
+        )
 
     async def step(self, lr: float, version: int = 0) -> StepReport:
         self.train.begin(OptimConfig(lr=lr, clip_grad=0.0), 100)
@@ -55,17 +66,28 @@ class Pair:
 def test_at_lr_0_the_engines_agree_to_1e_5_before_and_after_steps(temperature: float) -> None:
     async def main() -> None:
         pair = Pair(temperature)
-        for version in (0, 1):  # tokens of version 0 are one behind the second time, on weights that did not move
+        for version in (
+            0,
+            1,
+        ):  # tokens of version 0 are one behind the second time, on weights that did not move
             report = await pair.step(0.0, version)
             assert report.metrics["actor/rollout_probs_diff_max"] < 1e-5
         samples = await pair.samples()
         ours = [p for row in await pair.train.log_probs(samples) for p in row]
-        theirs = [p for s in samples for t in s.trajectories for segment in t.segments for p in segment.log_probs]
+        theirs = [
+            p
+            for s in samples
+            for t in s.trajectories
+            for segment in t.segments
+            for p in segment.log_probs
+        ]
         assert len(ours) > 200
         gap = (torch.tensor(ours) - torch.tensor(theirs)).abs()
         assert float(gap.max()) < 1e-5
         first = await pair.step(0.0, 0)
-        assert first.metrics[METRIC] < 1e-5 and float(gap.mean()) == pytest.approx(first.metrics[METRIC], rel=1e-3)
+        assert first.metrics[METRIC] < 1e-5 and float(gap.mean()) == pytest.approx(
+            first.metrics[METRIC], rel=1e-3
+        )
 
     asyncio.run(main())
 

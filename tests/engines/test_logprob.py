@@ -24,10 +24,15 @@ def make(n, dtype=torch.float64, seed=0):
 def test_values_and_gradients_match_full_logits(chunk, temperature, used):
     hidden, weight, targets = make(9)
     g = torch.Generator().manual_seed(1)
-    a, b = (torch.randn(9, generator=g, dtype=torch.float64) * (used in ("both", name)) for name in ("log_prob", "entropy"))
+    a, b = (
+        torch.randn(9, generator=g, dtype=torch.float64) * (used in ("both", name))
+        for name in ("log_prob", "entropy")
+    )
 
     def loss(log_prob, entropy):
-        parts = [(log_prob * a).sum()] * (used != "entropy") + [(entropy * b).sum()] * (used != "log_prob")
+        parts = [(log_prob * a).sum()] * (used != "entropy") + [(entropy * b).sum()] * (
+            used != "log_prob"
+        )
         return sum(parts)
 
     want = reference(hidden, weight, targets, temperature)
@@ -41,7 +46,9 @@ def test_values_and_gradients_match_full_logits(chunk, temperature, used):
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_gradcheck(chunk):
     hidden, weight, targets = make(5)
-    assert torch.autograd.gradcheck(lambda h, w: log_probs_and_entropy(h, w, targets, 0.7, chunk=chunk), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: log_probs_and_entropy(h, w, targets, 0.7, chunk=chunk), (hidden, weight)
+    )
 
 
 def test_bfloat16_is_computed_in_float32():

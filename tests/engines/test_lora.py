@@ -26,7 +26,10 @@ pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed o
 @pytest.fixture(scope="module")
 def ranks(folder):
     return train_cases.on_ranks(
-        folder, lora_cases.CASES, lora_cases.run_case, {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies}
+        folder,
+        lora_cases.CASES,
+        lora_cases.run_case,
+        {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies},
     )
 
 
@@ -36,7 +39,9 @@ def close(got, want, rtol=1e-6, atol=1e-8):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(name, layout, folder, ranks):
+def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
+    name, layout, folder, ranks
+):
     case = CASES[name]
     got = lora_cases.run_case(case, folder, 0) if layout == "1" else ranks[layout][0][name]
     model = lora_cases.plain_model(case, folder)
@@ -50,12 +55,20 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(name, l
         .replace(".lora_B.default.weight", ".weight.lora_B"): p.detach()
         for name, p in model.named_parameters() if p.requires_grad
     }  # fmt: skip
-    assert got["adapters"].keys() == trained.keys() and len(trained) == 2 * 2 * 7  # A and B, layers, modules
+    assert (
+        got["adapters"].keys() == trained.keys() and len(trained) == 2 * 2 * 7
+    )  # A and B, layers, modules
     for key, tensor in trained.items():
         close(got["adapters"][key], tensor, rtol=1e-5, atol=1e-7)  # norms are computed in float32
-    assert any(tensor.abs().max() > 1e-4 for key, tensor in got["adapters"].items() if key.endswith("lora_B"))
+    assert any(
+        tensor.abs().max() > 1e-4
+        for key, tensor in got["adapters"].items()
+        if key.endswith("lora_B")
+    )
     start = dict(lora_cases.loaded(case, folder).double().named_parameters())
-    assert all(torch.equal(tensor, start[key]) for key, tensor in got["base"].items()), "the base does not move"
+    assert all(torch.equal(tensor, start[key]) for key, tensor in got["base"].items()), (
+        "the base does not move"
+    )
     assert list(got["base"]) == list(start)
 
 
@@ -70,12 +83,16 @@ def test_every_rank_holds_its_rows_of_the_same_adapters(layout, ranks):
             assert {shape for shape, _ in rows} == {tuple(tensor.shape)}
             each = size or world_size
             for first in range(0, world_size, each):
-                assert torch.equal(torch.cat([own for _, own in rows[first : first + each]]), tensor)
+                assert torch.equal(
+                    torch.cat([own for _, own in rows[first : first + each]]), tensor
+                )
 
 
 def merged_by_hand(base, adapters):
     return {
-        name: w + ALPHA / RANK * adapters[f"{name}.lora_B"] @ adapters[f"{name}.lora_A"] if f"{name}.lora_A" in adapters else w
+        name: w + ALPHA / RANK * adapters[f"{name}.lora_B"] @ adapters[f"{name}.lora_A"]
+        if f"{name}.lora_A" in adapters
+        else w
         for name, w in base.items()
     }
 
@@ -99,7 +116,9 @@ def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(folder, ran
         for name, tensor in lora_cases.adapters_of(alone).items():
             assert torch.equal(start["adapters"][name], tensor)
             assert bool(tensor.any()) == name.endswith("lora_A")
-    for (name, whole), (own, parameter) in zip(alone.full_weights(), model.named_parameters(), strict=True):
+    for (name, whole), (own, parameter) in zip(
+        alone.full_weights(), model.named_parameters(), strict=True
+    ):
         assert name == own and torch.equal(whole, parameter)
     other = lora_cases.with_reference(folder, trainer={"seed": 1})
     assert not torch.equal(*(next(e.adapters())[3] for e in (alone, other)))
@@ -137,7 +156,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folde
 
 def test_adapters_of_another_base_are_refused(folder, ranks):
     engine = lora_cases.with_reference(folder, trainer={"seed": 1})
-    with pytest.raises(CheckpointError, match=r"adapters of another base than the weights in .*tied\. Fix: the model\.path"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"adapters of another base than the weights in .*tied\. Fix: the model\.path",
+    ):
         asyncio.run(engine.load(f"{folder}/checkpoint"))
 
 
@@ -146,7 +168,9 @@ def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(fo
     exported = load_file(f"{folder}/export/model.safetensors")
     for name, weight in merged_by_hand(extra["start"]["base"], extra["adapters"]).items():
         close(exported[name], weight, rtol=1e-6, atol=1e-7)
-    assert any(not torch.equal(exported[name], weight) for name, weight in extra["start"]["base"].items())
+    assert any(
+        not torch.equal(exported[name], weight) for name, weight in extra["start"]["base"].items()
+    )
     engine = lora_cases.with_reference(folder)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     with torch.no_grad():
@@ -175,7 +199,10 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
     trained = lora_cases.adapters_of(engine)
     assert (engine.actor.tokens(rows, temperature=temperature)[0] - at_start).abs().max() > 1e-3
     assert torch.equal(engine.reference.tokens(rows, temperature=temperature)[0], at_start)
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in lora_cases.adapters_of(engine).items())
+    assert all(
+        torch.equal(tensor, trained[name])
+        for name, tensor in lora_cases.adapters_of(engine).items()
+    )
 
 
 @contextmanager
@@ -203,27 +230,44 @@ def test_the_critic_starts_from_the_adapted_policy(folder):
 def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder):
     batch = TrainBatch(random_samples(0, [4, 4]), 0)
     plain = asyncio.run(lora_cases.with_reference(folder).step(batch)).metrics
-    checkpointed = lora_cases.with_reference(folder, model={"lora_rank": RANK, "gradient_checkpointing": True})
+    checkpointed = lora_cases.with_reference(
+        folder, model={"lora_rank": RANK, "gradient_checkpointing": True}
+    )
     assert asyncio.run(checkpointed.step(batch)).metrics == pytest.approx(plain, rel=1e-5)
     half = lora_cases.with_reference(folder, model={"lora_rank": RANK, "dtype": "bfloat16"})
     kinds = {p.requires_grad: p.dtype for p in half.policy.parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
-    assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.1)
+    assert asyncio.run(half.step(batch)).metrics["actor/grad_norm"] == pytest.approx(
+        plain["actor/grad_norm"], rel=0.1
+    )
     assert {weight.dtype for _, weight in half.full_weights()} == {torch.bfloat16}
     assert {dtype for _, _, dtype, _ in half.adapters()} == {torch.float32}
     asyncio.run(half.close())
 
 
 def test_modules_that_are_named_alone_get_adapters(folder):
-    engine = lora_cases.with_reference(folder, model={"lora_rank": 2, "target_modules": ["q_proj", "mlp.up_proj"]})
-    adapted = {name.split("layers.")[1].removesuffix(".weight.lora_A") for name, *_ in engine.adapters() if name.endswith("A")}
+    engine = lora_cases.with_reference(
+        folder, model={"lora_rank": 2, "target_modules": ["q_proj", "mlp.up_proj"]}
+    )
+    adapted = {
+        name.split("layers.")[1].removesuffix(".weight.lora_A")
+        for name, *_ in engine.adapters()
+        if name.endswith("A")
+    }
     assert adapted == {f"{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.up_proj")}
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "proj", "qkv"])
-def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_there_are(folder, name):
-    with pytest.raises(ConfigError, match=rf"'{name}'; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
-        lora_cases.with_reference(folder, model={"lora_rank": 2, "target_modules": ["q_proj", name]})
+def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_there_are(
+    folder, name
+):
+    with pytest.raises(
+        ConfigError,
+        match=rf"'{name}'; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+    ):
+        lora_cases.with_reference(
+            folder, model={"lora_rank": 2, "target_modules": ["q_proj", name]}
+        )
 
 
 def test_a_missing_peft_is_said_with_the_command_that_installs_it(folder, monkeypatch):

@@ -7,12 +7,26 @@ from millrace.config import ModelShape
 from millrace.engines.model import eos_ids, load_model, write_shape
 from millrace.errors import ConfigError
 
-SHAPE = ModelShape(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32)
+SHAPE = ModelShape(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=32,
+)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_shape(tmp_path, SHAPE, vocab_size=19, bos_token_id=0, eos_token_id=[1, 4], pad_token_id=2, max_position_embeddings=64)
+    write_shape(
+        tmp_path,
+        SHAPE,
+        vocab_size=19,
+        bos_token_id=0,
+        eos_token_id=[1, 4],
+        pad_token_id=2,
+        max_position_embeddings=64,
+    )
     return tmp_path
 
 
@@ -41,7 +55,10 @@ def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_al
 
 def test_bfloat16_weights_are_the_float32_ones_rounded_and_rotary_buffers_stay_float32(folder):
     full, half = (load_model(folder, seed=7, dtype=d) for d in ("float32", "bfloat16"))
-    assert all(torch.equal(x.bfloat16(), y) for x, y in zip(full.parameters(), half.parameters(), strict=True))
+    assert all(
+        torch.equal(x.bfloat16(), y)
+        for x, y in zip(full.parameters(), half.parameters(), strict=True)
+    )
     assert {b.dtype for b in half.buffers()} == {torch.float32}
     assert half.lm_head.weight is half.model.embed_tokens.weight
 

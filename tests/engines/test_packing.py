@@ -21,7 +21,11 @@ def plain_rows(samples):
     rows = []
     for sample in samples:
         for trajectory in sample.trajectories:
-            tokens, trained, log_probs = list(sample.prompt.tokens), [False] * len(sample.prompt.tokens), []
+            tokens, trained, log_probs = (
+                list(sample.prompt.tokens),
+                [False] * len(sample.prompt.tokens),
+                [],
+            )
             log_probs += [0.0] * len(tokens)
             versions = [-1] * len(tokens)
             for segment in trajectory.segments:
@@ -46,8 +50,12 @@ def test_rows_hold_every_token_in_order(counts, seed):
         assert rows.tokens[at].tolist() == tokens
         assert rows.trained[at].tolist() == trained
         own = rows.order[at][rows.trained[at]]
-        assert rows.rollout_log_probs[own].tolist() == [p for p, t in zip(log_probs, trained, strict=True) if t]
-        assert rows.versions[own].tolist() == [v for v, t in zip(versions, trained, strict=True) if t]
+        assert rows.rollout_log_probs[own].tolist() == [
+            p for p, t in zip(log_probs, trained, strict=True) if t
+        ]
+        assert rows.versions[own].tolist() == [
+            v for v, t in zip(versions, trained, strict=True) if t
+        ]
         assert rows.trained_tokens[i] == sum(trained)
         assert rows.inputs[i] == max((p for p, t in enumerate(trained) if t), default=0)
 
@@ -65,7 +73,9 @@ def test_shares_cover_each_trained_row_once_within_the_limit(counts, seed, limit
         loads = [int(rows.inputs[share].sum()) for share in ranks]
         assert max(loads) <= limit
     again = split(rows, members, max_tokens=limit, world_size=world_size)
-    assert [[s.tolist() for s in ranks] for ranks in again] == [[s.tolist() for s in ranks] for ranks in shares]
+    assert [[s.tolist() for s in ranks] for ranks in again] == [
+        [s.tolist() for s in ranks] for ranks in shares
+    ]
 
 
 def test_ranks_get_about_the_same_number_of_tokens():
@@ -114,7 +124,10 @@ def test_micro_batches_give_back_the_rows_and_their_trained_tokens(counts, seed,
     # Each trained token is predicted from the token before it, at the position before it.
     before = at - 1
     assert micro.input_ids[micro.select].tolist() == rows.tokens[before].tolist()
-    assert micro.position_ids[micro.select].tolist() == (before - rows.starts[share[micro.sequence.numpy()]]).tolist()
+    assert (
+        micro.position_ids[micro.select].tolist()
+        == (before - rows.starts[share[micro.sequence.numpy()]]).tolist()
+    )
     assert micro.num_sequences == len(share) and (np.diff(micro.sequence.numpy()) >= 0).all()
 
 
@@ -131,7 +144,9 @@ def test_a_shared_prompt_is_read_once_and_padding_is_small():
     assert len(micro.input_ids) == 3 + 1 + 3 + 3
     assert micro.layout.num_cells == 3 * 3 + 1 + 3 + 3
     assert micro.layout.num_padded_cells == micro.layout.num_cells  # few lengths: no padding at all
-    many = rows_of_samples([Sample(prompt, tuple(trajectory(n) for n in range(20, 21 + 2 * EXACT_LENGTHS)))])
+    many = rows_of_samples(
+        [Sample(prompt, tuple(trajectory(n) for n in range(20, 21 + 2 * EXACT_LENGTHS)))]
+    )
     ((share,),) = split(many, np.arange(1 + 2 * EXACT_LENGTHS), max_tokens=10**4, world_size=1)
     layout = pack(many, share, CPU, padded=True).layout
     assert 0 < layout.num_padded_cells / layout.num_cells - 1 < 0.1
@@ -139,7 +154,9 @@ def test_a_shared_prompt_is_read_once_and_padding_is_small():
 
 
 def test_demonstrations_train_the_response_alone():
-    rows = rows_of_examples([(tokens_of([1, 2]), tokens_of([3, 4])), (tokens_of([5]), tokens_of([6]))])
+    rows = rows_of_examples(
+        [(tokens_of([1, 2]), tokens_of([3, 4])), (tokens_of([5]), tokens_of([6]))]
+    )
     assert rows.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert rows.trained.tolist() == [False, False, True, True, False, True]
     assert rows.inputs.tolist() == [3, 1]

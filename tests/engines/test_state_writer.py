@@ -64,7 +64,9 @@ def batch(seed: int) -> TrainBatch:
     return TrainBatch(random_samples(seed, [4, 2, 3]), 0)
 
 
-async def save_both_ways(engine: FsdpTrainEngine, folder: Path, gate: Gate, *, held: bool = True) -> None:
+async def save_both_ways(
+    engine: FsdpTrainEngine, folder: Path, gate: Gate, *, held: bool = True
+) -> None:
     """The same cut at once and staged; of the staged one nothing is written before two more steps are done, if it is `held`."""
     await engine.step(batch(0))
     await engine.save(str(folder / "at once"))
@@ -86,7 +88,13 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     def walk(value: Any, path: str) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             return {path: value}
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        parts = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list | tuple)
+            else ()
+        )
         return {name: t for key, part in parts for name, t in walk(part, f"{path}/{key}").items()}
 
     return walk(torch.load(folder.with_suffix(".pt"), weights_only=False), "")
@@ -95,8 +103,14 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def check_bits(folder: Path) -> dict[str, Tensor]:
     at_once, staged, later = (tensors(folder / name) for name in ("at once", "staged", "later"))
     assert list(staged) == list(at_once)
-    assert [name for name, t in staged.items() if t.dtype != at_once[name].dtype or not torch.equal(t, at_once[name])] == []
-    assert any(not torch.equal(t, later[name]) for name, t in staged.items()), "the state has gone on"
+    assert [
+        name
+        for name, t in staged.items()
+        if t.dtype != at_once[name].dtype or not torch.equal(t, at_once[name])
+    ] == []
+    assert any(not torch.equal(t, later[name]) for name, t in staged.items()), (
+        "the state has gone on"
+    )
     return staged
 
 
@@ -110,13 +124,24 @@ def test_a_staged_save_has_the_bits_of_the_cut_though_the_engine_steps_on(
     asyncio.run(save_both_ways(engine, tmp_path, gate))
     asyncio.run(engine.close())
     names = check_bits(tmp_path)
-    assert {"/random", "/kl_coef", "/steps"} <= set(names) and any(name.endswith("/exp_avg") for name in names)
+    assert {"/random", "/kl_coef", "/steps"} <= set(names) and any(
+        name.endswith("/exp_avg") for name in names
+    )
     if CASES[case] == WITH_ALL_MODELS:
-        assert {name.split("/")[1] for name in names} >= {"model", "optimizer", "critic", "reference"}
-    assert gate.writers == {threading.current_thread().name, "state-writer_0"}, "what is saved at once needs no thread"
+        assert {name.split("/")[1] for name in names} >= {
+            "model",
+            "optimizer",
+            "critic",
+            "reference",
+        }
+    assert gate.writers == {threading.current_thread().name, "state-writer_0"}, (
+        "what is saved at once needs no thread"
+    )
 
 
-def test_who_gives_up_waiting_does_not_end_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_gives_up_waiting_does_not_end_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, engine = Gate(monkeypatch), engine_of(next(iter(CASES.values())))
 
     async def main() -> None:
@@ -135,14 +160,18 @@ def test_who_gives_up_waiting_does_not_end_the_writing(tmp_path: Path, monkeypat
 
 
 def two_ranks(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     with pytest.MonkeyPatch.context() as patch:
         gate, engine = Gate(patch), engine_of(WITH_ALL_MODELS, rank, 2)
         # Rank 1's thread waits for rank 0's in a collective, while both take part in those of two steps.
         asyncio.run(save_both_ways(engine, Path(folder), gate, held=rank == 0))
         if rank == 1:
             (Path(folder) / "file").write_text("")
-        with pytest.raises(CheckpointError, match=r"file/engine was not written: rank \d: \w+Error: "):
+        with pytest.raises(
+            CheckpointError, match=r"file/engine was not written: rank \d: \w+Error: "
+        ):
             asyncio.run(save_into_a_file(engine, Path(folder) / "file" / "engine"))
         asyncio.run(engine.step(batch(5)))
     dist.destroy_process_group()
@@ -155,7 +184,9 @@ async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
     await engine.saved()
 
 
-def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_a_staged_save_while_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And every one of them hears of a failure."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -171,7 +202,10 @@ def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_n
     engine = engine_of({})
 
     async def main() -> None:
-        with pytest.raises(CheckpointError, match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
+        ):
             await engine.save(str(tmp_path / "file" / "engine"), staged)
             await engine.saved()
         await engine.saved()
@@ -202,11 +236,17 @@ def test_at_most_one_save_is_under_way_and_an_engine_is_not_closed_before(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
     state = {"a": [weight, (1, "x")], "b": torch.tensor(3)}
     copy = on_host(state)
-    assert copy["a"][1] == (1, "x") and torch.equal(copy["a"][0], weight) and copy["a"][0].stride() == weight.stride()
+    assert (
+        copy["a"][1] == (1, "x")
+        and torch.equal(copy["a"][0], weight)
+        and copy["a"][0].stride() == weight.stride()
+    )
     assert copy["a"][0].data_ptr() != weight.data_ptr() and not copy["a"][0].requires_grad
 
     copies: list[weakref.ref[Tensor]] = []

@@ -34,7 +34,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("changes", [{}, {"deterministic": True}, {"slots": 1}, {"kv_on_swap": "recompute", "slots": 3}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"deterministic": True}, {"slots": 1}, {"kv_on_swap": "recompute", "slots": 3}]
+)
 def test_the_engine_conforms_to_its_port(changes):
     async def make():
         return engine(**changes)
@@ -69,7 +71,9 @@ def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(make_mode
 def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass():
     async def run():
         eng = engine(qwen(dtype="bfloat16"))
-        got = await asyncio.gather(*(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12)))
+        got = await asyncio.gather(
+            *(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12))
+        )
         return max(error(qwen(dtype="bfloat16"), prompt(i), s) for i, (s,) in enumerate(got))
 
     assert asyncio.run(run()) < 0.05
@@ -93,7 +97,10 @@ def test_samples_follow_the_models_distribution():
 
     async def run():
         eng = engine(model, slots=64)
-        calls = (eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s") for s in range(4000))
+        calls = (
+            eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s")
+            for s in range(4000)
+        )
         return torch.tensor([s.tokens[0] for (s,) in await asyncio.gather(*calls)])
 
     found = torch.bincount(asyncio.run(run()), minlength=VOCABULARY) / 4000
@@ -104,7 +111,9 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs():
     async def run():
         eng = engine()
         cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
-        return await asyncio.gather(*(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20)))
+        return await asyncio.gather(
+            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))
+        )
 
     for i, (segment,) in enumerate(asyncio.run(run())):
         assert error(qwen(), prompt(i), segment) < 1e-5
@@ -113,13 +122,22 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs():
             probs = torch.softmax(qwen()(ids).logits[0, len(prompt(i)) - 1 : -1], -1)
         rank = (probs > probs.gather(1, ids[0, len(prompt(i)) :, None])).sum(1)
         above = (probs * (probs > probs.gather(1, ids[0, len(prompt(i)) :, None]))).sum(1)
-        assert {0: rank.max() < 1, 1: rank.max() < 2, 2: rank.max() < 1, 3: above.max() < 0.5, 4: True}[i % 5]
+        assert {
+            0: rank.max() < 1,
+            1: rank.max() < 2,
+            2: rank.max() < 1,
+            3: above.max() < 0.5,
+            4: True,
+        }[i % 5]
 
 
 def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored():
     async def run():
         eng = engine()
-        calls = [eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s") for i in range(16)]
+        calls = [
+            eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s")
+            for i in range(16)
+        ]
         return await asyncio.gather(*calls)
 
     results = asyncio.run(run())
@@ -139,19 +157,27 @@ def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it():
 
     async def run():
         eng = engine(decode=decode, max_len=90)
-        plain = await asyncio.gather(*(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8)))
+        plain = await asyncio.gather(
+            *(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8))
+        )
         texts = [decode(s.tokens) for (s,) in plain]
         stops = [(text[20:23], "never seen") for text in texts]
         params = [long(60, seed=i, stop=stop) for i, stop in enumerate(stops)]
-        stopped = await asyncio.gather(*(eng.generate(prompt(i), p, "s") for i, p in enumerate(params)))
+        stopped = await asyncio.gather(
+            *(eng.generate(prompt(i), p, "s") for i, p in enumerate(params))
+        )
         # A prompt that ends in the first half of the string, drawn by an earlier call of the same response.
         end = texts[0].index(stops[0][0])
         head = plain[0][0].tokens[: end + 2]
-        rest = await eng.generate(prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s")
+        rest = await eng.generate(
+            prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
+        )
         assert not eng._table.with_stop
         # Behind a whole one, which the response has gone past: it ends at the next.
         past = plain[0][0].tokens[: end + 3]
-        on = await eng.generate(prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s")
+        on = await eng.generate(
+            prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s"
+        )
         assert len(on[0].tokens) > 1 or decode(past + on[0].tokens).count(stops[0][0]) == 2
         return texts, stops, stopped, rest
 
@@ -165,7 +191,9 @@ def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it():
 def test_a_response_ends_where_the_engine_has_no_more_room():
     async def run():
         eng = engine(max_len=32)
-        return await asyncio.gather(*(eng.generate(prompt(0, n), long(1000), "s") for n in (1, 20, 31)))
+        return await asyncio.gather(
+            *(eng.generate(prompt(0, n), long(1000), "s") for n in (1, 20, 31))
+        )
 
     for n, (segment,) in zip((1, 20, 31), asyncio.run(run()), strict=True):
         assert segment.stop is Stop.LENGTH and len(segment.tokens) == 32 - n
@@ -174,7 +202,11 @@ def test_a_response_ends_where_the_engine_has_no_more_room():
 
 @pytest.mark.parametrize(
     ("tokens", "params", "words"),
-    [(prompt(0, 32), long(1), "32 tokens"), (tokens_of(), long(1), "at least 1"), (prompt(0, 4), long(0), "max_tokens")],
+    [
+        (prompt(0, 32), long(1), "32 tokens"),
+        (tokens_of(), long(1), "at least 1"),
+        (prompt(0, 4), long(0), "max_tokens"),
+    ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(tokens, params, words):
     with pytest.raises(MillraceError, match=words) as caught:
@@ -193,7 +225,9 @@ def test_queued_requests_are_served_in_order_of_arrival():
         eng = engine(slots=4)
         await asyncio.gather(*(one(eng, i) for i in range(22)))
         stats = await eng.stats()
-        assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(len(prompt(i)) for i in range(22))
+        assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(
+            len(prompt(i)) for i in range(22)
+        )
 
     asyncio.run(run())
     assert done == sorted(done)
@@ -205,7 +239,9 @@ def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so():
 
     async def run(kv_on_swap):
         eng = engine(qwen(0), kv_on_swap=kv_on_swap, slots=4, version=3)
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(40, seed=i), "s")) for i in range(6)]
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(40, seed=i), "s")) for i in range(6)
+        ]
         await turns(12)
         seconds = await eng.swap(4, dict(new.named_parameters()))
         assert seconds > 0
@@ -272,7 +308,9 @@ def test_interruption_with_a_swap_between_goes_on_under_the_new_weights():
 
     async def run():
         eng = engine(slots=4)
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)]
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)
+        ]
         await turns(9)
         await eng.interrupt()
         first = [t.result() for t in tasks]
@@ -281,7 +319,9 @@ def test_interruption_with_a_swap_between_goes_on_under_the_new_weights():
         calls = []
         for i, segments in enumerate(first):
             done = joined(segments)
-            calls.append(eng.generate(prompt(i) + done, long(30 - len(done), seed=i, offset=len(done)), "s"))
+            calls.append(
+                eng.generate(prompt(i) + done, long(30 - len(done), seed=i, offset=len(done)), "s")
+            )
         return first, await asyncio.gather(*calls)
 
     for i, (first, rest) in enumerate(zip(*asyncio.run(run()), strict=True)):
@@ -367,7 +407,10 @@ def test_deterministic_bits_depend_on_no_other_request(dtype):
 
     async def run(order, delay, companions=0):
         eng = engine(model, deterministic=True, slots=20)
-        noise = [asyncio.create_task(eng.generate(prompt(99 + i), long(50, top_p=0.9), "s")) for i in range(companions)]
+        noise = [
+            asyncio.create_task(eng.generate(prompt(99 + i), long(50, top_p=0.9), "s"))
+            for i in range(companions)
+        ]
 
         async def one(i):
             await turns(delay(i))
@@ -384,7 +427,10 @@ def test_deterministic_bits_depend_on_no_other_request(dtype):
     base = asyncio.run(run(order, lambda i: 0))
     assert asyncio.run(run(order[::-1], lambda i: 0)) == base
     assert asyncio.run(run(order, lambda i: (i * 7) % 50)) == base
-    assert asyncio.run(run(order[::3] + order[1::3] + order[2::3], lambda i: i % 9, companions=4)) == base
+    assert (
+        asyncio.run(run(order[::3] + order[1::3] + order[2::3], lambda i: i % 9, companions=4))
+        == base
+    )
     for i in order[:8]:
         assert asyncio.run(run([i], lambda i: 0))[i] == base[i]
 
@@ -395,7 +441,10 @@ def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them():
     async def run():
         eng = engine(slots=42)
         lengths = [60 if i in (17, 41) else 3 + i % 7 for i in range(42)]
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(n, seed=i), "s")) for i, n in enumerate(lengths)]
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(n, seed=i), "s"))
+            for i, n in enumerate(lengths)
+        ]
         await turns(25)
         assert eng._table.rows == 2
         return await asyncio.gather(*tasks)
@@ -416,4 +465,7 @@ def test_build_makes_the_engine_that_the_configuration_describes():
     (segment,) = asyncio.run(eng.generate(prompt(0, 10), long(100), "s"))
     assert len(segment.tokens) == 6
     assert asyncio.run(eng.stats()).slots == 5
-    assert all(torch.equal(a, b) for a, b in zip(eng.weights().values(), qwen(2, "bfloat16").parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(eng.weights().values(), qwen(2, "bfloat16").parameters(), strict=True)
+    )

@@ -26,7 +26,14 @@ from tests.engines.train_samples import VOCAB, random_samples
 
 CPU = torch.device("cpu")
 # A large epsilon: AdamW's division makes noise of gradients near 0.
-OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=1, lr_scheduler_type="linear", weight_decay=0.1, eps=1e-3, clip_grad=0.05)
+OPTIM = OptimConfig(
+    lr=3e-3,
+    lr_warmup_steps=1,
+    lr_scheduler_type="linear",
+    weight_decay=0.1,
+    eps=1e-3,
+    clip_grad=0.05,
+)
 HORIZON = 12
 ROUNDS = 2
 CASES = {
@@ -48,7 +55,11 @@ CASES = {
     },
     "one step, own old log-probs": {"own_old": True, "ppo_mini_batch_size": 100},
     "many lengths": {"counts": [10, 1, 12], "longest": 40},
-    "nothing for most ranks": {"counts": [1, 2], "ppo_mini_batch_size": 1, "loss_agg_mode": "seq-mean-token-sum"},
+    "nothing for most ranks": {
+        "counts": [1, 2],
+        "ppo_mini_batch_size": 1,
+        "loss_agg_mode": "seq-mean-token-sum",
+    },
     "nothing at all, and Dr.GRPO": {
         "counts": [0, 2, 3, 3],
         "ppo_mini_batch_size": 1,
@@ -61,7 +72,11 @@ CASES = {
 def write_models(folder):
     for name, tied in (("tied", True), ("untied", False)):
         shape = ModelShape(
-            hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4, tie_word_embeddings=tied
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            num_attention_heads=4,
+            tie_word_embeddings=tied,
         )
         write_shape(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
 
@@ -73,9 +88,18 @@ LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
 def config_of(case, layout="1"):
     actor = {k: v for k, v in case.items() if k in type(Config().actor).model_fields}
     return Config(
-        trainer={"device": "cpu", "n_gpus_per_node": LAYOUTS[layout][0], "fsdp_size": LAYOUTS[layout][1]},
+        trainer={
+            "device": "cpu",
+            "n_gpus_per_node": LAYOUTS[layout][0],
+            "fsdp_size": LAYOUTS[layout][1],
+        },
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
-        actor={"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 4, "optim": OPTIM.model_dump()} | actor,
+        actor={
+            "ppo_max_token_len_per_gpu": 4096,
+            "ppo_mini_batch_size": 4,
+            "optim": OPTIM.model_dump(),
+        }
+        | actor,
         algorithm={"norm_adv_by_std_in_grpo": case.get("norm_by_std", True)},
         async_training={"use_rollout_log_probs": not case.get("own_old", False)},
     )
@@ -83,20 +107,29 @@ def config_of(case, layout="1"):
 
 def model_of(case, folder):
     """In float64 but for the norms, which transformers computes in float32: differences are then errors, not rounding."""
-    return load_model(f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32").double()
+    return load_model(
+        f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
+    ).double()
 
 
 def engine_of(case, folder, rank, layout="1"):
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
-    policy = shard(PackedPolicy(model_of(case, folder)), config, mesh_of(config, world_size, CPU), CPU)
-    engine = FsdpTrainEngine(policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU)
+    policy = shard(
+        PackedPolicy(model_of(case, folder)), config, mesh_of(config, world_size, CPU), CPU
+    )
+    engine = FsdpTrainEngine(
+        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+    )
     engine.begin(OPTIM, HORIZON)
     return engine
 
 
 def batches_of(case):
     counts = case.get("counts", [4, 1, 3, 5, 2, 4, 3])
-    return [TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i) for i in range(ROUNDS)]
+    return [
+        TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i)
+        for i in range(ROUNDS)
+    ]
 
 
 def run_case(case, folder, rank, layout="1"):
@@ -125,13 +158,23 @@ def plain_log_probs(model, sample, trajectory, temperature):
             drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
         tokens += segment.tokens
     log_p = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double() / temperature, -1)
-    return [(log_p[at - 1, tokens[at]], -(log_p[at - 1].exp() * log_p[at - 1]).sum(), rollout) for at, rollout in drawn]
+    return [
+        (log_p[at - 1, tokens[at]], -(log_p[at - 1].exp() * log_p[at - 1]).sum(), rollout)
+        for at, rollout in drawn
+    ]
 
 
 def plain_token_loss(new, old, advantage, actor):
     ratio = torch.exp(new - old)
-    loss = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high))
-    return torch.minimum(loss, torch.tensor(-advantage * actor.clip_ratio_c)) if advantage < 0 else loss
+    loss = torch.maximum(
+        -advantage * ratio,
+        -advantage * torch.clamp(ratio, 1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high),
+    )
+    return (
+        torch.minimum(loss, torch.tensor(-advantage * actor.clip_ratio_c))
+        if advantage < 0
+        else loss
+    )
 
 
 def plain_loss(model, mini_batch, advantages, old_log_probs, config):
@@ -141,7 +184,12 @@ def plain_loss(model, mini_batch, advantages, old_log_probs, config):
     for key, sample, trajectory in mini_batch:
         rows = plain_log_probs(model, sample, trajectory, config.rollout.temperature)
         olds = old_log_probs[key] if old_log_probs else [r for _, _, r in rows]
-        sequences.append([plain_token_loss(n, o, advantages[key], actor) for (n, _, _), o in zip(rows, olds, strict=True)])
+        sequences.append(
+            [
+                plain_token_loss(n, o, advantages[key], actor)
+                for (n, _, _), o in zip(rows, olds, strict=True)
+            ]
+        )
         entropies.append([e for _, e, _ in rows])
 
     def agg(values):
@@ -164,7 +212,9 @@ def plain_advantages(samples, norm_by_std):
         rewards = np.array([t.score.value for t in sample.trajectories])
         std = rewards.std(ddof=1) + 1e-6 if norm_by_std and len(rewards) > 1 else 1.0
         for j, reward in enumerate(rewards):
-            advantages[i, j] = 0.0 if len(set(rewards)) == 1 else float((reward - rewards.mean()) / std)
+            advantages[i, j] = (
+                0.0 if len(set(rewards)) == 1 else float((reward - rewards.mean()) / std)
+            )
     return advantages
 
 
@@ -179,16 +229,25 @@ def plain_run(case, folder, model=None):
     optimizer = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
     step, results = 0, []
     for batch in batches_of(case):
-        keys = [[((i, j), s, t) for j, t in enumerate(s.trajectories)] for i, s in enumerate(batch.samples)]
+        keys = [
+            [((i, j), s, t) for j, t in enumerate(s.trajectories)]
+            for i, s in enumerate(batch.samples)
+        ]
         advantages = plain_advantages(batch.samples, config.algorithm.norm_adv_by_std_in_grpo)
         old = None
         if case.get("own_old"):
             with torch.no_grad():
-                old = {k: [n for n, _, _ in plain_log_probs(model, s, t, 0.8)] for rows in keys for k, s, t in rows}
+                old = {
+                    k: [n for n, _, _ in plain_log_probs(model, s, t, 0.8)]
+                    for rows in keys
+                    for k, s, t in rows
+                }
         losses, norms, rates = [], [], []
         for _ in range(actor.ppo_epochs):
             for first in range(0, len(keys), actor.ppo_mini_batch_size):
-                mini_batch = [row for rows in keys[first : first + actor.ppo_mini_batch_size] for row in rows]
+                mini_batch = [
+                    row for rows in keys[first : first + actor.ppo_mini_batch_size] for row in rows
+                ]
                 if not any(s.log_probs for _, _, t in mini_batch for s in t.segments):
                     step += 1  # nothing to learn from
                     continue
@@ -215,7 +274,10 @@ def plain_run(case, folder, model=None):
 def with_bad_log_prob(batch):
     """The batch with a rollout log-prob that is not a number."""
     sample = next(s for s in batch.samples if len(s.trajectories) > 1)
-    bad = Trajectory((Segment(tokens_of([1, 2]), log_probs=floats_of([math.nan, -1.0])),), sample.trajectories[0].score)
+    bad = Trajectory(
+        (Segment(tokens_of([1, 2]), log_probs=floats_of([math.nan, -1.0])),),
+        sample.trajectories[0].score,
+    )
     changed = replace(sample, trajectories=(bad, *sample.trajectories))
     return replace(batch, samples=(changed, *batch.samples))
 
@@ -234,7 +296,10 @@ def on_ranks(folder, cases, run_case, extras):
         patch.setenv("OMP_NUM_THREADS", "1")
         mp.spawn(run_rank, args=(folder, cases, run_case, extras), nprocs=4)
     return {
-        layout: [torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+        layout: [
+            torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False)
+            for rank in range(ranks)
+        ]
         for layout, (ranks, _) in LAYOUTS.items()
         if ranks > 1
     }
@@ -288,7 +353,13 @@ def run_copies(folder, rank):
     asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
     exchanged = {keeps: exchanges(engine, keeps) for keeps in (True, False)}
     weights, loaded = dict(engine.full_weights()), run_loaded(folder, rank, "2 x 2")
-    return {"rows": rows, "last": last, "weights": weights, "exchanged": exchanged, "loaded": loaded}
+    return {
+        "rows": rows,
+        "last": last,
+        "weights": weights,
+        "exchanged": exchanged,
+        "loaded": loaded,
+    }
 
 
 def exchanges(engine, keeps_whole_gradients):
@@ -306,7 +377,13 @@ def exchanges(engine, keeps_whole_gradients):
         members = np.arange(len(rows.starts))
         assert len(list(engine.actor.micro_batches(rows, members))) > 1
         meter = Meter(("loss",))
-        engine.actor.accumulate(rows, members, 1.0, lambda out, micro: (out[0].sum(), out[0].sum().detach().reshape(1)), meter)
+        engine.actor.accumulate(
+            rows,
+            members,
+            1.0,
+            lambda out, micro: (out[0].sum(), out[0].sum().detach().reshape(1)),
+            meter,
+        )
     return len(calls)
 
 
@@ -314,8 +391,13 @@ def run_loaded(folder, rank, layout):
     """An engine as a user builds it, in float32: what its ranks have of what the first one loads, and a batch."""
     tree = config_of({}, layout).model_dump()
     tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
-    built = build(Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0])
-    buffers = [dict(m.named_buffers()) for m in (built.actor.module, built.critic.module, built.reference.module)]
+    built = build(
+        Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0]
+    )
+    buffers = [
+        dict(m.named_buffers())
+        for m in (built.actor.module, built.critic.module, built.reference.module)
+    ]
     loaded = {"weights": dict(built.full_weights()), "buffers": buffers}
     built.begin(OPTIM, HORIZON)
     return loaded | {"metrics": asyncio.run(built.step(batches_of({})[0])).metrics}

@@ -2,7 +2,17 @@
 
 import random
 
-from millrace.types import Author, Prompt, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 VOCAB = 13
 
@@ -19,14 +29,19 @@ def random_sample(rng: random.Random, index: int, n: int, longest: int = 9) -> S
         segments = [turn(rng.randint(1, longest), rng.randint(0, 1))]
         kind = rng.random()
         if kind < 0.3:  # another turn
-            segments += [Segment(ids(rng.randint(1, 4)), Author.ENVIRONMENT), turn(rng.randint(1, 4), 2)]
+            segments += [
+                Segment(ids(rng.randint(1, 4)), Author.ENVIRONMENT),
+                turn(rng.randint(1, 4), 2),
+            ]
         elif kind < 0.4:  # the environment has the last word
             segments.append(Segment(ids(3), Author.ENVIRONMENT))
         elif kind < 0.5:  # nothing of the policy
             segments = [Segment(ids(2), Author.ENVIRONMENT)] if rng.random() < 0.5 else []
         return Trajectory(tuple(segments), Score(float(rng.choice([0, 0, 1, 0.3]))))
 
-    return Sample(Prompt(index, ids(rng.randint(1, 5)), "", "test"), tuple(trajectory() for _ in range(n)))
+    return Sample(
+        Prompt(index, ids(rng.randint(1, 5)), "", "test"), tuple(trajectory() for _ in range(n))
+    )
 
 
 def random_samples(seed: int, counts: list[int], longest: int = 9) -> tuple[Sample, ...]:

@@ -29,7 +29,12 @@ RANKS = 2
 MODELS: dict[str, dict[str, Any]] = {
     "float32": {"model": {"dtype": "float32"}},
     "bfloat16, compiled, half of the layers recompute": {
-        "model": {"dtype": "bfloat16", "compile": True, "gradient_checkpointing": True, "gradient_checkpointing_share": 0.5}
+        "model": {
+            "dtype": "bfloat16",
+            "compile": True,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_share": 0.5,
+        }
     },
     "adapters": {"model": {"dtype": "bfloat16", "lora_rank": 4, "lora_alpha": 8.0}},
     "critic and reference": {
@@ -51,11 +56,22 @@ TOLERANCE = {"float32": 1e-4}
 
 def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTrainEngine:
     sections = MODELS[model]
-    tree: dict[str, Any] = {"rollout": {"max_prompt_length": 8, "max_response_length": 25}, "actor": {"entropy_coeff": 0.01}}
+    tree: dict[str, Any] = {
+        "rollout": {"max_prompt_length": 8, "max_response_length": 25},
+        "actor": {"entropy_coeff": 0.01},
+    }
     trainer = {"device": "cuda", "n_gpus_per_node": ranks} | (LAYOUTS[layout] if ranks > 1 else {})
     # Several micro-batches for each rank; and no token at the edge of what is clipped, where rounding decides whether it has a gradient.
-    actor = {"ppo_max_token_len_per_gpu": 60, "clip_ratio_low": 0.99, "clip_ratio_high": 100.0, "clip_ratio_c": 1000.0}
-    tree |= sections | {"trainer": trainer, "actor": tree["actor"] | actor | sections.get("actor", {})}
+    actor = {
+        "ppo_max_token_len_per_gpu": 60,
+        "clip_ratio_low": 0.99,
+        "clip_ratio_high": 100.0,
+        "clip_ratio_c": 1000.0,
+    }
+    tree |= sections | {
+        "trainer": trainer,
+        "actor": tree["actor"] | actor | sections.get("actor", {}),
+    }
     engine = fsdp_train.build(Config.model_validate(tree), folder, rank=rank, world_size=ranks)
     engine.begin(OPTIM, 10)
     return engine
@@ -104,9 +120,17 @@ def run_rank(rank: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """With weights: the CPU, where offloaded and adapted models are drawn, draws others than a GPU."""
     path = str(tmp_path_factory.mktemp("model"))
-    shape = ModelShape(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320)
+    shape = ModelShape(
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=320,
+    )
     write_shape(f"{path}/shape", shape, vocab_size=VOCAB, eos_token_id=0)
-    engine = fsdp_train.build(Config.model_validate({"trainer": {"device": "cpu"}}), f"{path}/shape", rank=0, world_size=1)
+    engine = fsdp_train.build(
+        Config.model_validate({"trainer": {"device": "cpu"}}), f"{path}/shape", rank=0, world_size=1
+    )
     asyncio.run(engine.export(f"{path}/start"))
     asyncio.run(engine.close())
     return f"{path}/start"
@@ -116,7 +140,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def ranks(folder: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
     mp.spawn(run_rank, args=(folder,), nprocs=RANKS)
     return {
-        case: [torch.load(f"{folder}/{number}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+        case: [
+            torch.load(f"{folder}/{number}-{rank}.pt", weights_only=False) for rank in range(RANKS)
+        ]
         for number, case in enumerate(CASES)
     }
 
@@ -156,16 +182,23 @@ def test_a_checkpoint_goes_on_in_another_layout(model: str, layout: str, ranks: 
     for rank in ranks[model, layout]:
         for key in METRICS:
             rel = TOLERANCE.get(model, 0.02)
-            assert rank["loaded"][key] == pytest.approx(rank["metrics"][2][key], rel=rel, abs=rel / 10), key
+            assert rank["loaded"][key] == pytest.approx(
+                rank["metrics"][2][key], rel=rel, abs=rel / 10
+            ), key
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_rows_that_ranks_send_are_the_whole_weights(model: str, layout: str, ranks: Any) -> None:
     found = ranks[model, layout]
-    rows, scale = joined(found, 2 if layout == "two copies" else 1), 2.0 if model == "adapters" else 0.0
+    rows, scale = (
+        joined(found, 2 if layout == "two copies" else 1),
+        2.0 if model == "adapters" else 0.0,
+    )
     serving = torch.float32 if model == "float32" else torch.bfloat16
     for name, whole in found[1]["whole"].items():
         weight = rows[name]
         if f"{name}.lora_A" in rows:
             weight = weight + scale * rows[f"{name}.lora_B"] @ rows[f"{name}.lora_A"]
-        torch.testing.assert_close(whole, weight.to(serving).float(), rtol=0.01 if scale else 0, atol=1e-6 if scale else 0)
+        torch.testing.assert_close(
+            whole, weight.to(serving).float(), rtol=0.01 if scale else 0, atol=1e-6 if scale else 0
+        )

@@ -30,7 +30,10 @@ VERSIONS = 3
 def model(seed: int) -> dict[str, Tensor]:
     noise = torch.Generator(CUDA).manual_seed(seed)
     sizes = {f"layer.{i}": (300 + i, 700) for i in range(9)}
-    return {name: torch.randn(size, generator=noise, device=CUDA).to(torch.bfloat16) for name, size in sizes.items()}
+    return {
+        name: torch.randn(size, generator=noise, device=CUDA).to(torch.bfloat16)
+        for name, size in sizes.items()
+    }
 
 
 class Source:
@@ -78,11 +81,16 @@ def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sums_on_a_gpu_are_those_on_a_cpu() -> None:
-    tensors = model(3) | {"odd": torch.randn(33, 7, device=CUDA), "bytes": torch.arange(77, dtype=torch.uint8, device=CUDA)}
+    tensors = model(3) | {
+        "odd": torch.randn(33, 7, device=CUDA),
+        "bytes": torch.arange(77, dtype=torch.uint8, device=CUDA),
+    }
     for bucket in plan(specs_of(tensors), 1 << 20):
         buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=CUDA)
         for name, view in bucket.views(buffer).items():
             view.copy_(tensors[name])
-        assert torch.equal(bucket.sums(buffer, bits=True).cpu(), bucket.sums(buffer.cpu(), bits=True))
+        assert torch.equal(
+            bucket.sums(buffer, bits=True).cpu(), bucket.sums(buffer.cpu(), bits=True)
+        )
     assert bit_sums(tensors) == bit_sums({name: tensor.cpu() for name, tensor in tensors.items()})
     assert all(torch.equal(checksum(t).cpu(), checksum(t.cpu())) for t in tensors.values())

@@ -26,13 +26,22 @@ OPTIM = OptimConfig(lr=1e-3, eps=1e-3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    shape = ModelShape(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=320)
+    shape = ModelShape(
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=320,
+    )
     write_shape(path, shape, vocab_size=VOCAB, eos_token_id=0)
     return path
 
 
 def built(folder: str, device: str = "cuda", **sections: Any) -> FsdpTrainEngine:
-    tree = {"rollout": {"max_prompt_length": 8, "max_response_length": 25}, "actor": {"entropy_coeff": 0.01}}
+    tree = {
+        "rollout": {"max_prompt_length": 8, "max_response_length": 25},
+        "actor": {"entropy_coeff": 0.01},
+    }
     config = Config.model_validate(tree | {"trainer": {"device": device}} | sections)
     torch.manual_seed(0)
     engine = fsdp_train.build(config, folder, rank=0, world_size=1)
@@ -41,7 +50,10 @@ def built(folder: str, device: str = "cuda", **sections: Any) -> FsdpTrainEngine
 
 
 def steps(engine: FsdpTrainEngine, seeds: tuple[int, ...] = (0, 1, 0)) -> list[dict[str, float]]:
-    found = [asyncio.run(engine.step(TrainBatch(random_samples(s, [4, 3 + s]), 0))).metrics for s in seeds]
+    found = [
+        asyncio.run(engine.step(TrainBatch(random_samples(s, [4, 3 + s]), 0))).metrics
+        for s in seeds
+    ]
     asyncio.run(engine.close())
     return found
 
@@ -55,7 +67,9 @@ def alike(a: list[dict[str, float]], b: list[dict[str, float]], rel: float) -> N
 def test_varlen_attention_is_the_padded_one_and_shares_heads_of_keys() -> None:
     """Forward and backward, with fewer heads of keys than of queries, on rows of several lengths that share a prompt."""
     lengths = np.array([70, 64, 33, 5, 1])
-    shared = np.concatenate([np.arange(n) if n == 70 else np.arange(n) + 100 * i for i, n in enumerate(lengths)])
+    shared = np.concatenate(
+        [np.arange(n) if n == 70 else np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    )
     _, token = np.unique(shared, return_inverse=True)
     size, noise = int(token.max()) + 1, torch.Generator(CUDA).manual_seed(0)
     results = []
@@ -63,10 +77,14 @@ def test_varlen_attention_is_the_padded_one_and_shares_heads_of_keys() -> None:
         layout = attention.make_layout(lengths, token.astype(np.int64), size, CUDA, padded=padded)
         noise.manual_seed(0)
         q, k, v = (
-            torch.randn(1, heads, size, 64, device=CUDA, dtype=torch.bfloat16, generator=noise).requires_grad_()
+            torch.randn(
+                1, heads, size, 64, device=CUDA, dtype=torch.bfloat16, generator=noise
+            ).requires_grad_()
             for heads in (8, 2, 2)
         )
-        out, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, None, scaling=0.125, packed_layout=layout)
+        out, _ = attention.packed_attention(
+            torch.nn.Identity(), q, k, v, None, scaling=0.125, packed_layout=layout
+        )
         (out.float() * torch.arange(size, device=CUDA)[None, :, None, None] / size).sum().backward()
         results.append((out, q.grad, k.grad, v.grad))
     for a, b in zip(*results, strict=True):
@@ -81,7 +99,9 @@ def test_fused_log_probs_are_the_plain_ones() -> None:
         hidden = torch.randn(300, 64, device=CUDA, generator=noise).requires_grad_()
         weight = torch.randn(5000, 64, device=CUDA, generator=noise).requires_grad_()
         targets = torch.randint(5000, (300,), device=CUDA, generator=noise)
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, targets, 0.7, chunk=128, fused=fused)
+        log_probs, entropy = log_probs_and_entropy(
+            hidden, weight, targets, 0.7, chunk=128, fused=fused
+        )
         (log_probs.sum() + (entropy * log_probs.detach()).sum()).backward()
         found.append((log_probs, entropy, hidden.grad, weight.grad))
     for a, b in zip(*found, strict=True):
@@ -105,8 +125,14 @@ def test_bfloat16_on_a_gpu_trains_as_float32_on_the_cpu_does(folder: str) -> Non
         {"gradient_checkpointing": True, "compile": True},
     ],
 )
-def test_compiled_and_checkpointed_layers_train_the_same_policy(folder: str, model: dict[str, Any]) -> None:
-    alike(steps(built(folder, model={"dtype": "bfloat16"} | model)), steps(built(folder, model={"dtype": "bfloat16"})), 0.02)
+def test_compiled_and_checkpointed_layers_train_the_same_policy(
+    folder: str, model: dict[str, Any]
+) -> None:
+    alike(
+        steps(built(folder, model={"dtype": "bfloat16"} | model)),
+        steps(built(folder, model={"dtype": "bfloat16"})),
+        0.02,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -124,11 +150,13 @@ def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) 
     assert torch.cuda.memory_allocated() < awake - 4 * 256 * 256
     asyncio.run(engine.wake())
     after = weights(engine)
-    assert all(tensor.is_cuda and torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert all(
+        tensor.is_cuda and torch.equal(tensor, before[name]) for name, tensor in after.items()
+    )
     for i, state in engine.actor.optimizer.state_dict()["state"].items():
-        assert all(getattr(value, "to_local", lambda v=value: v)().is_cuda for value in state.values()) and len(state) == len(
-            moments[i]
-        )
+        assert all(
+            getattr(value, "to_local", lambda v=value: v)().is_cuda for value in state.values()
+        ) and len(state) == len(moments[i])
     assert np.isfinite(asyncio.run(engine.step(batch)).metrics["actor/grad_norm"])
     assert not torch.equal(next(iter(weights(engine).values())), next(iter(after.values())))
     asyncio.run(engine.close())
@@ -147,14 +175,19 @@ def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) 
         },
     ],
 )
-def test_weights_that_live_in_host_memory_train_the_same_policy(folder: str, tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_weights_that_live_in_host_memory_train_the_same_policy(
+    folder: str, tmp_path: Path, sections: dict[str, Any]
+) -> None:
     """With a critic and a reference too; and a checkpoint brings all of it back. They start from a folder: drawn weights are others on
     a CPU.
     """
     start = built(folder, "cpu")
     asyncio.run(start.export(f"{tmp_path}/start"))
     batch = TrainBatch(random_samples(0, [4, 3]), 0)
-    engine, found = built(f"{tmp_path}/start", **sections, trainer={"device": "cuda", "offload_policy": True}), []
+    engine, found = (
+        built(f"{tmp_path}/start", **sections, trainer={"device": "cuda", "offload_policy": True}),
+        [],
+    )
     for _ in range(2):
         found.append(asyncio.run(engine.step(batch)).metrics)
         awake = torch.cuda.memory_reserved()
@@ -164,7 +197,9 @@ def test_weights_that_live_in_host_memory_train_the_same_policy(folder: str, tmp
     weights = [getattr(p, "to_local", lambda p=p: p)() for p in engine.policy.parameters()]
     moments = [t for s in engine.actor.optimizer.state.values() for t in s.values()]
     assert not any(t.is_cuda for t in weights + moments) and all(t.is_pinned() for t in weights)
-    assert all(b.is_cuda for b in engine.policy.buffers()) and all(t.is_cuda for _, t in engine.full_weights())
+    assert all(b.is_cuda for b in engine.policy.buffers()) and all(
+        t.is_cuda for _, t in engine.full_weights()
+    )
     asyncio.run(engine.save(f"{tmp_path}/saved"))
     ahead = asyncio.run(engine.step(batch)).metrics
     asyncio.run(engine.load(f"{tmp_path}/saved"))

@@ -74,7 +74,9 @@ def test_an_alarm_says_its_value_its_limit_and_what_to_change(name: str) -> None
     (alarm,) = alarms
     assert alarm.value == (3.0 if name == "equal_rewards" else next(iter(BAD[name].values())))
     assert alarm.cause == CAUSES[name] and alarm.cause.count(".") > 1
-    assert str(alarm).startswith(f"{name} since version {10 + patience(name)}: {alarm.value:.4g}, limit {alarm.limit:.4g}. ")
+    assert str(alarm).startswith(
+        f"{name} since version {10 + patience(name)}: {alarm.value:.4g}, limit {alarm.limit:.4g}. "
+    )
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -107,7 +109,10 @@ def test_limits_are_exclusive_so_a_metric_at_its_limit_is_fine() -> None:
 def test_entropy_is_compared_with_its_first_rows_and_before_that_with_the_floor_alone() -> None:
     guard = Guard(GuardConfig(entropy_rows=2, min_entropy_share=0.5, min_entropy=0.1))
     falling = [3.0, 1.0, 0.9, 0.85, 1.1, 0.05]
-    seen = [names(guard.check(version, {"actor/entropy": value})) for version, value in enumerate(falling)]
+    seen = [
+        names(guard.check(version, {"actor/entropy": value}))
+        for version, value in enumerate(falling)
+    ]
     assert seen == [[], [], ["entropy_collapse"], ["entropy_collapse"], [], ["entropy_collapse"]]
     early = Guard(GuardConfig(min_entropy=0.1))
     assert names(early.check(0, {"actor/entropy": 0.05})) == ["entropy_collapse"]
@@ -117,7 +122,9 @@ def test_a_spike_is_one_against_the_median_of_the_rows_before_it() -> None:
     guard = Guard(GuardConfig(max_grad_spike=3.0, grad_rows=4, min_grad_rows=2))
     # Too few rows, twice; then medians of 1, 1, 1, 5.5, 5.5, 1, 5.5 and 5.5.
     norms = [1.0, 1.0, 10.0, 1.0, 10.0, 1.0, 1.0, 10.0, 10.0, 10.0]
-    seen = [bool(guard.check(version, {"actor/grad_norm": norm})) for version, norm in enumerate(norms)]
+    seen = [
+        bool(guard.check(version, {"actor/grad_norm": norm})) for version, norm in enumerate(norms)
+    ]
     assert seen == [False, False, True, False, True, False, False, True, False, False]
 
 
@@ -132,13 +139,28 @@ def test_a_median_of_0_tells_nothing_and_an_infinite_norm_is_a_spike() -> None:
 def test_equal_rewards_must_be_so_in_versions_in_a_row() -> None:
     guard = Guard(GuardConfig(equal_reward_versions=2))
     stds = [0.0, 0.1, 0.0, 0.0, 0.0, 0.1]
-    assert [len(guard.check(version, {"reward/std": std})) for version, std in enumerate(stds)] == [0, 0, 0, 1, 1, 0]
+    assert [len(guard.check(version, {"reward/std": std})) for version, std in enumerate(stds)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"val/x/greedy": 1.0}, {"response_length/clip_ratio": math.nan}, {"response_length/clip_ratio": None}]
+    "row",
+    [
+        {},
+        {"val/x/greedy": 1.0},
+        {"response_length/clip_ratio": math.nan},
+        {"response_length/clip_ratio": None},
+    ],
 )
-def test_a_row_without_the_metric_neither_ends_an_alarm_nor_begins_one(row: dict[str, float | None]) -> None:
+def test_a_row_without_the_metric_neither_ends_an_alarm_nor_begins_one(
+    row: dict[str, float | None],
+) -> None:
     guard = fed()
     assert guard.check(11, row) == []
     guard.check(12, HEALTHY | BAD["truncation"])
@@ -146,7 +168,12 @@ def test_a_row_without_the_metric_neither_ends_an_alarm_nor_begins_one(row: dict
     assert guard.as_metrics()["alarm/truncation"] == 1.0
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(sorted(HEALTHY)), st.floats(0, 2) | st.just(math.nan)), max_size=30))
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(sorted(HEALTHY)), st.floats(0, 2) | st.just(math.nan)),
+        max_size=30,
+    )
+)
 def test_what_began_and_ended_accounts_for_what_holds(rows: list[dict[str, float]]) -> None:
     guard = Guard(GuardConfig())
     holding: set[str] = set()
@@ -155,7 +182,9 @@ def test_what_began_and_ended_accounts_for_what_holds(rows: list[dict[str, float
         assert holding | set(names(guard.began)) - set(names(guard.ended)) >= now
         assert now == (holding | set(names(guard.began))) - set(names(guard.ended))
         assert not holding & set(names(guard.began)) and set(names(guard.ended)) <= holding
-        assert {name for name, value in guard.as_metrics().items() if value} == {f"alarm/{name}" for name in now}
+        assert {name for name, value in guard.as_metrics().items() if value} == {
+            f"alarm/{name}" for name in now
+        }
         holding = now
 
 
@@ -164,7 +193,11 @@ def test_a_run_that_learns_raises_none(entropies: list[float], scale: float) -> 
     """Entropy that falls to a tenth, gradients that vary twofold, most problems solved at the end."""
     guard = Guard(GuardConfig())
     for version, entropy in enumerate(sorted(entropies, reverse=True)):
-        row = HEALTHY | {"actor/entropy": entropy, "actor/grad_norm": scale * (0.5 + entropy), "train/zero_advantage_share": 0.85}
+        row = HEALTHY | {
+            "actor/entropy": entropy,
+            "actor/grad_norm": scale * (0.5 + entropy),
+            "train/zero_advantage_share": 0.85,
+        }
         assert guard.check(version, row) == []
 
 
@@ -172,14 +205,18 @@ def test_options_that_could_never_act_are_refused() -> None:
     for options in ({"entropy_rows": 0}, {"equal_reward_versions": 0}):
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             GuardConfig(**options)
-    with pytest.raises(ConfigError, match=r"guard.min_grad_rows = 21: the median is of guard.grad_rows = 20 rows"):
+    with pytest.raises(
+        ConfigError, match=r"guard.min_grad_rows = 21: the median is of guard.grad_rows = 20 rows"
+    ):
         Config(guard={"min_grad_rows": 21})
 
 
 def test_an_alarm_whose_metric_hovers_at_its_limit_begins_once_and_ends_once() -> None:
     """As at the end of the quickstart, where nearly every problem is solved."""
     guard, began, ended = Guard(GuardConfig()), 0, 0
-    for version, share in enumerate([0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94], start=1):
+    for version, share in enumerate(
+        [0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94], start=1
+    ):
         guard.check(version, {"train/zero_advantage_share": share})
         began, ended = began + len(guard.began), ended + len(guard.ended)
         assert bool(guard.as_metrics()["alarm/zero_variance"]) == (2 <= version <= 7)

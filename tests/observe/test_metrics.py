@@ -6,11 +6,23 @@ import pytest
 
 from millrace.observe.metrics import Synced, VersionMetrics
 from millrace.ports import RolloutStats, StepReport, TransferReport
-from millrace.types import Author, Prompt, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 
 def said(version: int, length: int, stop: Stop | None = Stop.EOS) -> Segment:
-    return Segment(tokens_of([1] * length), version=version, log_probs=floats_of([-1.0] * length), stop=stop)
+    return Segment(
+        tokens_of([1] * length), version=version, log_probs=floats_of([-1.0] * length), stop=stop
+    )
 
 
 def trajectory(*segments: Segment, score: float | None = 1.0, **extra: float) -> Trajectory:
@@ -24,11 +36,21 @@ def sample(index: int, prompt_length: int, admitted: int, *trajectories: Traject
 TOOL = Segment(tokens_of([5, 5]), Author.ENVIRONMENT)
 # Trained while version 3 is live, in two local steps.
 FIRST = [
-    sample(0, 4, 1, trajectory(said(1, 2, None), said(3, 3)), trajectory(said(1, 4), score=0.0)),  # ages 2 and 2, span 2 and 0
-    sample(1, 6, 3, trajectory(said(3, 8, Stop.LENGTH), score=0.5, format=1.0), trajectory(said(3, 1), score=0.5, format=0.5)),
+    sample(
+        0, 4, 1, trajectory(said(1, 2, None), said(3, 3)), trajectory(said(1, 4), score=0.0)
+    ),  # ages 2 and 2, span 2 and 0
+    sample(
+        1,
+        6,
+        3,
+        trajectory(said(3, 8, Stop.LENGTH), score=0.5, format=1.0),
+        trajectory(said(3, 1), score=0.5, format=0.5),
+    ),
 ]
 SECOND = [
-    sample(2, 2, 2, trajectory(said(2, 1, None), TOOL, said(3, 2)), trajectory(said(3, 4), score=0.0))
+    sample(
+        2, 2, 2, trajectory(said(2, 1, None), TOOL, said(3, 2)), trajectory(said(3, 4), score=0.0)
+    )
 ]  # ages 1 and 0, span 1
 
 
@@ -36,14 +58,33 @@ def collected() -> VersionMetrics:
     metrics = VersionMetrics()
     metrics.waited(1.5, FIRST, 3)
     metrics.stepped(
-        FIRST, 3, StepReport(2, {"actor/pg_loss": 0.3, "actor/rare": 4.0}, {"train/tokens": 30.0, "actor/nonfinite_steps": 1.0})
+        FIRST,
+        3,
+        StepReport(
+            2,
+            {"actor/pg_loss": 0.3, "actor/rare": 4.0},
+            {"train/tokens": 30.0, "actor/nonfinite_steps": 1.0},
+        ),
     )
-    metrics.waited(0.25, [FIRST[1]], 3)  # admitted under the live version: no wait for an earlier generation
-    metrics.stepped(SECOND, 3, StepReport(1, {"actor/pg_loss": 0.9}, {"train/tokens": 12.0, "actor/nonfinite_steps": 0.0}))
+    metrics.waited(
+        0.25, [FIRST[1]], 3
+    )  # admitted under the live version: no wait for an earlier generation
+    metrics.stepped(
+        SECOND,
+        3,
+        StepReport(1, {"actor/pg_loss": 0.9}, {"train/tokens": 12.0, "actor/nonfinite_steps": 0.0}),
+    )
     return metrics
 
 
-TIMING = {"wait_samples": 1.75, "wait_rollouts": 0.25, "wait_validation": 0.5, "step": 5.0, "sync_transfer": 1.5, "other": 1.0}
+TIMING = {
+    "wait_samples": 1.75,
+    "wait_rollouts": 0.25,
+    "wait_validation": 0.5,
+    "step": 5.0,
+    "sync_transfer": 1.5,
+    "other": 1.0,
+}
 
 
 def row(**changes: object) -> dict[str, float]:
@@ -114,7 +155,11 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
     """Two processes measure: busy slots may exceed what the wall time allows, and a period may be empty."""
     busier = row(after=RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=1000.0, slots=16))
     empty = VersionMetrics().row(
-        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=8, synced=Synced(TransferReport(0, 0.0), 0.0)
+        timing={},
+        before=RolloutStats(),
+        after=RolloutStats(),
+        usable_slots=8,
+        synced=Synced(TransferReport(0, 0.0), 0.0),
     )
     for each in (row(), busier, empty):
         for name, value in each.items():
@@ -123,14 +168,23 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
     assert busier["rollouter/idle_ratio"] == 0.0 and empty["rollouter/tokens_per_s"] == 0.0
 
 
-def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_baseline_is_apart() -> None:
+def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_baseline_is_apart() -> (
+    None
+):
     """The greedy response is older, longer and better than all: no other figure moves."""
-    shaped = [Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0)) for value in (0.5, 1.0)]
+    shaped = [
+        Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
+        for value in (0.5, 1.0)
+    ]
     greedy = Trajectory((said(0, 50),), Score(7.0, raw=8.0))
     rows = []
     for baseline in (None, greedy):
         metrics = VersionMetrics()
-        metrics.stepped([Sample(Prompt(0, tokens_of([1]), "", "d"), tuple(shaped), 3, baseline)], 3, StepReport(1))
+        metrics.stepped(
+            [Sample(Prompt(0, tokens_of([1]), "", "d"), tuple(shaped), 3, baseline)],
+            3,
+            StepReport(1),
+        )
         rows.append(
             metrics.row(
                 timing={"step": 1.0}, before=RolloutStats(), after=RolloutStats(), usable_slots=1,
@@ -138,7 +192,11 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
             )
         )  # fmt: skip
     without, found = rows
-    assert (found["reward/mean"], found["reward/score/mean"], found["reward/overlong_reward/mean"]) == (0.75, 1.0, -0.25)
+    assert (
+        found["reward/mean"],
+        found["reward/score/mean"],
+        found["reward/overlong_reward/mean"],
+    ) == (0.75, 1.0, -0.25)
     assert found == without | {"reward/greedy/mean": 7.0}
 
 
@@ -146,8 +204,14 @@ def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
     metrics = VersionMetrics()
     metrics.stepped([sample(0, 1, 2, trajectory(score=None))], 2, StepReport(1))
     found = metrics.row(
-        timing={}, before=RolloutStats(), after=RolloutStats(), usable_slots=1, synced=Synced(TransferReport(0, 0.0), 0.0)
+        timing={},
+        before=RolloutStats(),
+        after=RolloutStats(),
+        usable_slots=1,
+        synced=Synced(TransferReport(0, 0.0), 0.0),
     )
     assert (
-        found["staleness/hist/0"] == 1.0 and found["reward/mean"] == 0.0 and found["fully_async/partial/max_partial_span"] == 0.0
+        found["staleness/hist/0"] == 1.0
+        and found["reward/mean"] == 0.0
+        and found["fully_async/partial/max_partial_span"] == 0.0
     )

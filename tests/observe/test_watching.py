@@ -38,8 +38,15 @@ def test_a_part_within_a_part_suspends_it_and_the_rest_is_other() -> None:
     assert watch.flush() == {"other": 17.0, "step": 10.0, "wait": 4.0}
 
 
-@given(st.lists(st.tuples(st.sampled_from(["in a", "in b", "out", "flush", "fail"]), st.floats(0, 10)), max_size=40))
-def test_the_parts_add_up_to_the_wall_time_whatever_nests_fails_or_is_flushed_on_the_way(moves: list[tuple[str, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["in a", "in b", "out", "flush", "fail"]), st.floats(0, 10)),
+        max_size=40,
+    )
+)
+def test_the_parts_add_up_to_the_wall_time_whatever_nests_fails_or_is_flushed_on_the_way(
+    moves: list[tuple[str, float]],
+) -> None:
     clock = Clock()
     watch = Stopwatch(clock)
     begin, total, stack = clock.now, 0.0, []
@@ -87,7 +94,12 @@ def test_a_resumed_run_drops_the_rows_that_it_makes_again_and_a_torn_one(tmp_pat
     second = JsonLines(path, 2)
     second.write(3, {"a": 33.0})
     second.close()
-    assert rows(path) == [{"version": 0, "a": 0.5}, {"version": 1, "a": 1.5}, {"version": 2, "a": 2.5}, {"version": 3, "a": 33.0}]
+    assert rows(path) == [
+        {"version": 0, "a": 0.5},
+        {"version": 1, "a": 1.5},
+        {"version": 2, "a": 2.5},
+        {"version": 3, "a": 33.0},
+    ]
 
 
 def test_a_row_is_on_disk_when_written_and_is_json_without_nan(tmp_path: Path) -> None:
@@ -121,7 +133,11 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_makes_again_once(tmp_path: 
         time.sleep(1)  # files of one second have no order
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.5),
+    ]
 
 
 def test_rows_and_validations_are_found_again_up_to_a_version(tmp_path: Path) -> None:
@@ -149,7 +165,9 @@ def test_a_sparkline_rises_from_the_lowest_to_the_highest_bar() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 50))
-def test_a_sparkline_is_never_wider_than_asked_and_shows_all_of_the_run(values: list[float], width: int) -> None:
+def test_a_sparkline_is_never_wider_than_asked_and_shows_all_of_the_run(
+    values: list[float], width: int
+) -> None:
     line = sparkline(values, width)
     assert len(line) <= width and set(line) <= set(BARS) and bool(line) == bool(values)
 
@@ -162,7 +180,9 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
     clock = Clock()
     path = tmp_path / "out"
     with path.open("w") as file:
-        progress = Progress(Lines(Console(file=file, width=300), every_s=0.0), "name", "mode", clock)
+        progress = Progress(
+            Lines(Console(file=file, width=300), every_s=0.0), "name", "mode", clock
+        )
         progress.phase("supervised warm-up", 3, 10, "loss 0.5")
         progress.training(20, 100, 2, 10)
         clock.now += 10

@@ -25,11 +25,19 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
 
-RUNS = (*MODES, *(f"{mode}+overlap" for mode in ("one_step_off", "async_staleness", "async_partial", "async_swap")))
+RUNS = (
+    *MODES,
+    *(
+        f"{mode}+overlap"
+        for mode in ("one_step_off", "async_staleness", "async_partial", "async_swap")
+    ),
+)
 """Every mode, and those that can with overlap_sync."""
 
 
-def schedule_of(mode: str, *, mini: int = 4, trigger: int = 2, staleness: float = 0.5, lookahead: int = 1) -> Schedule:
+def schedule_of(
+    mode: str, *, mini: int = 4, trigger: int = 2, staleness: float = 0.5, lookahead: int = 1
+) -> Schedule:
     mode, _, overlap = mode.partition("+")
     fixed = MODES[mode]
     if mode in ("on_policy_pipeline", "one_step_off"):
@@ -118,12 +126,26 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     params = SamplingParams(max_tokens=1000)
     reward = SimReward(cost, chance) if chance else SimReward(cost)
     roller = SampleRoller(
-        lambda prompt: SingleTurn(), reward, lambda tokens: str(tokens[:9]), params, n, seed=0, greedy_baseline=greedy
+        lambda prompt: SingleTurn(),
+        reward,
+        lambda tokens: str(tokens[:9]),
+        params,
+        n,
+        seed=0,
+        greedy_baseline=greedy,
     )
-    sampling = DynamicSampling("score", max_num_gen_batches=most, window=schedule.window) if chance else None
-    rollouter = Rollouter(queue, LongTail(), RolloutPool(rollouts), roller, dynamic_sampling=sampling)
+    sampling = (
+        DynamicSampling("score", max_num_gen_batches=most, window=schedule.window)
+        if chance
+        else None
+    )
+    rollouter = Rollouter(
+        queue, LongTail(), RolloutPool(rollouts), roller, dynamic_sampling=sampling
+    )
     loop = asyncio.get_running_loop()
-    trainer = Trainer(queue, rollouter, engine, SimWeightSync(cost, rollouts), record, Stopwatch(loop.time))
+    trainer = Trainer(
+        queue, rollouter, engine, SimWeightSync(cost, rollouts), record, Stopwatch(loop.time)
+    )
     if stop_at is not None:
         loop.call_at(stop_at, queue.stop, 1.0)
     begin = loop.time()
@@ -138,4 +160,18 @@ def simulate(
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
 ) -> Outcome:  # fmt: skip
     """A whole run. With `chance` of right responses, samples of equal outcomes are dropped: at most `most` windows for a version."""
-    return clock.run(_simulate(schedule, samples, cost or CostModel(), slots, n, start, stop_at, replicas, chance, most, greedy))
+    return clock.run(
+        _simulate(
+            schedule,
+            samples,
+            cost or CostModel(),
+            slots,
+            n,
+            start,
+            stop_at,
+            replicas,
+            chance,
+            most,
+            greedy,
+        )
+    )

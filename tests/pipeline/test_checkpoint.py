@@ -49,10 +49,15 @@ class Engine(SimTrainEngine):
 
 def held() -> list[tuple[int, Held]]:
     done = Trajectory(
-        (Segment(tokens_of([1, 2]), version=3, log_probs=floats_of([-0.1, -2.5]), stop=Stop.EOS),), Score(0.5, {"a": 1.0})
+        (Segment(tokens_of([1, 2]), version=3, log_probs=floats_of([-0.1, -2.5]), stop=Stop.EOS),),
+        Score(0.5, {"a": 1.0}),
     )
-    part = Trajectory((Segment(tokens_of([5]), version=2, log_probs=floats_of([-0.25]), stop=Stop.INTERRUPTED),))
-    prompt = Prompt(8, tokens_of([3, 4]), "sort ☃", "task", ["4", 3], {"k": {"deep": 1}}, {"column": 2.5})
+    part = Trajectory(
+        (Segment(tokens_of([5]), version=2, log_probs=floats_of([-0.25]), stop=Stop.INTERRUPTED),)
+    )
+    prompt = Prompt(
+        8, tokens_of([3, 4]), "sort ☃", "task", ["4", 3], {"k": {"deep": 1}}, {"column": 2.5}
+    )
     return [
         (8, Held(prompt, 3, State.READY, (), Sample(prompt, (done, done), 3))),
         (11, Held(replace(prompt, index=11), 2, State.WAITING, (part, Trajectory()))),
@@ -73,7 +78,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def save(run_dir: Path, version: int, *, keep: int = 2, engine: TrainEngine | None = None) -> Path:
-    return asyncio.run(Checkpoints(run_dir, keep=keep).save(cut(version), engine or Engine(version)))
+    return asyncio.run(
+        Checkpoints(run_dir, keep=keep).save(cut(version), engine or Engine(version))
+    )
 
 
 def save_beside(run_dir: Path, version: int, *, keep: int = 2, engine: Engine) -> Path:
@@ -93,16 +100,33 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
     return Checkpoints(run_dir, keep=2).newest()
 
 
-def test_a_checkpoint_holds_the_ledger_the_engine_the_config_and_the_model_without_its_weights(run_dir: Path) -> None:
+def test_a_checkpoint_holds_the_ledger_the_engine_the_config_and_the_model_without_its_weights(
+    run_dir: Path,
+) -> None:
     path = save(run_dir, 7)
     manifest = verify(path)
-    assert set(manifest.files) == {"engine/weights", "ledger.json", "config.yaml", "model/config.json"}
-    assert (manifest.version, manifest.local_steps, manifest.admitted, manifest.retired) == (7, 14, 12, 9)
+    assert set(manifest.files) == {
+        "engine/weights",
+        "ledger.json",
+        "config.yaml",
+        "model/config.json",
+    }
+    assert (manifest.version, manifest.local_steps, manifest.admitted, manifest.retired) == (
+        7,
+        14,
+        12,
+        9,
+    )
     assert read_ledger(path) == cut(7), "every held sample, with its tokens, log-probs and scores"
-    restored = Ledger.restore(Schedule(ppo_mini_batch_size=4, staleness_threshold=1), read_ledger(path))
+    restored = Ledger.restore(
+        Schedule(ppo_mini_batch_size=4, staleness_threshold=1), read_ledger(path)
+    )
     restored.check()
     assert restored.snapshot() == cut(7)
-    assert newest(run_dir) == (path, []) and (run_dir / "checkpoints" / "LATEST").read_text() == path.name
+    assert (
+        newest(run_dir) == (path, [])
+        and (run_dir / "checkpoints" / "LATEST").read_text() == path.name
+    )
 
 
 def fails_at(nth: int, patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
@@ -137,12 +161,20 @@ STAGES: list[tuple[object, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "nth"), STAGES, ids=[f"{name}-{nth}" for _, name, nth in STAGES])
+@pytest.mark.parametrize(
+    ("owner", "name", "nth"), STAGES, ids=[f"{name}-{nth}" for _, name, nth in STAGES]
+)
 @pytest.mark.parametrize("again", [False, True], ids=["next version", "same version"])
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("save_", [save, save_beside])
 def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
-    run_dir: Path, owner: object, name: str, nth: int, again: bool, keep: int, save_: Callable[..., Path]
+    run_dir: Path,
+    owner: object,
+    name: str,
+    nth: int,
+    again: bool,
+    keep: int,
+    save_: Callable[..., Path],
 ) -> None:
     before = save(run_dir, 3, keep=keep)
     version = 3 if again else 4
@@ -153,17 +185,26 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
             crashed = False
         except Killed:
             crashed = True
-    assert crashed or (name, nth) == ("rename", 2) or name == "rmtree", "the stage should have been reached"
+    assert crashed or (name, nth) == ("rename", 2) or name == "rmtree", (
+        "the stage should have been reached"
+    )
     path, passed = newest(run_dir)
     assert path is not None and not passed
     state = (path / "engine" / "weights").read_text()
     assert state in ("3", "99") and read_ledger(path) == cut(verify(path).version)
-    if (owner, name) in [(Engine, "save"), (Engine, "saved"), (checkpoint, "_sync"), (checkpoint, "_entry")]:
+    if (owner, name) in [
+        (Engine, "save"),
+        (Engine, "saved"),
+        (checkpoint, "_sync"),
+        (checkpoint, "_entry"),
+    ]:
         assert state == "3" and (path == before), "it was not yet written"
     final = save(run_dir, 5, keep=keep)
     assert newest(run_dir) == (final, [])
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
-    assert len([n for n in left if "version" in n]) <= keep and not any(n.startswith(".writing") for n in left)
+    assert len([n for n in left if "version" in n]) <= keep and not any(
+        n.startswith(".writing") for n in left
+    )
 
 
 def shaped() -> Sample:
@@ -171,12 +212,17 @@ def shaped() -> Sample:
     assert sample is not None
     (done, _) = sample.trajectories
     return Sample(
-        prompt, (replace(done, score=Score(0.25, {"overlong_reward": -0.25}, 0.5)),), 3, replace(done, score=Score(1.0))
+        prompt,
+        (replace(done, score=Score(0.25, {"overlong_reward": -0.25}, 0.5)),),
+        3,
+        replace(done, score=Score(1.0)),
     )
 
 
 def test_a_shaped_score_and_a_greedy_baseline_survive_as_json_and_msgpack() -> None:
-    cut_ = LedgerSnapshot(1, 2, 12, 9, {}, [(8, Held(shaped().prompt, 3, State.READY, (), shaped()))])
+    cut_ = LedgerSnapshot(
+        1, 2, 12, 9, {}, [(8, Held(shaped().prompt, 3, State.READY, (), shaped()))]
+    )
     assert codec.from_json(codec.to_json(cut_), LedgerSnapshot) == cut_
     assert codec.decoder(Sample).decode(codec.pack(shaped())) == shaped()
 
@@ -189,7 +235,9 @@ def test_samples_saved_before_shaping_and_baselines_were_known_are_read_without_
 
     old = json.dumps(older(json.loads(codec.to_json(shaped()))))
     sample = codec.from_json(old.encode(), Sample)
-    assert sample.greedy is None and sample.trajectories[0].score == Score(0.25, {"overlong_reward": -0.25})
+    assert sample.greedy is None and sample.trajectories[0].score == Score(
+        0.25, {"overlong_reward": -0.25}
+    )
     assert sample.trajectories[0].tokens == shaped().trajectories[0].tokens
 
 
@@ -218,7 +266,10 @@ def garble_manifest(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, r"version-000002/ledger\.json: not what the manifest says \(\d+ bytes, SHA-256 \w{12}"),
+        (
+            truncate,
+            r"version-000002/ledger\.json: not what the manifest says \(\d+ bytes, SHA-256 \w{12}",
+        ),
         (corrupt, r"version-000002/engine/weights: not what the manifest says \(1 bytes"),
         (lose, r"version-000002/config\.yaml: missing"),
         (lose_manifest, r"version-000002: no manifest\.json"),
@@ -248,7 +299,10 @@ def test_a_run_without_a_whole_checkpoint_has_none(run_dir: Path) -> None:
 def test_the_newest_are_kept_also_past_a_million_versions(run_dir: Path) -> None:
     for version in (2, 999_998, 999_999, 1_000_000, 1_000_001):
         save(run_dir, version)
-    assert [int(p.name.removeprefix("version-")) for p in Checkpoints(run_dir, keep=2).all()] == [1_000_000, 1_000_001]
+    assert [int(p.name.removeprefix("version-")) for p in Checkpoints(run_dir, keep=2).all()] == [
+        1_000_000,
+        1_000_001,
+    ]
     assert newest(run_dir)[0] == run_dir / "checkpoints" / "version-1000001"
 
 
@@ -259,7 +313,9 @@ def test_a_version_saved_again_is_the_later_one_and_leaves_nothing_aside(run_dir
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"version-000004", "LATEST"}
 
 
-def test_going_on_from_an_older_checkpoint_sets_aside_those_of_the_history_that_is_no_more(run_dir: Path) -> None:
+def test_going_on_from_an_older_checkpoint_sets_aside_those_of_the_history_that_is_no_more(
+    run_dir: Path,
+) -> None:
     """Broken newer ones too: with keep=1 they would push out what the run saves next."""
     older = save(run_dir, 2, keep=3)
     corrupt(save(run_dir, 4, keep=3))
@@ -303,7 +359,9 @@ def test_a_save_that_is_cancelled_leaves_the_previous_one(run_dir: Path, staged:
         if staged:
             await checkpoints.begin(cut(2), slow, staged=True)
             assert newest(run_dir) == (before, [])
-        task = asyncio.create_task(checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow))
+        task = asyncio.create_task(
+            checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow)
+        )
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

@@ -44,7 +44,9 @@ def kept() -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_rest(mode: str, kept: list[int]) -> None:
+def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_rest(
+    mode: str, kept: list[int]
+) -> None:
     schedule = schedule_of(mode)
     outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
     ledger = outcome.ledger
@@ -57,7 +59,9 @@ def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_re
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_does_not_divide_ends_with_the_number_that_was_wanted(mode: str, kept: list[int]) -> None:
+def test_a_run_that_does_not_divide_ends_with_the_number_that_was_wanted(
+    mode: str, kept: list[int]
+) -> None:
     outcome = simulate(schedule_of(mode), 37, cost=COST, chance=mixed)
     assert indices(outcome) == kept[:37]
 
@@ -66,9 +70,14 @@ def test_a_run_that_does_not_divide_ends_with_the_number_that_was_wanted(mode: s
 def test_windows_are_full_and_their_tokens_as_old_as_the_mode_allows(mode: str) -> None:
     schedule = schedule_of(mode)
     outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
-    sizes = [cut.retired - before.retired for before, cut in zip(outcome.record.cuts, outcome.record.cuts[1:], strict=False)]
+    sizes = [
+        cut.retired - before.retired
+        for before, cut in zip(outcome.record.cuts, outcome.record.cuts[1:], strict=False)
+    ]
     assert set(sizes) == {schedule.window}
-    lags = {version - v for version, s in outcome.trained for t in s.trajectories for v in t.versions}
+    lags = {
+        version - v for version, s in outcome.trained for t in s.trajectories for v in t.versions
+    }
     if schedule.capacity == schedule.window:
         assert lags == {0}, "a replacement is drawn by the weights of its window"
     if schedule.on_sync is OnSync.DRAIN:
@@ -83,31 +92,47 @@ def test_strict_order_steps_over_what_is_dropped(mode: str) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
-@pytest.mark.parametrize("mode", ["async_staleness", "async_partial", "async_swap", "colocate_partial"])
-def test_a_look_ahead_and_drops_together_starve_no_sample(mode: str, lookahead: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    "mode", ["async_staleness", "async_partial", "async_swap", "colocate_partial"]
+)
+def test_a_look_ahead_and_drops_together_starve_no_sample(
+    mode: str, lookahead: int, kept: list[int]
+) -> None:
     schedule = schedule_of(mode, staleness=1.3, lookahead=lookahead)
     outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2)
     assert indices(outcome) == kept[:TRAINED]
     assert max(version - s.admitted_version for version, s in outcome.trained) <= schedule.lag_bound
 
 
-def test_colocated_placement_with_staleness_waits_for_a_full_window_of_kept_samples(kept: list[int]) -> None:
+def test_colocated_placement_with_staleness_waits_for_a_full_window_of_kept_samples(
+    kept: list[int],
+) -> None:
     schedule = Schedule(
-        ppo_mini_batch_size=4, trigger_parameter_sync_step=2, staleness_threshold=0.6, placement=Placement.COLOCATED
+        ppo_mini_batch_size=4,
+        trigger_parameter_sync_step=2,
+        staleness_threshold=0.6,
+        placement=Placement.COLOCATED,
     )
     outcome = simulate(schedule, TRAINED, cost=COST, chance=mixed)
-    assert indices(outcome) == kept[:TRAINED] and outcome.ledger.version == schedule.versions(TRAINED)
+    assert indices(outcome) == kept[:TRAINED] and outcome.ledger.version == schedule.versions(
+        TRAINED
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stop_at", [0.5, 4.9, 9.7])
-def test_a_stopped_run_goes_on_and_accounts_for_every_sample_once(mode: str, stop_at: float, kept: list[int]) -> None:
+def test_a_stopped_run_goes_on_and_accounts_for_every_sample_once(
+    mode: str, stop_at: float, kept: list[int]
+) -> None:
     schedule = schedule_of(mode)
     first = simulate(schedule, TRAINED, cost=COST, chance=mixed, stop_at=stop_at)
     assert first.record.saved is not None, "the run should have been stopped"
     second = simulate(schedule, TRAINED, cost=COST, chance=mixed, start=first.record.saved)
     assert sorted(indices(first) + indices(second)) == kept[:TRAINED]
-    assert second.ledger.dropped == {"equal_outcomes": kept[TRAINED - 1] + 1 - TRAINED} and second.ledger.done()
+    assert (
+        second.ledger.dropped == {"equal_outcomes": kept[TRAINED - 1] + 1 - TRAINED}
+        and second.ledger.done()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,7 +141,10 @@ def test_any_cut_can_be_resumed(mode: str, kept: list[int]) -> None:
     whole = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2)
     for cut in whole.record.cuts[:-1]:
         rest = simulate(schedule, TRAINED, cost=COST, chance=mixed, replicas=2, start=cut)
-        assert whole.record.retired[: cut.retired] + [s.prompt.index for _, s in rest.trained] == kept[:TRAINED]
+        assert (
+            whole.record.retired[: cut.retired] + [s.prompt.index for _, s in rest.trained]
+            == kept[:TRAINED]
+        )
         assert rest.ledger.dropped == whole.ledger.dropped
 
 
@@ -133,8 +161,13 @@ def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode
     cause = leaf(caught.value)
     assert isinstance(cause, DynamicSamplingError)
     dropped = 2 * window + 1
-    assert f"{dropped} of the {dropped} samples (100%) finished while version 0 was live" in str(cause)
-    assert f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. The mean score of those is 1." in str(cause)
+    assert f"{dropped} of the {dropped} samples (100%) finished while version 0 was live" in str(
+        cause
+    )
+    assert (
+        f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. The mean score of those is 1."
+        in str(cause)
+    )
 
 
 def test_the_cap_counts_one_version_alone() -> None:
@@ -147,7 +180,10 @@ def test_the_cap_counts_one_version_alone() -> None:
 def test_rows_count_every_drop_once() -> None:
     outcome = simulate(schedule_of("async_partial"), TRAINED, cost=COST, chance=mixed)
     rows = outcome.record.rows
-    assert sum(row["filter_groups/dropped"] for row in rows) == outcome.ledger.dropped["equal_outcomes"]
+    assert (
+        sum(row["filter_groups/dropped"] for row in rows)
+        == outcome.ledger.dropped["equal_outcomes"]
+    )
     assert all(0 <= row["filter_groups/drop_share"] < 1 for row in rows)
 
 
@@ -168,11 +204,24 @@ def bench(chance: Callable[[Prompt], float], metric: str = "score") -> Rollouter
         return str(tokens[:9])
 
     roller = SampleRoller(
-        lambda prompt: SingleTurn(), Unlucky(COST, chance), text, SamplingParams(1000), 4, seed=0, greedy_baseline=True
+        lambda prompt: SingleTurn(),
+        Unlucky(COST, chance),
+        text,
+        SamplingParams(1000),
+        4,
+        seed=0,
+        greedy_baseline=True,
     )
     queue = SampleQueue(Ledger(Schedule(ppo_mini_batch_size=8)), deadline_s=1e5)
     sampling = DynamicSampling(metric, max_num_gen_batches=0, window=8)
-    return Rollouter(queue, LongTail(), RolloutPool([engine]), roller, max_error_share=0.2, dynamic_sampling=sampling)
+    return Rollouter(
+        queue,
+        LongTail(),
+        RolloutPool([engine]),
+        roller,
+        max_error_share=0.2,
+        dynamic_sampling=sampling,
+    )
 
 
 async def run_for(rollouter: Rollouter, seconds: float) -> None:
@@ -186,7 +235,9 @@ def test_a_drop_frees_its_slot_for_another_prompt_at_once_and_leaves_nothing_beh
     rollouter = bench(lambda prompt: 0.0)
     clock.run(run_for(rollouter, 200.0))
     ledger = rollouter.queue.ledger
-    assert ledger.dropped["equal_outcomes"] > 150 and ledger.count(State.WAITING, State.RUNNING) == 8
+    assert (
+        ledger.dropped["equal_outcomes"] > 150 and ledger.count(State.WAITING, State.RUNNING) == 8
+    )
     under_way = {str(ledger._held[i].prompt.index) for i in ledger.ids(State.RUNNING)}
     assert {session.split("/")[0] for session in rollouter.pool._homes} <= under_way
     assert rollouter.row(0)["filter_groups/mean_outcome"] == 0.0
@@ -196,7 +247,10 @@ def test_dropped_samples_were_scored_and_are_no_reward_errors() -> None:
     """Five errors among hundreds of drops: a fifth of the last fifty samples may fail, and a tenth has."""
     rollouter = bench(lambda prompt: 0.0)
     clock.run(run_for(rollouter, 200.0))
-    assert rollouter.queue.ledger.dropped["timeout"] == 5 and rollouter.queue.ledger.dropped["equal_outcomes"] > 150
+    assert (
+        rollouter.queue.ledger.dropped["timeout"] == 5
+        and rollouter.queue.ledger.dropped["equal_outcomes"] > 150
+    )
 
 
 def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
@@ -220,7 +274,9 @@ def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
     clock.run(main())
 
 
-def test_a_metric_that_the_reward_function_does_not_return_ends_the_run_and_names_those_it_does() -> None:
+def test_a_metric_that_the_reward_function_does_not_return_ends_the_run_and_names_those_it_does() -> (
+    None
+):
     with pytest.raises(BaseExceptionGroup) as caught:
         clock.run(run_for(bench(lambda prompt: 0.5, metric="acc"), 100.0))
     cause = leaf(caught.value)

@@ -22,34 +22,67 @@ def start(attempt: int = 1, version: int = 0, **other: object) -> Line:
     return Line("start", attempt, version, **other)  # type: ignore[arg-type]
 
 
-def version(number: int, admitted: int, trained: list[int], held: list[int], *, attempt: int = 1, **dropped: int) -> Line:
+def version(
+    number: int,
+    admitted: int,
+    trained: list[int],
+    held: list[int],
+    *,
+    attempt: int = 1,
+    **dropped: int,
+) -> Line:
     return Line("version", attempt, number, admitted, dropped, held, trained)
 
 
 def end(
-    number: int, admitted: int, *, attempt: int = 1, held: list[int] | None = None, complete: bool = True, **dropped: int
+    number: int,
+    admitted: int,
+    *,
+    attempt: int = 1,
+    held: list[int] | None = None,
+    complete: bool = True,
+    **dropped: int,
 ) -> Line:
     return Line("end", attempt, number, admitted, dropped, held or [], [], complete)
 
 
-WHOLE = [start(), version(1, 6, [0, 1, 3], [4, 5], timeout=1), version(2, 6, [4, 5], [], timeout=1), end(2, 6, timeout=1)]
+WHOLE = [
+    start(),
+    version(1, 6, [0, 1, 3], [4, 5], timeout=1),
+    version(2, 6, [4, 5], [], timeout=1),
+    end(2, 6, timeout=1),
+]
 
 
 def test_a_whole_history_accounts_for_every_sample(tmp_path: Path) -> None:
     write(tmp_path, *WHOLE)
     found = audit(tmp_path)
     assert (found.admitted, found.trained, found.dropped, found.held) == (6, 5, {"timeout": 1}, 0)
-    assert (found.lost, found.trained_twice, found.attempts, found.versions, found.complete) == (0, 0, 1, 2, True)
+    assert (found.lost, found.trained_twice, found.attempts, found.versions, found.complete) == (
+        0,
+        0,
+        1,
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize("i", [0, 1, 3, 4, 5])
 def test_a_sample_that_is_taken_out_of_the_history_is_lost(tmp_path: Path, i: int) -> None:
-    write(tmp_path, *(msgspec.structs.replace(line, trained=[t for t in line.trained if t != i]) for line in WHOLE))
+    write(
+        tmp_path,
+        *(
+            msgspec.structs.replace(line, trained=[t for t in line.trained if t != i])
+            for line in WHOLE
+        ),
+    )
     assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (1, 0)
 
 
 @pytest.mark.parametrize("i", [0, 3, 5])
-def test_a_sample_that_is_written_into_another_version_too_is_trained_twice(tmp_path: Path, i: int) -> None:
+def test_a_sample_that_is_written_into_another_version_too_is_trained_twice(
+    tmp_path: Path, i: int
+) -> None:
     first, one, two, last = WHOLE
     write(tmp_path, first, one, two, version(3, 6, [i], [], timeout=1), last)
     assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (0, 1)
@@ -80,8 +113,15 @@ def test_an_uncounted_drop_is_a_loss(tmp_path: Path) -> None:
     assert audit(tmp_path).lost == 1
 
 
-def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_never_happened(tmp_path: Path) -> None:
-    crashed = [start(), version(1, 4, [0, 1], [2, 3]), version(2, 6, [2, 3], [4, 5]), version(3, 8, [4, 5], [6, 7])]
+def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_never_happened(
+    tmp_path: Path,
+) -> None:
+    crashed = [
+        start(),
+        version(1, 4, [0, 1], [2, 3]),
+        version(2, 6, [2, 3], [4, 5]),
+        version(3, 8, [4, 5], [6, 7]),
+    ]
     resumed = [
         start(2, 1, admitted=4, held=[2, 3]),
         version(2, 6, [2, 3], [4, 5], attempt=2),
@@ -89,11 +129,19 @@ def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_nev
     ]
     write(tmp_path, *crashed, *resumed)
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (6, 4, 2, 0, 0)
+    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (
+        6,
+        4,
+        2,
+        0,
+        0,
+    )
     assert (found.attempts, found.versions, found.complete) == (2, 2, False)
 
 
-def test_a_resume_that_trains_a_sample_of_a_surviving_version_again_is_found(tmp_path: Path) -> None:
+def test_a_resume_that_trains_a_sample_of_a_surviving_version_again_is_found(
+    tmp_path: Path,
+) -> None:
     write(
         tmp_path,
         start(),
@@ -128,7 +176,13 @@ def test_an_attempt_after_a_torn_line_writes_lines_of_its_own(tmp_path: Path) ->
         ("start", 1, 0), ("version", 1, 1), ("start", 2, 1), ("version", 2, 2), ("end", 2, 2),
     ]  # fmt: skip
     found = audit(tmp_path)
-    assert (found.trained, found.lost, found.trained_twice, found.attempts, found.complete) == (4, 0, 0, 2, True)
+    assert (found.trained, found.lost, found.trained_twice, found.attempts, found.complete) == (
+        4,
+        0,
+        0,
+        2,
+        True,
+    )
 
 
 def test_a_line_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
@@ -148,10 +202,18 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path)
 
 def test_no_history_is_an_empty_account(tmp_path: Path) -> None:
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.lost, found.attempts, found.complete) == (0, 0, 0, 0, False)
+    assert (found.admitted, found.trained, found.lost, found.attempts, found.complete) == (
+        0,
+        0,
+        0,
+        0,
+        False,
+    )
 
 
-def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_one_trained(tmp_path: Path) -> None:
+def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_one_trained(
+    tmp_path: Path,
+) -> None:
     write(
         tmp_path,
         start(version=2, admitted=7, retired=5, dropped={"timeout": 1}, held=[6]),
@@ -159,4 +221,10 @@ def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_o
         end(3, 8, held=[7], timeout=1),
     )
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (8, 6, 1, 0, 0)
+    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (
+        8,
+        6,
+        1,
+        0,
+        0,
+    )

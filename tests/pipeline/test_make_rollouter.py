@@ -33,14 +33,28 @@ def test_by_default_there_is_no_shaping_no_filter_and_no_baseline() -> None:
 
 
 def test_the_overlong_buffer_ends_at_the_longest_response() -> None:
-    rollouter = made(reward={"overlong_buffer": {"enable": True, "len": 20, "penalty_factor": 0.5}, "max_error_share": 0.4})
-    assert rollouter.roller.overlong == OverlongBuffer(100, 20, 0.5) and rollouter.max_error_share == 0.4
+    rollouter = made(
+        reward={
+            "overlong_buffer": {"enable": True, "len": 20, "penalty_factor": 0.5},
+            "max_error_share": 0.4,
+        }
+    )
+    assert (
+        rollouter.roller.overlong == OverlongBuffer(100, 20, 0.5)
+        and rollouter.max_error_share == 0.4
+    )
 
 
 def test_dynamic_sampling_counts_in_the_schedules_windows() -> None:
     groups = {"enable": True, "metric": "acc", "max_num_gen_batches": 3}
-    sampling = made(algorithm={"filter_groups": groups}, actor={"ppo_mini_batch_size": 6}).dynamic_sampling
-    assert sampling is not None and (sampling.metric, sampling.max_num_gen_batches, sampling.window) == ("acc", 3, 6)
+    sampling = made(
+        algorithm={"filter_groups": groups}, actor={"ppo_mini_batch_size": 6}
+    ).dynamic_sampling
+    assert sampling is not None and (
+        sampling.metric,
+        sampling.max_num_gen_batches,
+        sampling.window,
+    ) == ("acc", 3, 6)
 
 
 @pytest.mark.parametrize(("estimator", "responses"), [("remax", 5), ("rloo", 4)])

@@ -38,7 +38,9 @@ def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
     schedule = schedule_of(mode)
     outcome = simulate(schedule, 64, cost=COST)
     spans = [len(set(t.versions)) for _, s in outcome.trained for t in s.trajectories]
-    assert all(list(t.versions) == sorted(t.versions) for _, s in outcome.trained for t in s.trajectories)
+    assert all(
+        list(t.versions) == sorted(t.versions) for _, s in outcome.trained for t in s.trajectories
+    )
     if schedule.on_sync is OnSync.DRAIN:
         assert set(spans) == {1}
     else:
@@ -50,7 +52,9 @@ def test_lengths_do_not_depend_on_the_mode() -> None:
     drawn = {}
     for mode in RUNS:
         outcome = simulate(schedule_of(mode), 40, cost=COST)
-        drawn[mode] = {s.prompt.index: [t.num_tokens for t in s.trajectories] for _, s in outcome.trained}
+        drawn[mode] = {
+            s.prompt.index: [t.num_tokens for t in s.trajectories] for _, s in outcome.trained
+        }
     assert all(lengths == drawn["colocate_sync"] for lengths in drawn.values())
 
 
@@ -67,40 +71,72 @@ def test_one_step_off_trains_batch_k_on_version_k_minus_2() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode, saved", [("one_step_off", 0.5), ("async_staleness", 0.8), ("async_partial", 0.8), ("async_swap", 0.8)]
+    "mode, saved",
+    [("one_step_off", 0.5), ("async_staleness", 0.8), ("async_partial", 0.8), ("async_swap", 0.8)],
 )
 def test_with_overlap_the_trainer_waits_for_no_transfer(mode: str, saved: float) -> None:
     """Slow links: most of the transfers' seconds are saved where enough is under way, and half where it is one window."""
     cost = CostModel(transfer_s=2.0, train_token_s=0.002)
-    apart, beside = (simulate(schedule_of(m, staleness=2.0), 80, cost=cost) for m in (mode, f"{mode}+overlap"))
-    assert sum(row.get("timing_s/sync_transfer", 0.0) for row in beside.record.rows) == pytest.approx(2.0), (
-        "of the last version alone"
+    apart, beside = (
+        simulate(schedule_of(m, staleness=2.0), 80, cost=cost) for m in (mode, f"{mode}+overlap")
     )
-    assert sum(row["sync/transfer_s"] for row in beside.record.rows) == pytest.approx(2.0 * len(beside.record.rows))
+    assert sum(
+        row.get("timing_s/sync_transfer", 0.0) for row in beside.record.rows
+    ) == pytest.approx(2.0), "of the last version alone"
+    assert sum(row["sync/transfer_s"] for row in beside.record.rows) == pytest.approx(
+        2.0 * len(beside.record.rows)
+    )
     assert beside.seconds < apart.seconds - saved * 2.0 * (len(apart.record.rows) - 1)
-    assert [row["version"] for row in beside.record.rows] == [row["version"] for row in apart.record.rows]
+    assert [row["version"] for row in beside.record.rows] == [
+        row["version"] for row in apart.record.rows
+    ]
 
 
 def test_what_is_trained_while_a_version_is_on_its_way_is_of_that_version() -> None:
     """The trainer's weights are that version's: ages are counted from there, not from what rollouts serve."""
-    outcome = simulate(schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0), 64, cost=CostModel(transfer_s=5.0))
+    outcome = simulate(
+        schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0),
+        64,
+        cost=CostModel(transfer_s=5.0),
+    )
     assert [version for version, _ in outcome.engine.trained] == list(range(16))
-    assert max(lags(outcome)) == schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0).lag_bound
+    assert (
+        max(lags(outcome))
+        == schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0).lag_bound
+    )
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "one_step_off+overlap", "async_staleness+overlap"])
-def test_where_rollouts_are_awaited_and_order_is_strict_no_speed_decides_what_is_trained(mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", ["one_step_off", "one_step_off+overlap", "async_staleness+overlap"]
+)
+def test_where_rollouts_are_awaited_and_order_is_strict_no_speed_decides_what_is_trained(
+    mode: str,
+) -> None:
     """What deterministic runs rely on."""
-    costs = [COST, CostModel(transfer_s=7.0), CostModel(train_token_s=0.01), CostModel(token_s=0.2, pause_s=3.0)]
+    costs = [
+        COST,
+        CostModel(transfer_s=7.0),
+        CostModel(train_token_s=0.01),
+        CostModel(token_s=0.2, pause_s=3.0),
+    ]
     runs = [simulate(schedule_of(mode, staleness=1.7), 60, cost=cost).trained for cost in costs]
-    seen = [[(version, s.prompt.index, [t.versions for t in s.trajectories]) for version, s in run] for run in runs]
+    seen = [
+        [(version, s.prompt.index, [t.versions for t in s.trajectories]) for version, s in run]
+        for run in runs
+    ]
     assert all(one == seen[0] for one in seen)
 
 
 @pytest.mark.parametrize("mode", ["colocate_sync", "async_partial", "async_partial+overlap"])
-def test_a_checkpoint_that_nothing_trains_after_is_the_last(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_nothing_trains_after_is_the_last(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Record, "checkpoint_due", lambda self, version: version % 2 == 0)
-    assert simulate(schedule_of(mode), 48, cost=COST).record.saves == [(2, False), (4, False), (6, True)]
+    assert simulate(schedule_of(mode), 48, cost=COST).record.saves == [
+        (2, False),
+        (4, False),
+        (6, True),
+    ]
 
 
 def test_async_staleness_awaits_running_trajectories_and_truncates_none() -> None:
@@ -118,9 +154,13 @@ def test_strict_order_trains_in_order_of_admission(mode: str) -> None:
 @pytest.mark.parametrize("mode", RUNS)
 def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
     outcome = simulate(schedule_of(mode), 40, cost=COST)
-    parts = sum(v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/"))
+    parts = sum(
+        v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/")
+    )
     # Before the first row, and after the last one, shared devices change hands: one side sleeps, the other wakes.
-    apart = COST.transfer_s + COST.pause_s + (4 * COST.switch_s if schedule_of(mode).colocated else 0)
+    apart = (
+        COST.transfer_s + COST.pause_s + (4 * COST.switch_s if schedule_of(mode).colocated else 0)
+    )
     assert parts == pytest.approx(outcome.seconds - apart, rel=0.02)
     for row in outcome.record.rows:
         assert 0 <= row["trainer/idle_ratio"] <= 1 and 0 <= row["rollouter/idle_ratio"] <= 1
@@ -150,8 +190,12 @@ def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at
     assert sorted(ids) == list(range(40)) and second.ledger.done()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in RUNS if schedule_of(mode).on_sync is OnSync.DRAIN])
-def test_where_running_trajectories_are_awaited_a_stop_leaves_none_of_two_versions(mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", [mode for mode in RUNS if schedule_of(mode).on_sync is OnSync.DRAIN]
+)
+def test_where_running_trajectories_are_awaited_a_stop_leaves_none_of_two_versions(
+    mode: str,
+) -> None:
     """The stop's grace of a second is too short for these: they are cut, and drawn again from their first token."""
     slow = replace(COST, token_s=0.3)
     cut, trained = 0, []
@@ -174,7 +218,11 @@ def test_any_cut_can_be_resumed(mode: str) -> None:
         rest = simulate(schedule, 48, cost=COST, start=cut, replicas=2)
         done = set(whole.record.retired[: cut.retired])
         again = [s.prompt.index for _, s in rest.trained]
-        assert len(again) == len(set(again)) and done | set(again) == set(range(48)) and not done & set(again)
+        assert (
+            len(again) == len(set(again))
+            and done | set(again) == set(range(48))
+            and not done & set(again)
+        )
 
 
 def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
@@ -195,10 +243,17 @@ def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) 
     outcome = simulate(schedule, 40, cost=COST, greedy=True)
     reference = simulate(schedule_of("colocate_sync"), 40, cost=COST, greedy=True)
     greedy = {s.prompt.index: s.greedy for _, s in outcome.trained}
-    assert sorted(greedy) == list(range(40)) and all(len(s.trajectories) == 4 for _, s in outcome.trained)
+    assert sorted(greedy) == list(range(40)) and all(
+        len(s.trajectories) == 4 for _, s in outcome.trained
+    )
     for _, s in reference.trained:
         found = greedy[s.prompt.index]
-        assert found is not None and s.greedy is not None and found.tokens == s.greedy.tokens and found.score is not None
+        assert (
+            found is not None
+            and s.greedy is not None
+            and found.tokens == s.greedy.tokens
+            and found.score is not None
+        )
     spans = [len(set(g.versions)) for g in greedy.values() if g is not None]
     assert max(spans) == 1 if schedule.on_sync is OnSync.DRAIN else max(spans) > 1
 
@@ -206,7 +261,12 @@ def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) 
 def test_a_greedy_baseline_keeps_its_tokens_over_a_restart() -> None:
     schedule = schedule_of("async_partial", staleness=1.0)
     whole = simulate(schedule, 40, cost=COST, greedy=True)
-    cuts = [(cut, i, h) for cut in whole.record.cuts for i, h in cut.held if h.progress and h.progress[-1].segments]
+    cuts = [
+        (cut, i, h)
+        for cut in whole.record.cuts
+        for i, h in cut.held
+        if h.progress and h.progress[-1].segments
+    ]
     cut, index, held = next(found for found in cuts if not found[2].progress[-1].finished)
     assert len(held.progress) == 5
     rest = simulate(schedule, 40, cost=COST, start=cut, greedy=True)
@@ -218,5 +278,7 @@ def test_a_greedy_baseline_keeps_its_tokens_over_a_restart() -> None:
 
 def test_async_partial_is_faster_than_colocated_sync_on_a_long_tail_with_slow_rewards() -> None:
     sync = simulate(schedule_of("colocate_sync", mini=8), 128, cost=COST, slots=64)
-    partial = simulate(schedule_of("async_partial", mini=8), 128, cost=CostModel(reward_s=0.3, share=0.5), slots=32)
+    partial = simulate(
+        schedule_of("async_partial", mini=8), 128, cost=CostModel(reward_s=0.3, share=0.5), slots=32
+    )
     assert partial.seconds < sync.seconds

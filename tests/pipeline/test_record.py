@@ -89,7 +89,9 @@ class Bench:
 
 
 def snapshot(version: int, held: int = 0) -> LedgerSnapshot:
-    return LedgerSnapshot(version, version, held, 0, {}, [(i, Held(PROMPT, 0)) for i in range(held)])
+    return LedgerSnapshot(
+        version, version, held, 0, {}, [(i, Held(PROMPT, 0)) for i in range(held)]
+    )
 
 
 def bench(
@@ -103,7 +105,12 @@ def bench(
     deadline_s: float = 5.0,
 ) -> Bench:
     saves, validator, rows, view = Saves(), SlowValidator(stuck=stuck), Rows(), View()
-    fakes: dict[str, Any] = {"checkpoints": saves, "engine": None, "validator": validator, "sinks": [rows]}
+    fakes: dict[str, Any] = {
+        "checkpoints": saves,
+        "engine": None,
+        "validator": validator,
+        "sinks": [rows],
+    }
     record = RunRecord(
         history=History(tmp_path, Totals(0, 0, 0, {}, [])),
         progress=Progress(view, "t", "t"),
@@ -119,7 +126,9 @@ def bench(
 
 
 @pytest.mark.parametrize(("freq", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, [])])
-def test_checkpoints_are_due_every_save_freq_versions_and_never_at_0(tmp_path: Path, freq: int, due: list[int]) -> None:
+def test_checkpoints_are_due_every_save_freq_versions_and_never_at_0(
+    tmp_path: Path, freq: int, due: list[int]
+) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks, save_freq=freq)
@@ -128,7 +137,9 @@ def test_checkpoints_are_due_every_save_freq_versions_and_never_at_0(tmp_path: P
     asyncio.run(main())
 
 
-def test_a_version_is_saved_once_unless_samples_are_held_whose_progress_may_have_grown(tmp_path: Path) -> None:
+def test_a_version_is_saved_once_unless_samples_are_held_whose_progress_may_have_grown(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
@@ -139,7 +150,9 @@ def test_a_version_is_saved_once_unless_samples_are_held_whose_progress_may_have
     asyncio.run(main())
 
 
-def test_a_checkpoint_is_written_beside_what_follows_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_beside_what_follows_and_the_next_one_waits_for_it(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
@@ -173,7 +186,9 @@ def test_a_checkpoint_that_is_not_to_be_written_beside_anything_is_not_staged_an
     asyncio.run(main())
 
 
-def test_the_last_checkpoint_is_whole_on_return_also_where_its_version_is_being_written_already(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_whole_on_return_also_where_its_version_is_being_written_already(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
@@ -187,14 +202,19 @@ def test_the_last_checkpoint_is_whole_on_return_also_where_its_version_is_being_
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(tmp_path: Path, waiting: bool) -> None:
+def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(
+    tmp_path: Path, waiting: bool
+) -> None:
     """Whether the trainer waits for it or for something else."""
     after: list[int] = []
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
-            b.saves.gate, b.saves.error = asyncio.Event(), CheckpointError("engine/x: no space left")
+            b.saves.gate, b.saves.error = (
+                asyncio.Event(),
+                CheckpointError("engine/x: no space left"),
+            )
             await b.record.checkpoint(snapshot(1))
             asyncio.get_running_loop().call_later(0.01, b.saves.gate.set)
             await (b.record.checkpoint(snapshot(2)) if waiting else asyncio.Event().wait())
@@ -202,7 +222,9 @@ def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(tmp_path: Pa
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(asyncio.wait_for(main(), 5))
-    assert [str(error) for error in caught.value.exceptions] == ["engine/x: no space left"] and not after
+    assert [str(error) for error in caught.value.exceptions] == [
+        "engine/x: no space left"
+    ] and not after
 
 
 def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path: Path) -> None:
@@ -216,17 +238,23 @@ def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path:
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(asyncio.wait_for(main(), 5))
     (error,) = caught.value.exceptions
-    assert isinstance(error, DeadlineError) and "0.05 s for the checkpoint of version 7" in str(error)
+    assert isinstance(error, DeadlineError) and "0.05 s for the checkpoint of version 7" in str(
+        error
+    )
 
 
-def test_validations_run_every_test_freq_versions_once_each_while_the_caller_goes_on(tmp_path: Path) -> None:
+def test_validations_run_every_test_freq_versions_once_each_while_the_caller_goes_on(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks, test_freq=2)
             await b.record.validate_now(0, "validating")
             for version in range(1, 5):
                 b.record.validate(version)
-                assert b.validator.ran == [v for v in (0, 2, 4) if v < version], "it has not begun yet"
+                assert b.validator.ran == [v for v in (0, 2, 4) if v < version], (
+                    "it has not begun yet"
+                )
                 await b.record.validated()
             assert b.validator.ran == [0, 2, 4]
             await b.record.validate_now(4, "validating")
@@ -259,7 +287,12 @@ def test_a_version_is_in_the_history_when_published_returns(tmp_path: Path) -> N
             b = bench(tmp_path, tasks)
             b.record.published([4, 2], Totals(1, 2, 0, {}, [0, 1]))
             last = read(tmp_path)[-1]
-            assert (last.event, last.version, last.trained, last.held) == ("version", 1, [4, 2], [0, 1])
+            assert (last.event, last.version, last.trained, last.held) == (
+                "version",
+                1,
+                [4, 2],
+                [0, 1],
+            )
 
     asyncio.run(main())
 
@@ -268,7 +301,12 @@ def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             b = bench(tmp_path, tasks)
-            samples = [Sample(PROMPT, (Trajectory((), Score(1.0)), Trajectory((), Score(0.0)), Trajectory(()))) for _ in range(3)]
+            samples = [
+                Sample(
+                    PROMPT, (Trajectory((), Score(1.0)), Trajectory((), Score(0.0)), Trajectory(()))
+                )
+                for _ in range(3)
+            ]
             b.record.stepped(samples, StepReport(2))
             b.record.stepped(samples[:1], StepReport(1))
             progress = b.record._progress.state
@@ -285,7 +323,10 @@ def test_an_alarm_is_noted_as_it_begins_and_ends_and_is_in_every_row(tmp_path: P
                 b.record.row(version, {"train/zero_advantage_share": share})
             assert [row["alarm/zero_variance"] for _, row in b.rows.rows] == [0.0, 1.0, 1.0, 0.0]
             first, last = b.view.notes
-            assert first.startswith("alarm: zero_variance since version 2: 0.99") and "algorithm.filter_groups.enable" in first
+            assert (
+                first.startswith("alarm: zero_variance since version 2: 0.99")
+                and "algorithm.filter_groups.enable" in first
+            )
             assert last == "alarm over at version 4: zero_variance"
 
     asyncio.run(main())

@@ -41,7 +41,10 @@ class Reward:
         self.calls[prompt.index] = call + 1
         await asyncio.sleep(0.1)
         if self.fails(prompt.index, call):
-            raise RewardError("timeout" if prompt.index % 2 else "exception", f"ValueError: bad answer to {prompt.index}")
+            raise RewardError(
+                "timeout" if prompt.index % 2 else "exception",
+                f"ValueError: bad answer to {prompt.index}",
+            )
         return [Score(1.0)]
 
     async def close(self) -> None: ...
@@ -64,10 +67,24 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
         SimTrainEngine(COST),
         Record(ledger),
     )
-    roller = SampleRoller(lambda prompt: SingleTurn(), reward, lambda tokens: "", SamplingParams(max_tokens=1000), N, seed=0)
-    rollouter = Rollouter(queue, LongTail(), RolloutPool([rollout]), roller, max_error_share=max_error_share)
+    roller = SampleRoller(
+        lambda prompt: SingleTurn(),
+        reward,
+        lambda tokens: "",
+        SamplingParams(max_tokens=1000),
+        N,
+        seed=0,
+    )
+    rollouter = Rollouter(
+        queue, LongTail(), RolloutPool([rollout]), roller, max_error_share=max_error_share
+    )
     trainer = Trainer(
-        queue, rollouter, engine, SimWeightSync(COST, [rollout]), record, Stopwatch(asyncio.get_running_loop().time)
+        queue,
+        rollouter,
+        engine,
+        SimWeightSync(COST, [rollout]),
+        record,
+        Stopwatch(asyncio.get_running_loop().time),
     )
     await trainer.begin()
     assert await run_pipeline(rollouter, trainer)
@@ -84,7 +101,10 @@ def test_samples_whose_reward_fails_are_counted_by_reason_and_replaced(mode: str
     admitted = set(range(run.ledger.admitted))
     dropped = {i for i in admitted if i % 3 == 0 and i > 0}
     assert admitted == set(trained) | dropped
-    assert run.ledger.dropped == {"timeout": sum(i % 2 for i in dropped), "exception": sum(i % 2 == 0 for i in dropped)}
+    assert run.ledger.dropped == {
+        "timeout": sum(i % 2 for i in dropped),
+        "exception": sum(i % 2 == 0 for i in dropped),
+    }
     assert sorted(run.record.retired) == trained and run.ledger.held == 0
 
 
@@ -110,12 +130,17 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_words() -> None:
         clock.run(train("async_partial", 64, reward, max_error_share=0.2))
     cause = leaf(caught.value)
     assert isinstance(cause, RewardError)
-    assert "11 of the last 11 samples had no score, more than reward.max_error_share = 0.2 of 50" in str(cause)
+    assert (
+        "11 of the last 11 samples had no score, more than reward.max_error_share = 0.2 of 50"
+        in str(cause)
+    )
     assert "ValueError: bad answer to" in str(cause)
 
 
 @pytest.mark.parametrize(("every", "survives"), [(6, True), (4, False)])
-def test_a_run_survives_a_share_of_errors_under_its_limit_and_none_over_it(every: int, survives: bool) -> None:
+def test_a_run_survives_a_share_of_errors_under_its_limit_and_none_over_it(
+    every: int, survives: bool
+) -> None:
     """With a limit of a fifth, every sixth sample may fail for ever; every fourth may not."""
     reward = Reward(lambda index, call: index % every == 0)
     if survives:
@@ -128,7 +153,9 @@ def test_a_run_survives_a_share_of_errors_under_its_limit_and_none_over_it(every
 
 def test_with_a_limit_of_zero_the_first_error_ends_the_run() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
-        clock.run(train("async_swap", 64, Reward(lambda index, call: index == 20), max_error_share=0.0))
+        clock.run(
+            train("async_swap", 64, Reward(lambda index, call: index == 20), max_error_share=0.0)
+        )
     assert "1 of the last" in str(leaf(caught.value))
 
 
@@ -138,5 +165,7 @@ def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
             raise LookupError("a bug")
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        clock.run(train("async_partial", 64, Broken(lambda index, call: False), max_error_share=1.0))
+        clock.run(
+            train("async_partial", 64, Broken(lambda index, call: False), max_error_share=1.0)
+        )
     assert isinstance(leaf(caught.value), LookupError)

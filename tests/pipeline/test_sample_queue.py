@@ -34,10 +34,14 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
     async def main() -> str:
         q = queue(deadline_s=30.0)
         q.do(q.ledger.admit, prompt(0))
-        other = asyncio.create_task(q.wait("rollouter", "a free slot", lambda: False, deadline_s=1e5))
+        other = asyncio.create_task(
+            q.wait("rollouter", "a free slot", lambda: False, deadline_s=1e5)
+        )
         await asyncio.sleep(5)
         with pytest.raises(DeadlineError) as caught:
-            await q.wait("trainer", "the samples of its next step", lambda: bool(q.ledger.takeable()))
+            await q.wait(
+                "trainer", "the samples of its next step", lambda: bool(q.ledger.takeable())
+            )
         assert asyncio.get_running_loop().time() == pytest.approx(35.0)
         other.cancel()
         return str(caught.value)
@@ -46,7 +50,10 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
     assert text.startswith("trainer waited 30 s for the samples of its next step. ")
     assert "rollouter waits for a free slot since 35.0 s" in text
     assert "trainer waits for the samples of its next step since 30.0 s" in text
-    assert "1 admitted, 0 retired, 0 dropped, held 1 of 2 (1 waiting)" in text and "trainer.wait_deadline_s" in text
+    assert (
+        "1 admitted, 0 retired, 0 dropped, held 1 of 2 (1 waiting)" in text
+        and "trainer.wait_deadline_s" in text
+    )
 
 
 def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
@@ -113,7 +120,9 @@ def test_a_change_wakes_only_those_whose_wait_it_ends() -> None:
             return False
 
         idle = asyncio.create_task(q.wait("idle", "never", never))
-        admitted = asyncio.create_task(q.wait("eager", "an admission", lambda: q.ledger.admitted == 1))
+        admitted = asyncio.create_task(
+            q.wait("eager", "an admission", lambda: q.ledger.admitted == 1)
+        )
         await asyncio.sleep(0)
         q.do(q.ledger.admit, prompt(0))
         await asyncio.sleep(0)
@@ -176,7 +185,9 @@ def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
         for i in range(2):
             q.do(q.ledger.start, q.do(q.ledger.admit, prompt(i)))
         for i in (1, 0):
-            asyncio.get_running_loop().call_later(i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ()))
+            asyncio.get_running_loop().call_later(
+                i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ())
+            )
         await q.wait("trainer", "samples", lambda: bool(q.ledger.takeable()))
         assert asyncio.get_running_loop().time() == pytest.approx(2.0)
         return [s.prompt.index for s in q.do(q.ledger.take)]

@@ -12,21 +12,39 @@ import pytest
 from millrace.errors import RewardError
 from millrace.pipeline.validation import Validator, summarise
 from millrace.ports import RolloutStats
-from millrace.types import Prompt, SamplingParams, Score, Segment, Stop, Tokens, floats_of, tokens_of
+from millrace.types import (
+    Prompt,
+    SamplingParams,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    floats_of,
+    tokens_of,
+)
 
 PROBLEMS = [
-    [("4", 1.0), ("5", 0.0), ("5 ", 0.0), ("4", 1.0)],  # a tie of two answers: the one that was drawn first
+    [
+        ("4", 1.0),
+        ("5", 0.0),
+        ("5 ", 0.0),
+        ("4", 1.0),
+    ],  # a tie of two answers: the one that was drawn first
     [("7", 0.0), ("8", 0.0), ("9", 0.0), ("9", 0.0)],
     [("2", 0.0), ("1", 1.0), (" 1", 1.0), ("1", 1.0)],
 ]
 
 
 def test_mean_best_and_majority_are_those_of_a_hand_count() -> None:
-    assert summarise(PROBLEMS) == pytest.approx({"mean@4": (0.5 + 0 + 0.75) / 3, "best@4": 2 / 3, "maj@4": 2 / 3})
+    assert summarise(PROBLEMS) == pytest.approx(
+        {"mean@4": (0.5 + 0 + 0.75) / 3, "best@4": 2 / 3, "maj@4": 2 / 3}
+    )
 
 
 def test_the_majority_is_wrong_where_most_responses_are() -> None:
-    assert summarise([[("1", 1.0), ("2", 0.0), ("2", 0.0)]]) == pytest.approx({"mean@3": 1 / 3, "best@3": 1.0, "maj@3": 0.0})
+    assert summarise([[("1", 1.0), ("2", 0.0), ("2", 0.0)]]) == pytest.approx(
+        {"mean@3": 1 / 3, "best@3": 1.0, "maj@3": 0.0}
+    )
 
 
 def test_one_response_has_a_mean_alone() -> None:
@@ -34,8 +52,14 @@ def test_one_response_has_a_mean_alone() -> None:
 
 
 def test_responses_without_a_score_are_counted_and_part_of_no_mean() -> None:
-    rows: list[list[tuple[str, float | None]]] = [[("4", 1.0), ("4", None)], [("5", None), ("5", None)], [("6", 0.0), ("7", 1.0)]]
-    assert summarise(rows) == pytest.approx({"mean@2": 0.75, "best@2": 1.0, "maj@2": 0.5, "reward_errors": 3.0})
+    rows: list[list[tuple[str, float | None]]] = [
+        [("4", 1.0), ("4", None)],
+        [("5", None), ("5", None)],
+        [("6", 0.0), ("7", 1.0)],
+    ]
+    assert summarise(rows) == pytest.approx(
+        {"mean@2": 0.75, "best@2": 1.0, "maj@2": 0.5, "reward_errors": 3.0}
+    )
 
 
 def test_a_source_whose_every_reward_failed_has_no_mean_and_not_zero() -> None:
@@ -51,7 +75,9 @@ class Engine:
     running: int = 0
     most: int = 0
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         self.asked.append((params, session))
         self.running += 1
         self.most = max(self.most, self.running)
@@ -83,9 +109,21 @@ class Reward:
 
 def validator(engine: Engine, *, n: int = 2, greedy: bool = True) -> Validator:
     truths = ["1,0", "9,0", "3,0", "4,0"]
-    prompts = [Prompt(i, tokens_of([i + 1]), f"problem {i}", "b" if i % 2 else "a", truths[i]) for i in range(4)]
+    prompts = [
+        Prompt(i, tokens_of([i + 1]), f"problem {i}", "b" if i % 2 else "a", truths[i])
+        for i in range(4)
+    ]
     params = SamplingParams(8, 0.7, 0.9, stop=("x",))
-    return Validator(prompts, engine, Reward(), lambda tokens: ",".join(map(str, tokens)), params, n, greedy, seed=5)
+    return Validator(
+        prompts,
+        engine,
+        Reward(),
+        lambda tokens: ",".join(map(str, tokens)),
+        params,
+        n,
+        greedy,
+        seed=5,
+    )
 
 
 def test_each_data_source_is_counted_apart_and_greedy_beside_it() -> None:
@@ -113,7 +151,9 @@ def test_no_request_is_interruptible_and_all_run_together() -> None:
     greedy = [p for p, _ in engine.asked if p.temperature == 0]
     sampled = [p for p, _ in engine.asked if p.temperature]
     assert len(greedy) == 4 and all(p.top_p == 1.0 for p in greedy)
-    assert all((p.temperature, p.top_p, p.max_tokens, p.stop) == (0.7, 0.9, 8, ("x",)) for p in sampled)
+    assert all(
+        (p.temperature, p.top_p, p.max_tokens, p.stop) == (0.7, 0.9, 8, ("x",)) for p in sampled
+    )
 
 
 def test_random_streams_are_the_same_at_every_version_and_all_different() -> None:
@@ -126,15 +166,21 @@ def test_random_streams_are_the_same_at_every_version_and_all_different() -> Non
 
 
 def test_without_greedy_there_is_no_such_value() -> None:
-    assert not any("greedy" in name for name in asyncio.run(validator(Engine(), greedy=False).run(0)).values)
+    assert not any(
+        "greedy" in name for name in asyncio.run(validator(Engine(), greedy=False).run(0)).values
+    )
 
 
 def test_a_validation_without_scores_ends_and_says_why() -> None:
     """Three of twelve responses have none."""
     told: list[tuple[int, int]] = []
-    strict, lenient = replace(validator(Engine()), max_error_share=0.2), replace(validator(Engine()), max_error_share=0.25)
+    strict, lenient = (
+        replace(validator(Engine()), max_error_share=0.2),
+        replace(validator(Engine()), max_error_share=0.25),
+    )
     with pytest.raises(
-        RewardError, match=r"3 of the 12 responses .* reward.max_error_share = 0.2 of them. The last error: timeout"
+        RewardError,
+        match=r"3 of the 12 responses .* reward.max_error_share = 0.2 of them. The last error: timeout",
     ):
         asyncio.run(strict.run(0))
     asyncio.run(lenient.run(0, lambda done, total: told.append((done, total))))

@@ -9,7 +9,13 @@ from millrace.rewards.builtin import default, exact, math, reasoning_gym
 
 
 def test_exact_ignores_space_around_the_answer_alone():
-    assert [exact("d", text, "12 3", {}) for text in (" 12 3\n", "12 3", "123", "", "12 3.")] == [1, 1, 0, 0, 0]
+    assert [exact("d", text, "12 3", {}) for text in (" 12 3\n", "12 3", "123", "", "12 3.")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
     assert exact("d", "b", ["a", "b"], {}) == 1
     assert exact("d", "4", 4, {}) == 1
     for scorer in (exact, math):
@@ -39,7 +45,9 @@ def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth():
         math("d", "1", "  ", {})
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "knights_knaves", "spell_backward", "arc_agi", "number_sorting"])
+@pytest.mark.parametrize(
+    "name", ["chain_sum", "knights_knaves", "spell_backward", "arc_agi", "number_sorting"]
+)
 def test_reasoning_gym_rows_are_scored_by_their_own_scorer(name):
     shown = problem(load_source(f"reasoning_gym:{name}?size=3", seed=0), 1)
     right, wrong = (

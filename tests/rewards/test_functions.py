@@ -14,7 +14,13 @@ from millrace.types import Score
 
 
 def call(*completions, **changes):
-    given = {"prompt": "p", "data_source": "d", "ground_truth": "4", "extra_info": {"index": 1}, "columns": {"level": 3}}
+    given = {
+        "prompt": "p",
+        "data_source": "d",
+        "ground_truth": "4",
+        "extra_info": {"index": 1},
+        "columns": {"level": 3},
+    }
     return Call(id=1, completions=list(completions), **given | changes)
 
 
@@ -50,7 +56,9 @@ def test_trls_signature_gets_messages_where_the_prompt_is_messages(tmp_path):
 
 
 def test_coroutine_functions_of_both_signatures(tmp_path):
-    verl = function(tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1")
+    verl = function(
+        tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1"
+    )
     assert verl.is_async
     assert asyncio.run(verl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
     trl = function(tmp_path, "async def f(completions, **columns): return [1] * len(completions)")
@@ -58,7 +66,17 @@ def test_coroutine_functions_of_both_signatures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", [None, math.nan, math.inf, "1", [1.0], {"reward": 1}, {"score": None}, {"score": 1, "x": math.nan}]
+    "value",
+    [
+        None,
+        math.nan,
+        math.inf,
+        "1",
+        [1.0],
+        {"reward": 1},
+        {"score": None},
+        {"score": 1, "x": math.nan},
+    ],
 )
 def test_what_is_no_number_is_an_error_never_a_zero(value):
     with pytest.raises(RewardError):
@@ -72,7 +90,10 @@ def test_numbers_of_every_kind_are_scores():
         assert to_score(value) == Score(1.0)
 
 
-@pytest.mark.parametrize(("body", "reason"), [("[1.0]", "wrong_length"), ("1.0", "not_a_list"), ("[1.0, None]", "not_a_number")])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("[1.0]", "wrong_length"), ("1.0", "not_a_list"), ("[1.0, None]", "not_a_number")],
+)
 def test_a_bad_list_is_an_error(tmp_path, body, reason):
     with pytest.raises(RewardError) as caught:
         function(tmp_path, f"def f(completions, **columns): return {body}").run(call("a", "b"))
@@ -98,7 +119,10 @@ def test_a_bad_function_is_a_config_error(tmp_path, code, name, said):
     assert str(caught.value).startswith("reward.function = ")
 
 
-@pytest.mark.parametrize(("spec", "said"), [("maths", "Fix: math"), ("no.such.module:f", "No module named"), (":f", "must be")])
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("maths", "Fix: math"), ("no.such.module:f", "No module named"), (":f", "must be")],
+)
 def test_a_bad_spec_is_a_config_error(spec, said):
     with pytest.raises(ConfigError, match=said):
         load_function(spec)
@@ -115,5 +139,9 @@ def test_frames_survive_any_cutting(texts, size):
     sent = [call(text) for text in texts]
     data, frames, got = b"".join(frame([c]) for c in sent), Frames(), []
     for at in range(0, len(data), size):
-        got += [c for payload in frames.feed(data[at : at + size]) for c in calls_decoder.decode(payload)]
+        got += [
+            c
+            for payload in frames.feed(data[at : at + size])
+            for c in calls_decoder.decode(payload)
+        ]
     assert got == sent

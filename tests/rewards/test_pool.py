@@ -61,7 +61,9 @@ def prompt(**columns):
 @asynccontextmanager
 async def pool_of(tmp_path, name="score", **changes):
     (tmp_path / "functions.py").write_text(CODE)
-    pool = RewardPool(RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": 10.0} | changes))
+    pool = RewardPool(
+        RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": 10.0} | changes)
+    )
     try:
         yield pool
     finally:
@@ -70,8 +72,17 @@ async def pool_of(tmp_path, name="score", **changes):
 
 async def outcomes(pool, *texts):
     """For each call its score, or the reason of its error."""
-    answers = await asyncio.gather(*(pool.score(prompt(), [text]) for text in texts), return_exceptions=True)
-    return [a.reason if isinstance(a, RewardError) else a if isinstance(a, BaseException) else a[0].value for a in answers]
+    answers = await asyncio.gather(
+        *(pool.score(prompt(), [text]) for text in texts), return_exceptions=True
+    )
+    return [
+        a.reason
+        if isinstance(a, RewardError)
+        else a
+        if isinstance(a, BaseException)
+        else a[0].value
+        for a in answers
+    ]
 
 
 def alive(pid):
@@ -91,14 +102,18 @@ def gone(pid, within=5.0):
 def test_scores_come_back_in_order_over_several_workers(tmp_path):
     async def run():
         async with pool_of(tmp_path, num_workers=2) as pool:
-            answers = await asyncio.gather(*(pool.score(prompt(), ["x" * i, "y"]) for i in range(200)))
+            answers = await asyncio.gather(
+                *(pool.score(prompt(), ["x" * i, "y"]) for i in range(200))
+            )
             assert answers == [[Score(float(i)), Score(1.0)] for i in range(200)]
             assert await pool.score(prompt(), []) == []
 
     asyncio.run(run())
 
 
-def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main_thread(tmp_path, capfd):
+def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main_thread(
+    tmp_path, capfd
+):
     async def run():
         async with pool_of(tmp_path) as pool:
             assert await outcomes(pool, "print", "main", "torch") == [5, 4, 0]
@@ -120,7 +135,10 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path, name):
                 "exception",
                 2,
             ]
-            with pytest.raises(RewardError, match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError"):
+            with pytest.raises(
+                RewardError,
+                match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError",
+            ):
                 await pool.score(prompt(), ["raise x"])
             with pytest.raises(RewardError, match="not_sendable"):
                 await pool.score(prompt(bad=object()), ["a"])
@@ -131,7 +149,13 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path, name):
 def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path):
     async def run():
         async with pool_of(tmp_path, timeout_s=1.5) as pool:
-            assert await outcomes(pool, "a", "stubborn", "bb", "sleep 0.1", "ccc") == [1, "timeout", 2, 9, 3]
+            assert await outcomes(pool, "a", "stubborn", "bb", "sleep 0.1", "ccc") == [
+                1,
+                "timeout",
+                2,
+                9,
+                3,
+            ]
 
     asyncio.run(run())
 
@@ -183,7 +207,11 @@ def test_coroutines_run_together_up_to_the_limit(tmp_path):
         async with pool_of(tmp_path, "ascore", max_concurrency=8) as pool:
             await pool.start()
             assert max(await outcomes(pool, *["crowd 1"] * 16)) == 8
-            assert {1, 8} <= {score.value for score in await pool.score(prompt(), ["crowd 1"] * 20)} <= {*range(1, 9)}
+            assert (
+                {1, 8}
+                <= {score.value for score in await pool.score(prompt(), ["crowd 1"] * 20)}
+                <= {*range(1, 9)}
+            )
 
     asyncio.run(run())
 
@@ -203,7 +231,12 @@ def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(tmp_path, mo
 
     async def run():
         async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
-            assert await outcomes(pool, "wait 0.1", "stubborn", "wait 0.2", "a") == [7, "timeout", 7, 1]
+            assert await outcomes(pool, "wait 0.1", "stubborn", "wait 0.2", "a") == [
+                7,
+                "timeout",
+                7,
+                1,
+            ]
 
     asyncio.run(run())
 
@@ -224,7 +257,9 @@ def test_a_cancelled_call_leaves_the_others_alone(tmp_path):
 def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path):
     async def run():
         async with pool_of(tmp_path, "scores") as pool:
-            with pytest.raises(ConfigError, match=r"reward\.function = .*has no 'scores'.*functions\.py:score"):
+            with pytest.raises(
+                ConfigError, match=r"reward\.function = .*has no 'scores'.*functions\.py:score"
+            ):
                 await pool.start()
             with pytest.raises(ConfigError):
                 await pool.score(prompt(), ["a"])
@@ -274,7 +309,9 @@ async def main():
 asyncio.run(main())
 '''
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
         worker = int(process.stdout.readline())
         assert alive(worker)
         time.sleep(0.1)

@@ -11,7 +11,11 @@ from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 
 def sample(*scores: Score, greedy: Score | None = None) -> Sample:
     trajectories = tuple(Trajectory((), score) for score in scores)
-    return Sample(Prompt(0, tokens_of([1]), "", "d"), trajectories, greedy=Trajectory((), greedy) if greedy else None)
+    return Sample(
+        Prompt(0, tokens_of([1]), "", "d"),
+        trajectories,
+        greedy=Trajectory((), greedy) if greedy else None,
+    )
 
 
 def sampling(metric: str = "score", cap: int = 0, window: int = 2) -> DynamicSampling:
@@ -29,9 +33,16 @@ EVENED = sample(Score(0.5, {"acc": 0.0}, 0.5), Score(0.5, {"acc": 1.0}, 1.0))
 
 @pytest.mark.parametrize(
     ("metric", "equal", "kept"),
-    [("score", SHAPED, EVENED), ("reward", EVENED, SHAPED), ("acc", SHAPED, EVENED), ("score", EQUAL, MIXED)],
+    [
+        ("score", SHAPED, EVENED),
+        ("reward", EVENED, SHAPED),
+        ("acc", SHAPED, EVENED),
+        ("score", EQUAL, MIXED),
+    ],
 )
-def test_outcomes_are_compared_before_shaping_after_it_or_by_a_component(metric: str, equal: Sample, kept: Sample) -> None:
+def test_outcomes_are_compared_before_shaping_after_it_or_by_a_component(
+    metric: str, equal: Sample, kept: Sample
+) -> None:
     assert not sampling(metric).keeps(equal, 0) and sampling(metric).keeps(kept, 0)
 
 
@@ -40,10 +51,19 @@ def test_the_greedy_response_is_none_of_the_outcomes() -> None:
 
 
 @pytest.mark.parametrize(
-    "scores", [(Score(1.0, {"b": 1.0, "a": 0.0}),) * 2, (Score(1.0, {"acc": 1.0}), Score(1.0, {"b": 1.0, "a": 0.0}))]
+    "scores",
+    [
+        (Score(1.0, {"b": 1.0, "a": 0.0}),) * 2,
+        (Score(1.0, {"acc": 1.0}), Score(1.0, {"b": 1.0, "a": 0.0})),
+    ],
 )
-def test_a_metric_that_a_reward_lacks_is_an_error_that_names_those_it_has(scores: tuple[Score, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.metric = 'acc': .*Fix: one of score, reward, a, b\."):
+def test_a_metric_that_a_reward_lacks_is_an_error_that_names_those_it_has(
+    scores: tuple[Score, ...],
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.filter_groups\.metric = 'acc': .*Fix: one of score, reward, a, b\.",
+    ):
         sampling("acc").keeps(sample(*scores), 0)
 
 
@@ -51,7 +71,11 @@ def test_a_row_has_what_was_finished_while_its_version_was_live_and_is_asked_for
     s = sampling()
     for version, each in ((3, EQUAL), (3, WRONG), (3, EQUAL), (3, MIXED), (4, MIXED)):
         s.keeps(each, version)
-    assert s.row(3) == {"filter_groups/dropped": 3.0, "filter_groups/drop_share": 0.75, "filter_groups/mean_outcome": 2 / 3}
+    assert s.row(3) == {
+        "filter_groups/dropped": 3.0,
+        "filter_groups/drop_share": 0.75,
+        "filter_groups/mean_outcome": 2 / 3,
+    }
     assert s.row(4) == {"filter_groups/dropped": 0.0, "filter_groups/drop_share": 0.0}
     assert s.row(3) == {"filter_groups/dropped": 0.0, "filter_groups/drop_share": 0.0} == s.row(9)
 

@@ -17,7 +17,9 @@ from millrace.types import Prompt, SamplingParams, Score, Segment, Stop, floats_
 
 
 @given(st.floats(1, 1e4), st.floats(0, 3), st.integers(1, 20_000), st.integers(0, 2**63 - 1))
-def test_a_length_is_within_its_bounds_and_depends_on_the_seed_alone(median: float, sigma: float, limit: int, seed: int) -> None:
+def test_a_length_is_within_its_bounds_and_depends_on_the_seed_alone(
+    median: float, sigma: float, limit: int, seed: int
+) -> None:
     lengths = DrawnLengths(median, sigma, limit)
     assert 1 <= lengths.of(seed) <= limit
     assert lengths.of(seed) == DrawnLengths(median, sigma, limit).of(seed)
@@ -42,10 +44,19 @@ def test_every_trajectory_of_a_sample_ends_at_its_own_length() -> None:
     async def draw(tokens: object, params: SamplingParams, session: str) -> tuple[Segment, ...]:
         asked.append(params)
         count = params.max_tokens
-        return (Segment(tokens_of([5] * count), version=0, log_probs=floats_of([-1.0] * count), stop=Stop.LENGTH),)
+        return (
+            Segment(
+                tokens_of([5] * count),
+                version=0,
+                log_probs=floats_of([-1.0] * count),
+                stop=Stop.LENGTH,
+            ),
+        )
 
     lengths = DrawnLengths(20, 1.0, 64)
-    roller = SampleRoller(lambda p: SingleTurn(), Zero(), str, SamplingParams(64), n=8, seed=3, lengths=lengths)
+    roller = SampleRoller(
+        lambda p: SingleTurn(), Zero(), str, SamplingParams(64), n=8, seed=3, lengths=lengths
+    )
     sample = asyncio.run(roller.roll(draw, Prompt(0, tokens_of([1]), "", "x"), 0))
     found = [t.num_tokens for t in sample.trajectories]
     assert found == [lengths.of(p.seed) for p in asked] and len(set(found)) > 3

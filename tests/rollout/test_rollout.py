@@ -17,13 +17,27 @@ from millrace.rollout.episode import request_seed, run_episode
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
-from millrace.types import Author, Prompt, Sample, SamplingParams, Score, Segment, Stop, Tokens, Trajectory, floats_of, tokens_of
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
 
 
 def said(tokens: Sequence[int], stop: Stop | None = Stop.EOS, version: int = 0) -> Segment:
-    return Segment(tokens_of(tokens), version=version, log_probs=floats_of([-1.0] * len(tokens)), stop=stop)
+    return Segment(
+        tokens_of(tokens), version=version, log_probs=floats_of([-1.0] * len(tokens)), stop=stop
+    )
 
 
 @dataclass
@@ -33,7 +47,9 @@ class Script:
     answers: list[tuple[Segment, ...]]
     asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
 
-    async def __call__(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def __call__(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         self.asked.append((tokens.tolist(), params, session))
         return self.answers[len(self.asked) - 1]
 
@@ -57,17 +73,32 @@ class Tool:
         self.closed += 1
 
 
-def episode(script: Script, environment: Tool | SingleTurn, max_tokens: int = 10, **more: object) -> Trajectory:
-    return asyncio.run(run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more))  # type: ignore[arg-type]
+def episode(
+    script: Script, environment: Tool | SingleTurn, max_tokens: int = 10, **more: object
+) -> Trajectory:
+    return asyncio.run(
+        run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more)
+    )  # type: ignore[arg-type]
 
 
-def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its_random_stream() -> None:
+def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its_random_stream() -> (
+    None
+):
     script = Script(
-        [(said([1, 2], Stop.INTERRUPTED),), (), (said([3], None, 1), said([4], Stop.INTERRUPTED, 2)), (said([5], version=3),)]
+        [
+            (said([1, 2], Stop.INTERRUPTED),),
+            (),
+            (said([3], None, 1), said([4], Stop.INTERRUPTED, 2)),
+            (said([5], version=3),),
+        ]
     )
     seen: list[Trajectory] = []
     done = episode(script, SingleTurn(), on_progress=seen.append)
-    assert done.tokens.tolist() == [1, 2, 3, 4, 5] and done.stop is Stop.EOS and done.versions == (0, 1, 2, 3)
+    assert (
+        done.tokens.tolist() == [1, 2, 3, 4, 5]
+        and done.stop is Stop.EOS
+        and done.versions == (0, 1, 2, 3)
+    )
     assert [(tokens, p.max_tokens, p.offset, p.seed) for tokens, p, _ in script.asked] == [
         ([7, 8], 10, 0, 5), ([7, 8, 1, 2], 8, 2, 5), ([7, 8, 1, 2], 8, 2, 5), ([7, 8, 1, 2, 3, 4], 6, 4, 5),
     ]  # fmt: skip
@@ -90,7 +121,10 @@ def test_turns_of_the_environment_are_its_own_and_count_against_the_limit() -> N
         (Author.POLICY, [1, 2], None), (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [3], None),
         (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [4], Stop.EOS),
     ]  # fmt: skip
-    assert script.asked[-1][0] == [7, 8, 1, 2, 90, 91, 3, 90, 91] and script.asked[-1][1].max_tokens == 3
+    assert (
+        script.asked[-1][0] == [7, 8, 1, 2, 90, 91, 3, 90, 91]
+        and script.asked[-1][1].max_tokens == 3
+    )
     assert tool.heard == [[1, 2], [3], [4]] and tool.closed == 1
 
 
@@ -114,7 +148,9 @@ def test_an_environment_is_closed_when_drawing_fails() -> None:
 
 
 @given(st.tuples(*[st.integers(0, 2**40)] * 3), st.tuples(*[st.integers(0, 2**40)] * 3))
-def test_every_trajectory_has_a_random_stream_of_its_own(a: tuple[int, int, int], b: tuple[int, int, int]) -> None:
+def test_every_trajectory_has_a_random_stream_of_its_own(
+    a: tuple[int, int, int], b: tuple[int, int, int]
+) -> None:
     assert (request_seed(*a) == request_seed(*b)) == (a == b)
     assert 0 <= request_seed(*a) < 2**63 and request_seed(*a) == request_seed(*a)
 
@@ -136,13 +172,18 @@ class Reward:
 
 
 def roller(
-    reward: Reward, n: int = 3, environment: Callable[[Prompt], Tool | SingleTurn] = lambda prompt: SingleTurn(), **more: object
+    reward: Reward,
+    n: int = 3,
+    environment: Callable[[Prompt], Tool | SingleTurn] = lambda prompt: SingleTurn(),
+    **more: object,
 ) -> SampleRoller:
     decode = lambda tokens: ",".join(map(str, tokens))  # noqa: E731
     return SampleRoller(environment, reward, decode, SamplingParams(10), n, seed=1, **more)  # type: ignore[arg-type]
 
 
-def roll(draw: Callable[..., object], reward: Reward, by: SampleRoller | None = None, **more: object) -> Sample:
+def roll(
+    draw: Callable[..., object], reward: Reward, by: SampleRoller | None = None, **more: object
+) -> Sample:
     return asyncio.run((by or roller(reward)).roll(draw, PROMPT, 4, **more))  # type: ignore[arg-type]
 
 
@@ -158,7 +199,11 @@ def test_a_sample_has_n_scored_trajectories_with_streams_and_sessions_of_their_o
 
 def test_finished_siblings_are_not_drawn_again_after_a_restart_but_scored() -> None:
     reward, script = Reward(), Script([(said([9]),)])
-    progress = (Trajectory((said([1, 1]),)), Trajectory((said([6], Stop.INTERRUPTED),)), Trajectory((said([4]),)))
+    progress = (
+        Trajectory((said([1, 1]),)),
+        Trajectory((said([6], Stop.INTERRUPTED),)),
+        Trajectory((said([4]),)),
+    )
     sample = roll(script, reward, progress=progress)
     assert len(script.asked) == 1 and script.asked[0][0] == [7, 8, 6]
     assert [t.tokens.tolist() for t in sample.trajectories] == [[1, 1], [6, 9], [4]]
@@ -181,14 +226,22 @@ def test_a_sample_with_one_unscored_trajectory_fails_after_its_siblings_are_done
 
 
 def test_a_greedy_baseline_is_one_more_response_at_temperature_0_and_none_of_the_n() -> None:
-    reward, script, drawn = Reward(), Script([(said([i + 5], version=3 - i),) for i in range(4)]), list[int]()
+    reward, script, drawn = (
+        Reward(),
+        Script([(said([i + 5], version=3 - i),) for i in range(4)]),
+        list[int](),
+    )
     by = roller(reward, greedy_baseline=True)
     sample = roll(script, reward, by, on_drawn=lambda: drawn.append(1))
     assert by.num_responses == 4 == len(drawn)
     assert [p.temperature for _, p, _ in script.asked] == [1.0, 1.0, 1.0, 0.0]
     assert [session for _, _, session in script.asked] == ["3/0", "3/1", "3/2", "3/3"]
     assert [t.tokens.tolist() for t in sample.trajectories] == [[5], [6], [7]]
-    assert sample.greedy is not None and sample.greedy.tokens.tolist() == [8] and sample.greedy.score == Score(1.0)
+    assert (
+        sample.greedy is not None
+        and sample.greedy.tokens.tolist() == [8]
+        and sample.greedy.score == Score(1.0)
+    )
     assert sample.oldest_version == 1, "the greedy response's 0 is nothing that is trained"
 
 
@@ -198,16 +251,35 @@ def test_without_a_greedy_baseline_there_is_none() -> None:
 
 def test_a_greedy_response_goes_on_after_a_restart_like_its_siblings() -> None:
     """Progress has n + 1 entries, the greedy one last; the others are done."""
-    reward, script, seen = Reward(), Script([(said([9], Stop.INTERRUPTED),), (said([8]),)]), list[tuple[Trajectory, ...]]()
+    reward, script, seen = (
+        Reward(),
+        Script([(said([9], Stop.INTERRUPTED),), (said([8]),)]),
+        list[tuple[Trajectory, ...]](),
+    )
     done = Trajectory((said([1]),))
     progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
-    sample = roll(script, reward, roller(reward, greedy_baseline=True), progress=progress, on_progress=seen.append)
-    assert [(tokens, p.temperature, p.offset) for tokens, p, _ in script.asked] == [([7, 8, 6], 0.0, 1), ([7, 8, 6, 9], 0.0, 2)]
-    assert sample.greedy is not None and sample.greedy.tokens.tolist() == [6, 9, 8] and len(sample.trajectories) == 3
+    sample = roll(
+        script,
+        reward,
+        roller(reward, greedy_baseline=True),
+        progress=progress,
+        on_progress=seen.append,
+    )
+    assert [(tokens, p.temperature, p.offset) for tokens, p, _ in script.asked] == [
+        ([7, 8, 6], 0.0, 1),
+        ([7, 8, 6, 9], 0.0, 2),
+    ]
+    assert (
+        sample.greedy is not None
+        and sample.greedy.tokens.tolist() == [6, 9, 8]
+        and len(sample.trajectories) == 3
+    )
     assert all(len(trajectories) == 4 for trajectories in seen)
 
 
-def test_a_greedy_response_that_was_begun_is_left_out_where_no_baseline_is_wanted_any_more() -> None:
+def test_a_greedy_response_that_was_begun_is_left_out_where_no_baseline_is_wanted_any_more() -> (
+    None
+):
     done, seen = Trajectory((said([1]),)), list[tuple[Trajectory, ...]]()
     progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
     sample = roll(Script([]), Reward(), progress=progress, on_progress=seen.append)
@@ -218,19 +290,29 @@ def test_a_greedy_response_that_was_begun_is_left_out_where_no_baseline_is_wante
 def test_a_greedy_response_without_a_score_fails_its_sample() -> None:
     reward = Reward()
     with pytest.raises(RewardError, match="timeout: slow"):
-        roll(Script([(said([i]),) for i in (5, 6, 7, 2)]), reward, roller(reward, greedy_baseline=True))
+        roll(
+            Script([(said([i]),) for i in (5, 6, 7, 2)]),
+            reward,
+            roller(reward, greedy_baseline=True),
+        )
 
 
-def test_overlong_responses_are_punished_the_moment_they_are_scored_and_so_is_the_greedy_one() -> None:
+def test_overlong_responses_are_punished_the_moment_they_are_scored_and_so_is_the_greedy_one() -> (
+    None
+):
     """Of 10 tokens the last 4 are the buffer, and the factor is 2: 6, 7, 8 and 10 tokens cost 0, 0.5, 1 and 2."""
     reward, lengths = Reward(), (6, 7, 8, 10)
     script = Script([(said([1] * length),) for length in lengths])
     by = roller(reward, overlong=OverlongBuffer(10, 4, 2.0), greedy_baseline=True)
     sample = roll(script, reward, by)
     assert sample.greedy is not None
-    for trajectory, length, penalty in zip((*sample.trajectories, sample.greedy), lengths, (0.0, -0.5, -1.0, -2.0), strict=True):
+    for trajectory, length, penalty in zip(
+        (*sample.trajectories, sample.greedy), lengths, (0.0, -0.5, -1.0, -2.0), strict=True
+    ):
         said_by_function = 2.0 * length - 1  # the length of its text
-        assert trajectory.score == Score(said_by_function + penalty, {"overlong_reward": penalty}, said_by_function)
+        assert trajectory.score == Score(
+            said_by_function + penalty, {"overlong_reward": penalty}, said_by_function
+        )
         assert trajectory.score.unshaped == said_by_function
 
 
@@ -245,7 +327,9 @@ def test_turns_of_the_environment_are_no_length_of_the_policys() -> None:
 
 
 def test_shaping_keeps_the_components_of_a_reward() -> None:
-    shaped = OverlongBuffer(4, 2, 1.0).shape(Score(0.5, {"format": 1.0}), Trajectory((said([1, 2, 3]),)))
+    shaped = OverlongBuffer(4, 2, 1.0).shape(
+        Score(0.5, {"format": 1.0}), Trajectory((said([1, 2, 3]),))
+    )
     assert shaped == Score(0.0, {"format": 1.0, "overlong_reward": -0.5}, 0.5)
 
 
@@ -257,7 +341,9 @@ class Engine:
     sessions: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
-    async def generate(self, tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
         self.sessions.append(session)
         self.running.append(asyncio.get_running_loop().create_future())
         return await self.running[-1]
@@ -285,7 +371,10 @@ def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_at_home() -> 
     async def main() -> None:
         engines = [Engine(), Engine()]
         pool = RolloutPool(engines)
-        tasks = [asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), f"s{i}")) for i in range(4)]
+        tasks = [
+            asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), f"s{i}"))
+            for i in range(4)
+        ]
         await asyncio.sleep(0)
         assert [e.sessions for e in engines] == [["s0", "s2"], ["s1", "s3"]]
         for future in engines[1].running:
@@ -309,12 +398,21 @@ def test_siblings_share_a_replica_until_it_has_much_more_to_do() -> None:
     async def main() -> None:
         engines = [Engine(), Engine(), Engine()]
         pool = RolloutPool(engines)
-        names = [f"{sample}/{i}" for sample in (0, 1) for i in range(4)] + [f"2/{i}" for i in range(13)]
-        tasks = [asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), name)) for name in names]
+        names = [f"{sample}/{i}" for sample in (0, 1) for i in range(4)] + [
+            f"2/{i}" for i in range(13)
+        ]
+        tasks = [
+            asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), name))
+            for name in names
+        ]
         await asyncio.sleep(0)
         assert [len(e.sessions) for e in engines] == [5, 4, 12]
-        assert {s[0] for s in engines[1].sessions} == {"1"} and {s[0] for s in engines[2].sessions} == {"2"}
-        assert engines[0].sessions[-1] == "2/12", "a home with eight requests more than the least loaded one is full"
+        assert {s[0] for s in engines[1].sessions} == {"1"} and {
+            s[0] for s in engines[2].sessions
+        } == {"2"}
+        assert engines[0].sessions[-1] == "2/12", (
+            "a home with eight requests more than the least loaded one is full"
+        )
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -332,7 +430,11 @@ def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
         await pool.sleep(False)
         for action in (pool.interrupt, pool.sleep, pool.wake_weights, pool.wake, pool.close):
             await action()
-        assert all(e.log == ["sleep without weights", "interrupt", "sleep", "wake weights", "wake", "close"] for e in engines)
+        assert all(
+            e.log
+            == ["sleep without weights", "interrupt", "sleep", "wake weights", "wake", "close"]
+            for e in engines
+        )
         assert await pool.stats() == RolloutStats(3, 6, 9.0, 12)
 
     asyncio.run(main())

@@ -25,7 +25,11 @@ def runtime(folder: Path) -> LocalRuntime:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "millrace.runtime.host" in p.cmdline()]
+    return [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "millrace.runtime.host" in p.cmdline()
+    ]
 
 
 def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
@@ -59,12 +63,16 @@ def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path
     asyncio.run(main())
 
 
-def test_after_close_no_worker_is_left_not_even_a_stopped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_close_no_worker_is_left_not_even_a_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 0.5)
 
     async def main() -> None:
         workers = runtime(tmp_path)
-        peers = await asyncio.gather(*(workers.start(f"rollout-{i}", "rollout", i) for i in range(2)))
+        peers = await asyncio.gather(
+            *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
+        )
         assert len(children()) == 2
         for child in children():
             child.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
@@ -90,11 +98,17 @@ class Unending:
         self.killed = True
 
 
-def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 0.2)
 
     async def main() -> None:
-        workers, process, peer = runtime(tmp_path), Unending(), Peer("rollout-0", lambda frame: None, deadline_s=60)
+        workers, process, peer = (
+            runtime(tmp_path),
+            Unending(),
+            Peer("rollout-0", lambda frame: None, deadline_s=60),
+        )
         reader = asyncio.StreamReader()
         reader.feed_eof()
         (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
@@ -105,7 +119,9 @@ def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(tmp_path: Pat
         assert peer.lost.endswith("a GPU fell off the bus")
         _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
         workers._workers.append((peer, process, writer))  # type: ignore[arg-type]
-        with pytest.warns(RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"
+        ):
             await workers.close()
         assert process.killed
 
@@ -152,14 +168,19 @@ def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
         assert subprocess.run(command, pass_fds=[fd], timeout=10).returncode == 1
 
 
-def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(tmp_path: Path) -> None:
+def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         workers = LocalRuntime(tmp_path, Config(), gpus=[])
         with pytest.raises(WorkerError) as caught:
             await workers.start("nobody-0", "nobody", 0)
         await workers.close()
         first, *last_words = str(caught.value).splitlines()
-        assert first == f"worker nobody-0 ended with exit code 1; its log is {tmp_path / 'nobody-0.log'} (while it served ping)"
+        assert (
+            first
+            == f"worker nobody-0 ended with exit code 1; its log is {tmp_path / 'nobody-0.log'} (while it served ping)"
+        )
         assert any("KeyError: 'nobody'" in line for line in last_words)
 
     asyncio.run(main())

@@ -12,9 +12,13 @@ from millrace.worker import Worker
 
 
 @pytest.mark.parametrize("wait_s", [1800.0, 7.5])
-def test_ranks_wait_for_each_other_as_long_as_any_wait_may_take(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+def test_ranks_wait_for_each_other_as_long_as_any_wait_may_take(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
     monkeypatch.setenv("MILLRACE_HOST", "127.0.0.1")
-    config = Config.model_validate({"trainer": {"wait_deadline_s": wait_s}, "sync": {"timeout_s": 3.0}})
+    config = Config.model_validate(
+        {"trainer": {"wait_deadline_s": wait_s}, "sync": {"timeout_s": 3.0}}
+    )
     first, other = Worker(), Worker()
     address = asyncio.run(first.listen())
     for worker in (first, other):

@@ -23,7 +23,8 @@ def config(
 ) -> Config:
     """A configuration of nodes x devices on each side."""
     return Config(
-        trainer={"nnodes": trainer[0], "n_gpus_per_node": trainer[1], "gpus_in_node": gpus_in_node} | other,
+        trainer={"nnodes": trainer[0], "n_gpus_per_node": trainer[1], "gpus_in_node": gpus_in_node}
+        | other,
         rollout={
             "nnodes": rollout[0],
             "n_gpus_per_node": rollout[1],
@@ -54,10 +55,19 @@ T0, T1, R0, R1 = "trainer-0", "trainer-1", "rollout-0", "rollout-1"
         (config((1, 1), (1, 1), gpus_in_node=1), [{T0: [0]}, {R0: [0]}]),
         (config((1, 2), (2, 1), gpus_in_node=4), [{T0: [0], T1: [1], R0: [2]}, {R1: [0]}]),
         (config((2, 1), (1, 2), gpus_in_node=4), [{T0: [0], R0: [1], R1: [2]}, {T1: [0]}]),
-        (config((2, 1), (1, 4), gpus_in_node=4, tp=2), [{T0: [0]}, {T1: [0]}, {R0: [0, 1], R1: [2, 3]}]),
-        (config((1, 2), (1, 4), gpus_in_node=8, tp=2), [{T0: [0], T1: [1], R0: [2, 3], R1: [4, 5]}]),
+        (
+            config((2, 1), (1, 4), gpus_in_node=4, tp=2),
+            [{T0: [0]}, {T1: [0]}, {R0: [0, 1], R1: [2, 3]}],
+        ),
+        (
+            config((1, 2), (1, 4), gpus_in_node=8, tp=2),
+            [{T0: [0], T1: [1], R0: [2, 3], R1: [4, 5]}],
+        ),
         (config((1, 2), (1, 2), mode="colocated"), [{T0: [0], R0: [0], T1: [1], R1: [1]}]),
-        (config((2, 1), (2, 1), gpus_in_node=1, mode="colocated"), [{T0: [0], R0: [0]}, {T1: [0], R1: [0]}]),
+        (
+            config((2, 1), (2, 1), gpus_in_node=1, mode="colocated"),
+            [{T0: [0], R0: [0]}, {T1: [0], R1: [0]}],
+        ),
         (config((1, 2), (1, 2), mode="colocated", tp=2), [{T0: [0], R0: [0, 1], T1: [1]}]),
     ],
 )
@@ -108,7 +118,9 @@ def test_of_the_plans_that_nodes_have_room_for_one_that_is_free_now_is_taken() -
     c = config((1, 4), (1, 4))
     assert choose(c, "GPU", [8, 8], [8, 8]).shares == [8]
     assert choose(c, "GPU", [8, 8], [4, 6]).shares == [4, 4]
-    assert choose(c, "GPU", [8, 8], [4, 3]).shares == [8], "none is free now: wait for the one with fewest nodes"
+    assert choose(c, "GPU", [8, 8], [4, 3]).shares == [8], (
+        "none is free now: wait for the one with fewest nodes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +132,16 @@ def test_of_the_plans_that_nodes_have_room_for_one_that_is_free_now_is_taken() -
             "trainer.nnodes = 1: trainer 1 x 4 and rollout 1 x 5 devices need 1 node with 9 GPUs (to 2 nodes with 5, 4, where "
             "the sides share none); the cluster's nodes have 4, 4, 4. Fix: fewer devices, or more nodes.",
         ),
-        (config((2, 8), (2, 8), mode="colocated"), [8, 4], "need 2 nodes with 8, 8 GPUs; the cluster's nodes have 8, 4"),
-        (config((2, 4), (2, 4), gpus_in_node=8), [8, 4, 4], "need 2 nodes with 8, 8 GPUs; the cluster's nodes have 8, 4, 4"),
+        (
+            config((2, 8), (2, 8), mode="colocated"),
+            [8, 4],
+            "need 2 nodes with 8, 8 GPUs; the cluster's nodes have 8, 4",
+        ),
+        (
+            config((2, 4), (2, 4), gpus_in_node=8),
+            [8, 4, 4],
+            "need 2 nodes with 8, 8 GPUs; the cluster's nodes have 8, 4, 4",
+        ),
         (config((1, 1), (1, 1)), [], "the cluster's nodes have none"),
     ],
 )
@@ -133,7 +153,15 @@ def test_what_no_wait_would_place_is_refused(c: Config, sizes: list[float], mess
 
 @pytest.mark.parametrize(
     ("other", "cores", "devices", "expected"),
-    [({}, 32, 16, 2), ({}, 32, 4, 8), ({}, 2, 8, 1), ({"threads": 3}, 32, 16, 3), ({"deterministic": True}, 32, 4, 1)],
+    [
+        ({}, 32, 16, 2),
+        ({}, 32, 4, 8),
+        ({}, 2, 8, 1),
+        ({"threads": 3}, 32, 16, 3),
+        ({"deterministic": True}, 32, 4, 1),
+    ],
 )
-def test_a_node_shares_its_cores_among_its_devices(other: dict[str, Any], cores: int, devices: int, expected: int) -> None:
+def test_a_node_shares_its_cores_among_its_devices(
+    other: dict[str, Any], cores: int, devices: int, expected: int
+) -> None:
     assert threads(config((1, 1), (1, 1), mode="colocated", **other), cores, devices) == expected

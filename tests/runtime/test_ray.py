@@ -29,7 +29,12 @@ from tests.runtime.test_placement import config
 def cluster() -> Iterator[Cluster]:
     """Two nodes as `ray start` twice would make: one CPU each, and 4 and 2 GPUs that only Ray believes in."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    head = {"num_cpus": 1, "num_gpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20}
+    head = {
+        "num_cpus": 1,
+        "num_gpus": 4,
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,
+    }
     two = Cluster(initialize_head=True, head_node_args=head)
     two.add_node(num_cpus=1, num_gpus=2, object_store_memory=80 << 20)
     two.wait_for_nodes()
@@ -39,7 +44,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 @asynccontextmanager
-async def opened(cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any) -> AsyncIterator[RayRuntime]:
+async def opened(
+    cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any
+) -> AsyncIterator[RayRuntime]:
     c = config(*sides, runtime="ray", ray_address=cluster.address, **other)
     runtime = await RayRuntime.open(c, folder)
     try:
@@ -58,11 +65,19 @@ def refusal(cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: An
     return str(caught.value)
 
 
-def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     said = refusal(cluster, tmp_path, (1, 2), (1, 1), gpus_in_node=2, device="cpu")
-    assert "trainer 1 x 2 and rollout 1 x 1 devices need 2 nodes with 2, 1 CPUs; the cluster's nodes have 1, 1" in said
+    assert (
+        "trainer 1 x 2 and rollout 1 x 1 devices need 2 nodes with 2, 1 CPUs; the cluster's nodes have 1, 1"
+        in said
+    )
     said = refusal(cluster, tmp_path, (1, 4), (1, 4))
-    assert "need 1 node with 8 GPUs (to 2 nodes with 4, 4, where the sides share none); the cluster's nodes have 4, 2" in said
+    assert (
+        "need 1 node with 8 GPUs (to 2 nodes with 4, 4, where the sides share none); the cluster's nodes have 4, 2"
+        in said
+    )
 
 
 def test_devices_that_others_hold_are_waited_for_and_then_told(
@@ -79,7 +94,9 @@ def test_devices_that_others_hold_are_waited_for_and_then_told(
 
 def test_a_folder_that_a_node_does_not_see_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     said = refusal(cluster, tmp_path / "nowhere" / "logs", (1, 1), (1, 1))
-    assert said.startswith(f"trainer.run_dir = '{tmp_path}/nowhere': the driver's folder is not on ")
+    assert said.startswith(
+        f"trainer.run_dir = '{tmp_path}/nowhere': the driver's folder is not on "
+    )
 
 
 async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str, tuple[str, str]]:
@@ -102,20 +119,30 @@ def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path)
     async def main() -> None:
         async with opened(cluster, tmp_path, (1, 2), (1, 2), mode="colocated") as runtime:
             found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
-            assert found["trainer-0"] == found["rollout-0"] and found["trainer-1"] == found["rollout-1"]
+            assert (
+                found["trainer-0"] == found["rollout-0"]
+                and found["trainer-1"] == found["rollout-1"]
+            )
             assert [gpus for _, gpus in found.values()] == ["0", "1", "0", "1"]
 
     asyncio.run(main())
 
 
-def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with opened(cluster, tmp_path, (1, 2), (2, 2), tp=2) as runtime:
             found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
             assert {w: gpus for w, (_, gpus) in found.items()} == {
                 "trainer-0": "0", "trainer-1": "1", "rollout-0": "2,3", "rollout-1": "0,1"
             }  # fmt: skip
-            assert found["trainer-0"][0] == found["trainer-1"][0] == found["rollout-0"][0] != found["rollout-1"][0]
+            assert (
+                found["trainer-0"][0]
+                == found["trainer-1"][0]
+                == found["rollout-0"][0]
+                != found["rollout-1"][0]
+            )
 
     asyncio.run(main())
 
@@ -125,7 +152,9 @@ def nodes_of_actors() -> dict[str, str]:
     from ray._private.state import actors
 
     alive = [a for a in actors().values() if a["State"] == "ALIVE"]
-    return {a["Name"].removeprefix(f"millrace-{os.getpid()}-"): a["Address"]["NodeID"] for a in alive}
+    return {
+        a["Name"].removeprefix(f"millrace-{os.getpid()}-"): a["Address"]["NodeID"] for a in alive
+    }
 
 
 def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
@@ -153,13 +182,23 @@ def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_
     assert not nodes_of_actors(), "close ends every actor"
 
 
-def test_a_node_that_dies_ends_its_workers_calls_with_their_names(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The last test: its node does not come back."""
 
     async def main() -> None:
-        async with opened(cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu") as runtime:
+        async with opened(
+            cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu"
+        ) as runtime:
             sides = ("trainer", "rollout")
-            peers = dict(zip(sides, [await runtime.start(f"{side}-0", side, 0) for side in sides], strict=True))
+            peers = dict(
+                zip(
+                    sides,
+                    [await runtime.start(f"{side}-0", side, 0) for side in sides],
+                    strict=True,
+                )
+            )
             nodes = nodes_of_actors()
             doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())
             side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)

@@ -37,13 +37,21 @@ BROKEN = SyncError("rollout-0: a weight transfer broke off")
 @pytest.mark.parametrize(
     "trainer, cause",
     [
-        (Answers("trainer-0", keep=None, sent=SyncError("trainer-0: out of memory")), "trainer-0: out of memory"),
-        (Answers("trainer-0", "trainer-0 was killed", keep=None, sent=WorkerError("gone")), "trainer-0 was killed"),
+        (
+            Answers("trainer-0", keep=None, sent=SyncError("trainer-0: out of memory")),
+            "trainer-0: out of memory",
+        ),
+        (
+            Answers("trainer-0", "trainer-0 was killed", keep=None, sent=WorkerError("gone")),
+            "trainer-0 was killed",
+        ),
         (Answers("trainer-0", keep=None, sent=None), "rollout-0: a weight transfer broke off"),
         (Answers("trainer-0", keep=None, sent=NEVER), "rollout-0 was killed"),
     ],
 )
-def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is_the_error(trainer: Answers, cause: str) -> None:
+def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is_the_error(
+    trainer: Answers, cause: str
+) -> None:
     async def main() -> None:
         replica = Answers("rollout-0", cause if "rollout-0 was" in cause else "", transfer=BROKEN)
         sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
@@ -55,7 +63,10 @@ def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is
 
 
 def test_a_sender_that_failed_is_the_error_though_its_replica_waits() -> None:
-    trainer, replica = Answers("trainer-0", keep=None, sent=SyncError("out of memory")), Answers("rollout-0", transfer=NEVER)
+    trainer, replica = (
+        Answers("trainer-0", keep=None, sent=SyncError("out of memory")),
+        Answers("rollout-0", transfer=NEVER),
+    )
 
     async def main() -> None:
         sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
@@ -81,10 +92,15 @@ def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
 def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(call: str) -> None:
     """Its process gives back its memory before it is known to be dead; the others' connections to it have failed by then."""
     killed, other = Answers("trainer-0"), Answers("trainer-1")
-    killed.answers, other.answers = {call: NEVER}, {call: WorkerError("trainer-1: connection closed by peer")}
+    killed.answers, other.answers = (
+        {call: NEVER},
+        {call: WorkerError("trainer-1: connection closed by peer")},
+    )
 
     async def main() -> None:
-        asyncio.get_running_loop().call_later(0.4, setattr, killed, "lost", "worker trainer-0 was killed by SIGKILL")
+        asyncio.get_running_loop().call_later(
+            0.4, setattr, killed, "lost", "worker trainer-0 was killed by SIGKILL"
+        )
         with pytest.raises(WorkerError, match="trainer-0 was killed by SIGKILL"):
             await first_error([killed, other], [p.call(f"x.{call}") for p in (killed, other)])  # type: ignore[list-item]
 
@@ -92,7 +108,10 @@ def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(ca
 
 
 def test_an_error_of_a_workers_own_is_told_at_once() -> None:
-    peers = [Answers("trainer-0", build=ConfigError("model.path: no such folder")), Answers("trainer-1", build=NEVER)]
+    peers = [
+        Answers("trainer-0", build=ConfigError("model.path: no such folder")),
+        Answers("trainer-1", build=NEVER),
+    ]
 
     async def main() -> None:
         with pytest.raises(ConfigError, match="no such folder"):
@@ -112,6 +131,8 @@ def test_what_was_begun_is_begun_once() -> None:
         await sync.transfer(3)
         assert trainer.asked == ["sender.keep", "sender.sent"]
         await sync.transfer(3)
-        assert trainer.asked[2:] == ["sender.transfer"] and replica.asked == ["receiver.transfer"] * 2
+        assert (
+            trainer.asked[2:] == ["sender.transfer"] and replica.asked == ["receiver.transfer"] * 2
+        )
 
     asyncio.run(main())

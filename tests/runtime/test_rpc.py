@@ -16,7 +16,18 @@ from millrace.errors import DeadlineError, RewardError, SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch
 from millrace.runtime.host import HEADER, Host
 from millrace.runtime.rpc import Peer, read_frame
-from millrace.types import Author, Prompt, Sample, SamplingParams, Score, Segment, Stop, Trajectory, floats_of, tokens_of
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Score,
+    Segment,
+    Stop,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 
 @dataclass
@@ -129,26 +140,50 @@ async def wire(deadline_s: float = 20.0) -> AsyncIterator[Wire]:
 
 
 def sample() -> Sample:
-    policy = Segment(tokens_of([1, -2, 2**31 - 1]), version=3, log_probs=floats_of([-0.5, 0.0, -1e-8]), stop=None)
+    policy = Segment(
+        tokens_of([1, -2, 2**31 - 1]), version=3, log_probs=floats_of([-0.5, 0.0, -1e-8]), stop=None
+    )
     tool = Segment(tokens_of([7]), Author.ENVIRONMENT)
     last = Segment(tokens_of([]), version=4, stop=Stop.INTERRUPTED)
-    prompt = Prompt(5, tokens_of([9, 9]), "text ☃", "task", {"answer": [1, "2", None]}, {"k": 1.5}, {"column": True})
-    return Sample(prompt, (Trajectory((policy, tool, last), Score(0.5, {"format": 1.0})), Trajectory()), 2)
+    prompt = Prompt(
+        5,
+        tokens_of([9, 9]),
+        "text ☃",
+        "task",
+        {"answer": [1, "2", None]},
+        {"k": 1.5},
+        {"column": True},
+    )
+    return Sample(
+        prompt, (Trajectory((policy, tool, last), Score(0.5, {"format": 1.0})), Trajectory()), 2
+    )
 
 
 def test_nouns_arrive_as_they_were_sent() -> None:
     async def main() -> None:
         async with wire() as w:
             segments = sample().trajectories[0].segments
-            assert await w.peer.call("engine.segments", (segments,), tuple[Segment, ...]) == segments
+            assert (
+                await w.peer.call("engine.segments", (segments,), tuple[Segment, ...]) == segments
+            )
             arrived = w.root.engine.calls[0][0]  # type: ignore[index]
-            assert isinstance(arrived, Segment) and arrived.tokens.typecode == "i" and arrived.log_probs.typecode == "f"
+            assert (
+                isinstance(arrived, Segment)
+                and arrived.tokens.typecode == "i"
+                and arrived.log_probs.typecode == "f"
+            )
             batch = TrainBatch((sample(),), 7)
             report = await w.peer.call("engine.step", (batch,), StepReport)
-            assert report == StepReport(1, {"a": 0.1}, {"b": 2.0}) and w.root.engine.calls[1] == batch
+            assert (
+                report == StepReport(1, {"a": 0.1}, {"b": 2.0}) and w.root.engine.calls[1] == batch
+            )
             assert await w.peer.call("engine.stats", (), RolloutStats) == RolloutStats(1, 2, 3.5, 4)
-            params = SamplingParams(5, 0.7, stop=("</answer>",), seed=2**62 + 1, offset=3, interruptible=False)
-            assert (await w.peer.call("engine.echo", (None, params), tuple[Any, SamplingParams]))[1] == params
+            params = SamplingParams(
+                5, 0.7, stop=("</answer>",), seed=2**62 + 1, offset=3, interruptible=False
+            )
+            assert (await w.peer.call("engine.echo", (None, params), tuple[Any, SamplingParams]))[
+                1
+            ] == params
 
     asyncio.run(main())
 
@@ -156,7 +191,9 @@ def test_nouns_arrive_as_they_were_sent() -> None:
 def test_calls_of_one_turn_travel_as_one_frame_and_so_do_their_replies() -> None:
     async def main() -> None:
         async with wire() as w:
-            values = await asyncio.gather(*(w.peer.call("engine.number", (i,), int) for i in range(256)))
+            values = await asyncio.gather(
+                *(w.peer.call("engine.number", (i,), int) for i in range(256))
+            )
             assert values == list(range(256))
             assert [len(read_frame(f)) for f in w.sent] == [256]
             assert [len(read_frame(f)) for f in w.received] == [256]
@@ -182,7 +219,9 @@ def test_millraces_own_errors_keep_their_type() -> None:
         async with wire() as w:
             with pytest.raises(SyncError, match=r"^rollout-3: replica 0 holds other weights$"):
                 await w.peer.call("engine.refuse")
-            with pytest.raises(WorkerError, match=r"engine\.unscored raised RewardError: timeout: too slow"):
+            with pytest.raises(
+                WorkerError, match=r"engine\.unscored raised RewardError: timeout: too slow"
+            ):
                 await w.peer.call("engine.unscored")
 
     asyncio.run(main())
@@ -198,7 +237,9 @@ def test_millraces_own_errors_keep_their_type() -> None:
         ("engine.unsendable", (), "cannot encode object"),
     ],
 )
-def test_a_call_that_cannot_be_served_fails_alone(method: str, args: tuple[object, ...], message: str) -> None:
+def test_a_call_that_cannot_be_served_fails_alone(
+    method: str, args: tuple[object, ...], message: str
+) -> None:
     async def main() -> None:
         async with wire() as w:
             with pytest.raises(WorkerError, match=message):
@@ -213,13 +254,17 @@ def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
         async with wire() as w:
             wrong, right = await asyncio.wait_for(
                 asyncio.gather(
-                    w.peer.call("engine.text", (), int), w.peer.call("engine.number", (2,), int), return_exceptions=True
+                    w.peer.call("engine.text", (), int),
+                    w.peer.call("engine.number", (2,), int),
+                    return_exceptions=True,
                 ),
                 5,
             )
             assert isinstance(
                 wrong, WorkerError
-            ) and "rollout-3: engine.text answered with something else than <class 'int'>" in str(wrong)
+            ) and "rollout-3: engine.text answered with something else than <class 'int'>" in str(
+                wrong
+            )
             assert right == 2
 
     asyncio.run(main())
@@ -251,7 +296,9 @@ def test_cancelling_a_call_frees_the_remote_task() -> None:
 def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:
     async def main() -> None:
         async with wire() as w:
-            with pytest.raises(DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"):
+            with pytest.raises(
+                DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"
+            ):
                 await w.peer.call("engine.hang", deadline_s=0.1)
             await asyncio.wait_for(w.root.engine.cancelled.wait(), 5)
 
@@ -266,7 +313,10 @@ def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
             w.peer.lose("worker rollout-3 was killed by SIGKILL")
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(error, WorkerError)
-                assert str(error) == "worker rollout-3 was killed by SIGKILL (while it served engine.hang)"
+                assert (
+                    str(error)
+                    == "worker rollout-3 was killed by SIGKILL (while it served engine.hang)"
+                )
             frames = len(w.sent)
             with pytest.raises(WorkerError, match=r"^worker rollout-3 was killed by SIGKILL$"):
                 await w.peer.call("engine.number", (1,), int)

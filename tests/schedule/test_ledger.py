@@ -20,7 +20,9 @@ PROMPT = Prompt(0, tokens_of([1]), "1", "test")
 
 def schedule_of(**numbers: Any) -> Schedule:
     """Overlap where it is allowed."""
-    numbers["overlap_sync"] &= numbers["placement"] is Placement.SEPARATE and numbers["staleness_threshold"] > 0
+    numbers["overlap_sync"] &= (
+        numbers["placement"] is Placement.SEPARATE and numbers["staleness_threshold"] > 0
+    )
     return Schedule(**numbers)
 
 
@@ -42,7 +44,11 @@ def moves(ledger: Ledger) -> list[str]:
         return ["publish"]
     if ledger.sync_due():
         return ["seal"]
-    found = ["publish"] * bool(sealed) + ["admit"] * ledger.can_admit() + ["start"] * bool(ledger.ids(State.WAITING))
+    found = (
+        ["publish"] * bool(sealed)
+        + ["admit"] * ledger.can_admit()
+        + ["start"] * bool(ledger.ids(State.WAITING))
+    )
     if ledger.ids(State.RUNNING):
         found += ["finish", "finish", "finish", "drop"]
     return found + ["train"] * bool(ledger.takeable())
@@ -77,8 +83,12 @@ def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(schedule=schedules, limit=st.one_of(st.none(), st.integers(1, 120)), seed=st.integers(0, 2**32))
-def test_any_walk_of_legal_moves_keeps_every_promise(schedule: Schedule, limit: int | None, seed: int) -> None:
+@given(
+    schedule=schedules, limit=st.one_of(st.none(), st.integers(1, 120)), seed=st.integers(0, 2**32)
+)
+def test_any_walk_of_legal_moves_keeps_every_promise(
+    schedule: Schedule, limit: int | None, seed: int
+) -> None:
     rng = random.Random(seed)
     ledger, worst, trained = Ledger(schedule, limit), 0, 0
     for _ in range(500):
@@ -154,7 +164,11 @@ def test_illegal_moves_name_the_state_found_and_the_state_expected() -> None:
 
 
 def test_a_colocated_window_is_takeable_only_whole() -> None:
-    ledger = Ledger(Schedule(ppo_mini_batch_size=2, trigger_parameter_sync_step=2, placement=Placement.COLOCATED))
+    ledger = Ledger(
+        Schedule(
+            ppo_mini_batch_size=2, trigger_parameter_sync_step=2, placement=Placement.COLOCATED
+        )
+    )
     for _ in range(4):
         ledger.start(ledger.admit(PROMPT))
     for i in range(3):
@@ -165,7 +179,10 @@ def test_a_colocated_window_is_takeable_only_whole() -> None:
 
 
 def test_a_smaller_capacity_after_a_restart_is_reached_by_waiting() -> None:
-    big, small = Schedule(ppo_mini_batch_size=4, staleness_threshold=1.0), Schedule(ppo_mini_batch_size=4)
+    big, small = (
+        Schedule(ppo_mini_batch_size=4, staleness_threshold=1.0),
+        Schedule(ppo_mini_batch_size=4),
+    )
     ledger = Ledger(big)
     while ledger.can_admit():
         ledger.admit(PROMPT)

@@ -13,9 +13,19 @@ from millrace.schedule.schedule import Schedule
 
 def test_the_recipes_worked_examples() -> None:
     """7B on 64 + 64: mini 32, 4 batches, trigger 4, staleness 0.5; 4 + 4: staleness 0.1 (fully-async recipe)."""
-    large = Schedule(ppo_mini_batch_size=32, require_batches=4, trigger_parameter_sync_step=4, staleness_threshold=0.5)
+    large = Schedule(
+        ppo_mini_batch_size=32,
+        require_batches=4,
+        trigger_parameter_sync_step=4,
+        staleness_threshold=0.5,
+    )
     assert (large.step_size, large.window, large.capacity) == (128, 512, 768)
-    small = Schedule(ppo_mini_batch_size=32, require_batches=4, trigger_parameter_sync_step=4, staleness_threshold=0.1)
+    small = Schedule(
+        ppo_mini_batch_size=32,
+        require_batches=4,
+        trigger_parameter_sync_step=4,
+        staleness_threshold=0.1,
+    )
     assert small.capacity == 563
     assert small.optimizer_steps(512) == 16
 
@@ -27,9 +37,19 @@ def test_lag_bounds_of_the_modes() -> None:
     assert Schedule(ppo_mini_batch_size=8, staleness_threshold=1, lookahead=9).lag_bound == 2
 
 
-@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 1000), st.integers(1, 3))
-def test_steps_are_counted_as_they_are_taken(mini: int, batches: int, trigger: int, samples: int, epochs: int) -> None:
-    schedule = Schedule(ppo_mini_batch_size=mini, require_batches=batches, trigger_parameter_sync_step=trigger)
+@given(
+    st.integers(1, 50),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 1000),
+    st.integers(1, 3),
+)
+def test_steps_are_counted_as_they_are_taken(
+    mini: int, batches: int, trigger: int, samples: int, epochs: int
+) -> None:
+    schedule = Schedule(
+        ppo_mini_batch_size=mini, require_batches=batches, trigger_parameter_sync_step=trigger
+    )
     left, steps = samples, 0
     while left:
         take = min(left, schedule.step_size)
@@ -41,13 +61,21 @@ def test_steps_are_counted_as_they_are_taken(mini: int, batches: int, trigger: i
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.7])
 def test_capacity_is_not_lost_to_floating_point(share: float) -> None:
-    assert Schedule(ppo_mini_batch_size=10, staleness_threshold=share).capacity == round(10 * (1 + share))
+    assert Schedule(ppo_mini_batch_size=10, staleness_threshold=share).capacity == round(
+        10 * (1 + share)
+    )
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 10), st.integers(1, 10))
-def test_order_never_passes_over_a_sample_by_more_than_the_lookahead(ready: list[bool], count: int, lookahead: int) -> None:
+def test_order_never_passes_over_a_sample_by_more_than_the_lookahead(
+    ready: list[bool], count: int, lookahead: int
+) -> None:
     chosen = choose(list(enumerate(ready)), count, lookahead)
-    assert len(chosen) in (0, count) and len(set(chosen)) == len(chosen) and all(ready[i] for i in chosen)
+    assert (
+        len(chosen) in (0, count)
+        and len(set(chosen)) == len(chosen)
+        and all(ready[i] for i in chosen)
+    )
     taken: set[int] = set()
     for i in chosen:
         oldest = min(set(range(len(ready))) - taken)

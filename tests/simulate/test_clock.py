@@ -39,7 +39,9 @@ def test_two_tasks_that_wait_for_each_other_are_a_deadlock_every_time() -> None:
         await asyncio.gather(cross(first, second), cross(second, first))
 
     for _ in range(5):
-        with pytest.raises(Deadlock, match=r"at 1\.500 s every task waits, and no deadline is near"):
+        with pytest.raises(
+            Deadlock, match=r"at 1\.500 s every task waits, and no deadline is near"
+        ):
             clock.run(main())
 
 

@@ -24,4 +24,8 @@ def test_a_response_is_right_with_its_prompts_chance_every_time_it_is_scored() -
 
 def test_a_chance_of_0_or_1_leaves_none_and_one_is_the_default() -> None:
     assert {s.value for s in scores(0, chance=lambda prompt: 0.0)} == {0.0}
-    assert {s.value for s in scores(0, chance=lambda prompt: 1.0)} == {s.value for s in scores(0)} == {1.0}
+    assert (
+        {s.value for s in scores(0, chance=lambda prompt: 1.0)}
+        == {s.value for s in scores(0)}
+        == {1.0}
+    )

@@ -61,7 +61,8 @@ class Adapted(Source):
 def merged(base: dict[str, Tensor], low_rank: dict[str, Tensor]) -> dict[str, Tensor]:
     """In float64."""
     return {
-        name: base[name].double() + ALPHA / RANK * low_rank[f"{name}.lora_B"].double() @ low_rank[f"{name}.lora_A"].double()
+        name: base[name].double()
+        + ALPHA / RANK * low_rank[f"{name}.lora_B"].double() @ low_rank[f"{name}.lora_A"].double()
         if name in ADAPTED
         else base[name]
         for name in base
@@ -74,7 +75,9 @@ def size(tensors: dict[str, Tensor]) -> int:
 
 @asynccontextmanager
 async def fleet(
-    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)), copies: int = 1, **rollout: object
+    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)),
+    copies: int = 1,
+    **rollout: object,
 ) -> AsyncIterator[Fleet]:
     ranks = TRAINERS * copies
     config = Config(
@@ -102,14 +105,18 @@ def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_served(copies: int) -> None:
+def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_served(
+    copies: int,
+) -> None:
     async def main() -> None:
         async with fleet(copies=copies) as f:
             for version in range(4):
                 low_rank = draw(f, 50 + version)
                 before = [{k: t.clone() for k, t in h.live.items()} for h in f.holders]
                 sent, received = await f.transfer(version)
-                assert all(equal(h.live, b) for h, b in zip(f.holders, before, strict=True)), "a transfer touches nothing live"
+                assert all(equal(h.live, b) for h, b in zip(f.holders, before, strict=True)), (
+                    "a transfer touches nothing live"
+                )
                 await f.activate(version)
                 for holder in f.holders:
                     assert holder.live.keys() == model(1).keys() and holder.version == version
@@ -118,8 +125,12 @@ def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_serve
                         if name not in ADAPTED:
                             assert torch.equal(got, want)
                         else:
-                            tolerance = 2**-8 if got.dtype == torch.bfloat16 else 1e-6  # A and B are of the order of 1
-                            torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
+                            tolerance = (
+                                2**-8 if got.dtype == torch.bfloat16 else 1e-6
+                            )  # A and B are of the order of 1
+                            torch.testing.assert_close(
+                                got.double(), want, rtol=tolerance, atol=1e-6
+                            )
                 meant = size(low_rank) + (0 if version else size(model(1)))
                 tensors = len(low_rank) + (0 if version else len(model(1)))
                 assert all(meant <= r.bytes < meant + ALIGN * tensors * TRAINERS for r in received)
@@ -141,7 +152,9 @@ def flips(target: Any) -> Callable[[Any, Tensor], Any]:
     return broken
 
 
-def test_an_adapter_that_is_corrupted_on_the_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         async with fleet() as f:
             await f.transfer(0)
@@ -153,27 +166,40 @@ def test_an_adapter_that_is_corrupted_on_the_way_is_refused(monkeypatch: pytest.
                 with pytest.raises(SyncError, match=message):
                     await f.transfer(1)
             for i, receiver in enumerate(f.receivers):
-                with pytest.raises(SyncError, match=f"replica {i} is told to serve version 1, but holds None"):
+                with pytest.raises(
+                    SyncError, match=f"replica {i} is told to serve version 1, but holds None"
+                ):
                     await receiver.activate(1)
             assert all(h.swaps == [0] for h in f.holders)
             low_rank = draw(f, 8)  # the base is still whole
             await f.transfer(2)
             await f.activate(2)
             want = merged(model(1), low_rank)["layer.1.w"]
-            torch.testing.assert_close(f.holders[0].live["layer.1.w"].double(), want, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                f.holders[0].live["layer.1.w"].double(), want, rtol=1e-6, atol=1e-6
+            )
 
     asyncio.run(main())
 
 
-def test_adapters_of_a_base_that_did_not_arrive_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_a_base_that_did_not_arrive_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The trainer does not send it again."""
 
     async def main() -> None:
         async with fleet() as f:
             monkeypatch.setattr(collective, "start_broadcast", flips(f.senders[1]._group))
-            sending = asyncio.gather(*(asyncio.to_thread(asyncio.run, s.transfer(0)) for s in f.senders))  # type: ignore[arg-type]
-            for message in ("version 0 are not the trainer's: embed differ", "adapters of a base that never arrived whole"):
-                found = await asyncio.gather(*(r.transfer(0) for r in f.receivers), return_exceptions=True)
+            sending = asyncio.gather(
+                *(asyncio.to_thread(asyncio.run, s.transfer(0)) for s in f.senders)
+            )  # type: ignore[arg-type]
+            for message in (
+                "version 0 are not the trainer's: embed differ",
+                "adapters of a base that never arrived whole",
+            ):
+                found = await asyncio.gather(
+                    *(r.transfer(0) for r in f.receivers), return_exceptions=True
+                )
                 assert all(isinstance(e, SyncError) and message in str(e) for e in found), found
                 for r in f.receivers:
                     with pytest.raises(SyncError, match="holds None"):
@@ -196,9 +222,14 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(name: st
                     await f.activate(0)
             f.receivers[1].inbox.staged[name].view(torch.int32).view(-1)[0] ^= 1
             await f.receivers[0].activate(1)
-            with pytest.raises(SyncError, match=rf"replica 1: live weights of version 1 are not the trainer's: {name}"):
+            with pytest.raises(
+                SyncError,
+                match=rf"replica 1: live weights of version 1 are not the trainer's: {name}",
+            ):
                 await f.receivers[1].activate(1)
-            with pytest.raises(SyncError, match="replica 1 is told to serve version 1, but holds None"):
+            with pytest.raises(
+                SyncError, match="replica 1 is told to serve version 1, but holds None"
+            ):
                 await f.receivers[1].activate(1)
 
     asyncio.run(main())
@@ -206,9 +237,14 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(name: st
 
 def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught() -> None:
     async def main() -> None:
-        async with fleet(lambda i: Deaf(model(1))) as f:  # it has the base: adapted tensors alone are wrong
+        async with fleet(
+            lambda i: Deaf(model(1))
+        ) as f:  # it has the base: adapted tensors alone are wrong
             await f.transfer(1)
-            with pytest.raises(SyncError, match=r"replica 0: live weights of version 1 .*: layer.0.w and 2 more tensors"):
+            with pytest.raises(
+                SyncError,
+                match=r"replica 0: live weights of version 1 .*: layer.0.w and 2 more tensors",
+            ):
                 await f.receivers[0].activate(1)
 
     asyncio.run(main())
@@ -221,7 +257,9 @@ def test_the_bit_sums_that_vllm_is_proven_by_are_those_of_what_was_staged() -> N
                 draw(f, version)
                 await f.transfer(version)
                 for r in f.receivers:
-                    assert isinstance(r.inbox, AdaptedInbox) and r.inbox.bit_sums == bit_sums(r.inbox.staged)
+                    assert isinstance(r.inbox, AdaptedInbox) and r.inbox.bit_sums == bit_sums(
+                        r.inbox.staged
+                    )
                     assert list(r.inbox.staged) == list(model(1))
 
     asyncio.run(main())
@@ -235,7 +273,9 @@ def test_staged_memory_stays_where_it_is() -> None:
             places = []
             for version in range(2):
                 await f.transfer(version)
-                places.append({name: t.data_ptr() for name, t in f.receivers[0].inbox.staged.items()})
+                places.append(
+                    {name: t.data_ptr() for name, t in f.receivers[0].inbox.staged.items()}
+                )
             assert places[0] == places[1]
 
     asyncio.run(main())
@@ -254,7 +294,13 @@ def test_the_link_carries_what_a_later_transfer_has() -> None:
     asyncio.run(main())
 
 
-SHAPE = ModelShape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+SHAPE = ModelShape(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 
 
 def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path: Path) -> None:
@@ -272,7 +318,9 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
         engine = fsdp_train.build(config, str(tmp_path), rank=0, world_size=1)
         engine.begin(config.actor.optim, 9)
         replica, store = torch_rollout.build(config, str(tmp_path)), dist.HashStore()
-        sender, receiver = await asyncio.gather(Sender.join(engine, store, 0, config), Receiver.join(replica, store, 0, config))
+        sender, receiver = await asyncio.gather(
+            Sender.join(engine, store, 0, config), Receiver.join(replica, store, 0, config)
+        )
         base, seen = {name: own.clone() for name, _, _, own in engine.shards()}, []
         prompt = Prompt(0, tokens_of([2, 5, 3]), "", "d")
         for version in range(4):
@@ -282,7 +330,9 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             seen.append(sent.bytes)
             for name, tensor in engine.full_weights():
                 assert torch.equal(replica.weights()[name], tensor), name
-            segments = await replica.generate(prompt.tokens, SamplingParams(20, ignore_eos=True, seed=version), f"r{version}")
+            segments = await replica.generate(
+                prompt.tokens, SamplingParams(20, ignore_eos=True, seed=version), f"r{version}"
+            )
             found = (segments,) if not isinstance(segments, tuple) else segments
             sample = Sample(prompt, (Trajectory(found),))
             drawn = [p for segment in found for p in segment.log_probs]

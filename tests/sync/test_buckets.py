@@ -33,18 +33,25 @@ def test_tensors_of_a_bucket_are_aligned_and_do_not_overlap(specs: list[Spec], l
     for bucket in plan(specs, limit):
         ends = [o + s.num_bytes for o, s in zip(bucket.offsets, bucket.specs, strict=True)]
         assert all(o % ALIGN == 0 for o in bucket.offsets) and bucket.num_bytes % ALIGN == 0
-        assert all(end <= start for end, start in zip(ends, [*bucket.offsets[1:], bucket.num_bytes], strict=True))
+        assert all(
+            end <= start
+            for end, start in zip(ends, [*bucket.offsets[1:], bucket.num_bytes], strict=True)
+        )
 
 
 @given(models, st.integers(1, 400))
-def test_a_bucket_is_over_its_limit_only_with_a_tensor_that_needs_one_of_its_own(specs: list[Spec], limit: int) -> None:
+def test_a_bucket_is_over_its_limit_only_with_a_tensor_that_needs_one_of_its_own(
+    specs: list[Spec], limit: int
+) -> None:
     for bucket in plan(specs, limit):
         assert len(bucket.specs) == 1 or bucket.offsets[-1] + bucket.specs[-1].num_bytes <= limit
 
 
 @settings(deadline=None)
 @given(models, st.integers(1, 400))
-def test_what_is_written_through_the_views_is_read_from_the_bytes(specs: list[Spec], limit: int) -> None:
+def test_what_is_written_through_the_views_is_read_from_the_bytes(
+    specs: list[Spec], limit: int
+) -> None:
     for bucket in plan(specs, limit):
         sent = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         for i, view in enumerate(bucket.views(sent).values()):
@@ -72,7 +79,13 @@ def test_sums_of_a_bucket_are_those_of_its_tensors(specs: list[Spec], limit: int
 
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
 def test_a_checksum_is_the_sum_of_words_and_of_words_by_position(length: int) -> None:
-    words = torch.randint(-(2**31), 2**31, (length,), dtype=torch.int64, generator=torch.Generator().manual_seed(length))
+    words = torch.randint(
+        -(2**31),
+        2**31,
+        (length,),
+        dtype=torch.int64,
+        generator=torch.Generator().manual_seed(length),
+    )
     expected = [sum(words.tolist()), sum(w * (i + 1) for i, w in enumerate(words.tolist()))]
     found = checksum(words.to(torch.int32)).tolist()
     assert [(a - b) % 2**64 for a, b in zip(found, expected, strict=True)] == [0, 0]
@@ -119,7 +132,9 @@ def test_words_swapped_far_apart_change_the_checksum(distance: int) -> None:
 def test_changes_that_make_up_for_each_other_in_one_sum_are_seen_in_the_other() -> None:
     tensor = torch.tensor([10, 10, 10], dtype=torch.int32)
     for change in ([2, -1, 0], [1, -1, 0]):  # the same sum by position; the same plain sum
-        assert not torch.equal(checksum(tensor), checksum(tensor + torch.tensor(change, dtype=torch.int32)))
+        assert not torch.equal(
+            checksum(tensor), checksum(tensor + torch.tensor(change, dtype=torch.int32))
+        )
 
 
 def test_shifted_and_reordered_rows_change_the_checksum() -> None:

@@ -159,12 +159,17 @@ def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> N
                     source.tensors = new
                 before = [{k: t.clone() for k, t in h.live.items()} for h in f.holders]
                 sent, received = await f.transfer(version)
-                assert all(equal(h.live, b) for h, b in zip(f.holders, before, strict=True)), "a transfer touches nothing live"
+                assert all(equal(h.live, b) for h, b in zip(f.holders, before, strict=True)), (
+                    "a transfer touches nothing live"
+                )
                 paused = await f.activate(version)
                 assert all(equal(h.live, new) and h.version == version for h in f.holders)
                 size = sum(t.numel() * t.element_size() for t in new.values())
                 assert all(size <= r.bytes < size + ALIGN * len(new) * TRAINERS for r in received)
-                assert sum(s.bytes for s in sent) == received[0].bytes and min(s.bytes for s in sent) > 0, "ranks share the work"
+                assert (
+                    sum(s.bytes for s in sent) == received[0].bytes
+                    and min(s.bytes for s in sent) > 0
+                ), "ranks share the work"
                 assert all(r.seconds > 0 for r in [*sent, *received])
                 assert all(0 < p < 5 for p in paused)
             assert [h.swaps for h in f.holders] == [[0, 1, 2]] * 2
@@ -211,7 +216,12 @@ class Slow(Sender):
 def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_told_once() -> None:
     async def main() -> None:
         tensors = model(1)
-        sender = Slow(Source(tensors, 0), None, plan(part_of(specs_of(tensors), 0, TRAINERS), 1 << 20), torch.device("cpu"))
+        sender = Slow(
+            Source(tensors, 0),
+            None,
+            plan(part_of(specs_of(tensors), 0, TRAINERS), 1 << 20),
+            torch.device("cpu"),
+        )
         await sender.keep(1)
         waiting = asyncio.ensure_future(sender.transfer(2))
         await asyncio.sleep(0.05)
@@ -238,23 +248,31 @@ def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
             for version in (0, 1):
                 for source in [*f.sources, *one.sources]:
                     source.tensors = model(50 + version)
-                if version == 0:  # what was kept is there for the first copy, and no rank minds being told to keep it
+                if (
+                    version == 0
+                ):  # what was kept is there for the first copy, and no rank minds being told to keep it
                     await asyncio.gather(*(s.keep(version) for s in f.senders))
                     await asyncio.gather(*(r.transfer(version) for r in f.receivers))
                 sent, received = await f.transfer(version)
-                assert [s.bytes for s in sent] == [s.bytes for s in (await one.transfer(version))[0]] + [0, 0]
+                assert [s.bytes for s in sent] == [
+                    s.bytes for s in (await one.transfer(version))[0]
+                ] + [0, 0]
                 assert {r.bytes for r in received} == {sum(s.bytes for s in sent)}
                 await f.activate(version)
                 assert all(equal(h.live, model(50 + version)) for h in f.holders)
             sending = [asyncio.to_thread(asyncio.run, s.link()) for s in f.senders]  # type: ignore[arg-type]
             link = await asyncio.gather(*sending, *(r.link() for r in f.receivers))
-            assert [report.bytes for report in link] == [s.bytes for s in sent] + [r.bytes for r in received]
+            assert [report.bytes for report in link] == [s.bytes for s in sent] + [
+                r.bytes for r in received
+            ]
             assert [await s.transport() for s in f.senders] == ["gloo", "gloo", "none", "none"]
 
     asyncio.run(main())
 
 
-def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A replica that waited 200 s for its turn, and stood still for none of it, does not report it as a pause."""
     now = [0.0]
 
@@ -279,15 +297,22 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
             await f.transfer(1)
             f.receivers[1].inbox.staged["layer.1.w"].view(torch.int32)[3, 5] ^= 1
             await f.receivers[0].activate(1)
-            with pytest.raises(SyncError, match=r"replica 1: live weights of version 1 are not the trainer's: layer\.1\.w"):
+            with pytest.raises(
+                SyncError,
+                match=r"replica 1: live weights of version 1 are not the trainer's: layer\.1\.w",
+            ):
                 await f.receivers[1].activate(1)
-            with pytest.raises(SyncError, match="replica 1 is told to serve version 1, but holds None"):
+            with pytest.raises(
+                SyncError, match="replica 1 is told to serve version 1, but holds None"
+            ):
                 await f.receivers[1].activate(1)
 
     asyncio.run(main())
 
 
-def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The sender's checksums are of what it meant to send: one bit of each bucket is flipped after they are taken."""
     honest = collective.start_broadcast
 
@@ -308,7 +333,9 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypa
             ):
                 await f.transfer(4)
             for i, receiver in enumerate(f.receivers):
-                with pytest.raises(SyncError, match=f"replica {i} is told to serve version 4, but holds None"):
+                with pytest.raises(
+                    SyncError, match=f"replica {i} is told to serve version 4, but holds None"
+                ):
                     await receiver.activate(4)
             assert all(not h.swaps for h in f.holders)
 
@@ -316,8 +343,12 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(monkeypa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("kind", "named"), [(Deaf, "embed and 6 more tensors"), (Forgetful, "layer.0.b differ")])
-def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(kind: type[Holder], named: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "named"), [(Deaf, "embed and 6 more tensors"), (Forgetful, "layer.0.b differ")]
+)
+def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(
+    kind: type[Holder], named: str
+) -> None:
     """The trap of engines that confirm an update and serve the old weights: the proof is on live tensors, not on a message."""
 
     async def main() -> None:
@@ -334,10 +365,14 @@ def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(kind: type[Hol
 def test_a_replica_refuses_a_version_that_it_does_not_hold() -> None:
     async def main() -> None:
         async with fleet() as f:
-            with pytest.raises(SyncError, match="replica 0 is told to serve version 0, but holds None"):
+            with pytest.raises(
+                SyncError, match="replica 0 is told to serve version 0, but holds None"
+            ):
                 await f.receivers[0].activate(0)
             await f.transfer(1)
-            with pytest.raises(SyncError, match="replica 0 is told to serve version 2, but holds 1"):
+            with pytest.raises(
+                SyncError, match="replica 0 is told to serve version 2, but holds 1"
+            ):
                 await f.receivers[0].activate(2)
             assert all(not h.swaps for h in f.holders)
 
@@ -363,9 +398,18 @@ def shorter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (renamed, r"replica 0 has layer\.0\.bias float32\[200\] where the trainer has layer\.0\.b float32\[200\]"),
-        (reshaped, r"replica 0 has layer\.1\.w float32\[400, 512\] where the trainer has layer\.1\.w float32\[512, 400\]"),
-        (retyped, r"replica 0 has head float32\[511, 301\] where the trainer has head bfloat16\[511, 301\]"),
+        (
+            renamed,
+            r"replica 0 has layer\.0\.bias float32\[200\] where the trainer has layer\.0\.b float32\[200\]",
+        ),
+        (
+            reshaped,
+            r"replica 0 has layer\.1\.w float32\[400, 512\] where the trainer has layer\.1\.w float32\[512, 400\]",
+        ),
+        (
+            retyped,
+            r"replica 0 has head float32\[511, 301\] where the trainer has head bfloat16\[511, 301\]",
+        ),
         (shorter, "replica 0 has 6 tensors, the trainer 7"),
     ],
 )
@@ -373,9 +417,13 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
 ) -> None:
     store = dist.HashStore()
-    store.set(inbox.PLAN, msgspec.json.encode(specs_of(model(0))))  # the rest of Sender.join waits for the replicas
+    store.set(
+        inbox.PLAN, msgspec.json.encode(specs_of(model(0)))
+    )  # the rest of Sender.join waits for the replicas
     with pytest.raises(SyncError, match=message):
-        asyncio.run(Receiver.join(Holder(change(model(0))), store, 0, Config(sync={"timeout_s": 5})))
+        asyncio.run(
+            Receiver.join(Holder(change(model(0))), store, 0, Config(sync={"timeout_s": 5}))
+        )
 
 
 def test_a_trainer_that_sends_another_order_than_planned_is_refused() -> None:
@@ -383,7 +431,9 @@ def test_a_trainer_that_sends_another_order_than_planned_is_refused() -> None:
         async with fleet() as f:
             source = f.sources[0]
             source.tensors = dict(reversed(source.tensors.items()))
-            with pytest.raises(SyncError, match=r"the train engine sends head where the plan has embed"):
+            with pytest.raises(
+                SyncError, match=r"the train engine sends head where the plan has embed"
+            ):
                 await f.senders[0].transfer(1)
 
     asyncio.run(main())

@@ -30,7 +30,13 @@ from millrace.sync.collective import Receiver, Sender
 from millrace.types import Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
 
-SHAPE = ModelShape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+SHAPE = ModelShape(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -41,7 +47,9 @@ class OldTensor(TorchRolloutEngine):
 
     async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
         live = self.weights()
-        return await super().swap(version, {**staged, BROKEN: live[BROKEN].clone()} if version >= self.since else staged)
+        return await super().swap(
+            version, {**staged, BROKEN: live[BROKEN].clone()} if version >= self.since else staged
+        )
 
 
 class Sync:
@@ -90,7 +98,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(**schedule: object) -> Config:
     return Config(
         trainer={"device": "cpu"},
-        rollout={"n": 2, "n_gpus_per_node": 2, "max_prompt_length": 8, "max_response_length": 8, "max_num_seqs": 16},
+        rollout={
+            "n": 2,
+            "n_gpus_per_node": 2,
+            "max_prompt_length": 8,
+            "max_response_length": 8,
+            "max_num_seqs": 16,
+        },
         actor={"ppo_mini_batch_size": 2, "optim": {"lr": 1e-2}},
         async_training=schedule,
         sync={"timeout_s": 20},
@@ -103,19 +117,31 @@ async def train(
     """A run with two replicas, the second one of class `second`."""
     engine = fsdp_train.build(c, folder, rank=0, world_size=1)
     engine.begin(c.actor.optim, samples)
-    model = load_model(folder, seed=9, dtype="float32")  # other weights than the trainer's, which the first sync brings
+    model = load_model(
+        folder, seed=9, dtype="float32"
+    )  # other weights than the trainer's, which the first sync brings
     broken = second(model, eos_ids=eos_ids(model), slots=16, max_len=16)
     replicas = [torch_rollout.build(c, folder), broken]
     store = dist.HashStore()
     joined = await asyncio.gather(
-        Sender.join(engine, store, 0, c), *(Receiver.join(replica, store, i, c) for i, replica in enumerate(replicas))
+        Sender.join(engine, store, 0, c),
+        *(Receiver.join(replica, store, i, c) for i, replica in enumerate(replicas)),
     )
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=30)
-    roller = SampleRoller(lambda p: SingleTurn(), Reward(), lambda tokens: " " * sum(tokens), SamplingParams(8), 2, seed=0)
+    roller = SampleRoller(
+        lambda p: SingleTurn(),
+        Reward(),
+        lambda tokens: " " * sum(tokens),
+        SamplingParams(8),
+        2,
+        seed=0,
+    )
     rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record(ledger)
     sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]
-    trainer = Trainer(queue, rollouter, engine, sync, record, Stopwatch(asyncio.get_running_loop().time))
+    trainer = Trainer(
+        queue, rollouter, engine, sync, record, Stopwatch(asyncio.get_running_loop().time)
+    )
     await trainer.begin()
     try:
         assert await run_pipeline(rollouter, trainer)
@@ -142,7 +168,9 @@ def leaf(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("on_sync", ["drain", "interrupt", "swap"])
-def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_sync: str, overlap: bool) -> None:
+def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(
+    model: str, on_sync: str, overlap: bool
+) -> None:
     schedule = {"on_sync": on_sync, "staleness_threshold": 1.0, "overlap_sync": overlap}
     record, replicas = asyncio.run(train(model, config(**schedule), TorchRolloutEngine))
     assert all(("timing_s/sync_keep" in row) == overlap for row in record.rows[:-1])
@@ -150,16 +178,23 @@ def test_both_replicas_end_with_the_trainers_weights_bit_for_bit(model: str, on_
 
 
 @pytest.mark.parametrize("on_sync", ["drain", "interrupt", "swap"])
-def test_a_replica_that_keeps_one_old_tensor_ends_the_run_before_its_version_counts(model: str, on_sync: str) -> None:
+def test_a_replica_that_keeps_one_old_tensor_ends_the_run_before_its_version_counts(
+    model: str, on_sync: str
+) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         asyncio.run(train(model, config(on_sync=on_sync, staleness_threshold=0.5), OldTensor))
     cause = leaf(caught.value)
     assert isinstance(cause, SyncError)
-    assert f"replica 1: live weights of version 2 are not the trainer's: {BROKEN} differ in checksum" in str(cause)
+    assert (
+        f"replica 1: live weights of version 2 are not the trainer's: {BROKEN} differ in checksum"
+        in str(cause)
+    )
     assert [row["version"] for row in records[0].rows] == [1] and len(records[0].cuts) == 1
 
 
-def test_a_broken_replica_is_found_by_the_first_sync_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_replica_is_found_by_the_first_sync_too(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OldTensor, "since", 0)
     with pytest.raises(SyncError, match="replica 1: live weights of version 0"):
         asyncio.run(train(model, config(), OldTensor))

@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 def model(seed: int) -> dict[str, Tensor]:
     """More buckets than slots."""
     noise = torch.Generator().manual_seed(seed)
-    return {f"layer.{i}": torch.randn(40 + i, 50, generator=noise).to(torch.bfloat16) for i in range(9)}
+    return {
+        f"layer.{i}": torch.randn(40 + i, 50, generator=noise).to(torch.bfloat16) for i in range(9)
+    }
 
 
 @dataclass
@@ -49,7 +51,9 @@ class Pair:
 
     async def hand_over(self, version: int) -> int:
         sending = asyncio.to_thread(asyncio.run, self.sender.transfer(version))  # type: ignore[arg-type]
-        report, received = await asyncio.gather(sending, asyncio.to_thread(self.inbox.receive, version))
+        report, received = await asyncio.gather(
+            sending, asyncio.to_thread(self.inbox.receive, version)
+        )
         assert report.bytes == received  # type: ignore[attr-defined]
         return received
 
@@ -71,7 +75,12 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
         return await asyncio.gather(*ends)  # type: ignore[return-value]
 
     first, second = asyncio.run(meet())
-    made = Pair(IpcSender(source, first, buckets, slots), IpcInbox(second, buckets, slots, load, 3), source, slots)
+    made = Pair(
+        IpcSender(source, first, buckets, slots),
+        IpcInbox(second, buckets, slots, load, 3),
+        source,
+        slots,
+    )
     return made
 
 
@@ -110,10 +119,15 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
     async def main() -> None:
         sending = asyncio.ensure_future(asyncio.to_thread(asyncio.run, p.sender.transfer(7)))  # type: ignore[arg-type]
         await asyncio.sleep(0.3)  # both slots are full
-        with pytest.raises(SyncError, match=r"replica 3: received weights of version 7 are not the trainer's: layer\.\d differs"):
+        with pytest.raises(
+            SyncError,
+            match=r"replica 3: received weights of version 7 are not the trainer's: layer\.\d differs",
+        ):
             await asyncio.to_thread(p.inbox.receive, 7)
         assert p.inbox.version is None
-        with pytest.raises(SyncError, match="broke off"):  # nobody says that it is loaded: a deadline ends the wait
+        with pytest.raises(
+            SyncError, match="broke off"
+        ):  # nobody says that it is loaded: a deadline ends the wait
             await sending
 
     asyncio.run(main())
@@ -121,7 +135,9 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
 
 def test_it_is_for_vllm_on_shared_gpus() -> None:
     def config(engine: str, placement: str) -> Config:
-        return Config.model_validate({"rollout": {"engine": engine}, "async_training": {"placement": placement}})
+        return Config.model_validate(
+            {"rollout": {"engine": engine}, "async_training": {"placement": placement}}
+        )
 
     cuda = torch.device("cuda", 0)
     assert fits(config("vllm", "colocated"), cuda)

@@ -14,7 +14,9 @@ from millrace.sync.proof import bit_sum, bit_sums, not_live
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
-def sent_weights(seed: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2) -> dict[str, Tensor]:
+def sent_weights(
+    seed: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2
+) -> dict[str, Tensor]:
     noise = torch.Generator().manual_seed(seed)
     shapes = {
         "embed.weight": (8, 8),
@@ -41,12 +43,21 @@ def served(sent: dict[str, Tensor], devices: int, copies_of_kv: int = 1) -> list
         prefix = "layers.0."
         out.append(
             {
-                "embed.weight": torch.cat([rows("embed.weight"), torch.zeros(2, 8, dtype=sent["embed.weight"].dtype)]),
-                f"{prefix}attn.qkv_proj.weight": torch.cat(
-                    [rows(f"{prefix}attn.q_proj.weight"), *(rows(f"{prefix}attn.{x}_proj.weight", kv) for x in "kv")]
+                "embed.weight": torch.cat(
+                    [rows("embed.weight"), torch.zeros(2, 8, dtype=sent["embed.weight"].dtype)]
                 ),
-                f"{prefix}attn.o_proj.weight": sent[f"{prefix}attn.o_proj.weight"].chunk(devices, dim=1)[d],
-                f"{prefix}mlp.gate_up_proj.weight": torch.cat([rows(f"{prefix}mlp.{x}_proj.weight") for x in ("gate", "up")]),
+                f"{prefix}attn.qkv_proj.weight": torch.cat(
+                    [
+                        rows(f"{prefix}attn.q_proj.weight"),
+                        *(rows(f"{prefix}attn.{x}_proj.weight", kv) for x in "kv"),
+                    ]
+                ),
+                f"{prefix}attn.o_proj.weight": sent[f"{prefix}attn.o_proj.weight"].chunk(
+                    devices, dim=1
+                )[d],
+                f"{prefix}mlp.gate_up_proj.weight": torch.cat(
+                    [rows(f"{prefix}mlp.{x}_proj.weight") for x in ("gate", "up")]
+                ),
                 "norm.weight": sent["norm.weight"].clone(),
             }
         )
@@ -60,10 +71,16 @@ def test_a_sum_of_bits_is_that_of_its_integers(dtype: torch.dtype) -> None:
     raw = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), integers)
     expected = sum(int(x) for x in raw)
     assert (int(bit_sum(tensor)) - expected) % 2**64 == 0
-    assert (int(bit_sum(tensor.t())) - expected) % 2**64 == 0  # the layout in memory does not matter
+    assert (
+        int(bit_sum(tensor.t())) - expected
+    ) % 2**64 == 0  # the layout in memory does not matter
 
 
-@given(st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
+@given(
+    st.integers(0, 99),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+)
 def test_fused_split_repeated_and_padded_weights_are_those_that_were_sent(
     seed: int, dtype: torch.dtype, layout: tuple[int, int]
 ) -> None:
@@ -73,12 +90,16 @@ def test_fused_split_repeated_and_padded_weights_are_those_that_were_sent(
 
 
 @given(st.integers(0, 99), st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.data())
-def test_one_bit_on_one_device_is_seen_and_named(seed: int, layout: tuple[int, int], data: st.DataObject) -> None:
+def test_one_bit_on_one_device_is_seen_and_named(
+    seed: int, layout: tuple[int, int], data: st.DataObject
+) -> None:
     sent = sent_weights(seed)
     live = served(sent, *layout)
     device = data.draw(st.sampled_from(live))
     name = data.draw(st.sampled_from(sorted(device)))
-    flat = device[name] = device[name].clone(memory_format=torch.contiguous_format)  # else it may be what was sent
+    flat = device[name] = device[name].clone(
+        memory_format=torch.contiguous_format
+    )  # else it may be what was sent
     raw = flat.view(-1).view(torch.int32)
     raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 30))
     assert not_live(bit_sums(sent), [bit_sums(d) for d in live], FUSED) == [name]
@@ -103,12 +124,18 @@ def test_tensors_under_names_of_their_own_are_proven_together_on_one_device() ->
     block = torch.cat(list(sent.values()))[torch.randperm(24)]
     assert not_live(bit_sums(sent), [bit_sums({"experts.w13_weight": block})], {}) == []
     block[5, 1] += 1
-    assert not_live(bit_sums(sent), [bit_sums({"experts.w13_weight": block})], {}) == ["experts.w13_weight"]
+    assert not_live(bit_sums(sent), [bit_sums({"experts.w13_weight": block})], {}) == [
+        "experts.w13_weight"
+    ]
     halves = [bit_sums({"experts.w13_weight": half}) for half in block.chunk(2)]
-    assert not_live(bit_sums(sent), halves, {}) == ["experts.w13_weight"], "what cannot be proven is not called live"
+    assert not_live(bit_sums(sent), halves, {}) == ["experts.w13_weight"], (
+        "what cannot be proven is not called live"
+    )
 
 
 def test_a_tensor_that_is_served_nowhere_is_named() -> None:
     sent = sent_weights(4)
     live = served(sent, 1)
-    assert not_live(bit_sums(sent | {"lost.weight": torch.ones(2)}), [bit_sums(live[0])], FUSED) == ["lost.weight"]
+    assert not_live(
+        bit_sums(sent | {"lost.weight": torch.ones(2)}), [bit_sums(live[0])], FUSED
+    ) == ["lost.weight"]

@@ -33,7 +33,11 @@ class FaultyExtension(WorkerExtension):
 
     def linear_weights(self) -> int:
         """Numbers in the live parameters of linear layers: none where vLLM has packed them away."""
-        return sum(p.numel() for name, p in self.model_runner.model.named_parameters() if "proj.weight" in name)
+        return sum(
+            p.numel()
+            for name, p in self.model_runner.model.named_parameters()
+            if "proj.weight" in name
+        )
 
     def set_nccl(self, settings: dict[str, str]) -> None:
         """As vLLM does where it wants the same bits each time."""

@@ -10,6 +10,8 @@ def engine_cores() -> list[psutil.Process]:
 
     A core of a test before this one may be dead and not yet reaped; a child of a core has its name until it runs a program.
     """
-    named = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Engine")]
+    named = [
+        p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Engine")
+    ]
     pids = {p.pid for p in named}
     return [p for p in named if p.status() != psutil.STATUS_ZOMBIE and p.ppid() not in pids]

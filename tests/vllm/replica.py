@@ -20,7 +20,13 @@ from millrace.types import Segment
 from millrace.worker import _vllm_environment
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
-SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+SHAPE = ModelShape(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=96,
+)
 PROMPT = [3 + i * 7 % 40 for i in range(150)]
 """Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
 
@@ -35,7 +41,9 @@ class Replica:
         self.folder = folder
         self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
         for model in self.models.values():
-            with torch.no_grad():  # sharper than as drawn: what one model says is unlikely for another
+            with (
+                torch.no_grad()
+            ):  # sharper than as drawn: what one model says is unlikely for another
                 model.get_parameter("model.norm.weight").mul_(4)
         self.current = self.models[1]
         self.config = Config.model_validate(
@@ -54,7 +62,10 @@ class Replica:
         )
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        yield from ((name, tuple(p.shape), p.dtype, p.detach()) for name, p in self.current.named_parameters())
+        yield from (
+            (name, tuple(p.shape), p.dtype, p.detach())
+            for name, p in self.current.named_parameters()
+        )
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("a transfer between devices gathers nothing")
@@ -83,7 +94,9 @@ class Replica:
         await self.transfer(version, seed)
         return await self.receiver.activate(version)
 
-    def log_probs(self, seed: int, prompt: list[int], tokens: Any, temperature: float = 1.0) -> torch.Tensor:
+    def log_probs(
+        self, seed: int, prompt: list[int], tokens: Any, temperature: float = 1.0
+    ) -> torch.Tensor:
         """log p(token) under a model, by one whole forward pass."""
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.inference_mode():
@@ -91,7 +104,13 @@ class Replica:
         return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
 
 
-def gap(replica: Replica, seed: int, prompt: list[int], segments: tuple[Segment, ...], temperature: float = 1.0) -> list[float]:
+def gap(
+    replica: Replica,
+    seed: int,
+    prompt: list[int],
+    segments: tuple[Segment, ...],
+    temperature: float = 1.0,
+) -> list[float]:
     """For each segment: its log-probs' largest distance from the model's."""
     tokens = joined(segments)
     exact = replica.log_probs(seed, prompt, tokens, temperature)

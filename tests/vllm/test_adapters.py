@@ -31,7 +31,9 @@ class Adapted(Replica):
         for seed, model in self.models.items():
             for name, p in model.named_parameters():
                 ends = [self.low_rank[seed].get(f"{name}.lora_{which}") for which in "BA"]
-                added = 2.0 * ends[0] @ ends[1] if ends[0] is not None and ends[1] is not None else 0.0
+                added = (
+                    2.0 * ends[0] @ ends[1] if ends[0] is not None and ends[1] is not None else 0.0
+                )
                 p.data = self.base[name] + added
 
     def draw(self, seed: int) -> dict[str, torch.Tensor]:

@@ -33,17 +33,38 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
             for mode, *more in [*((mode,) for mode in MODES), ("async_swap", OVERLAP)]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, *VLLM, f"mode={mode}", *more)
-                assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
+                assert (
+                    outcome.mode == mode and outcome.complete and outcome.samples_trained == 64
+                ), mode
                 found = audit(folder)
-                assert (found.admitted, found.trained, found.lost, found.trained_twice, found.held) == (64, 64, 0, 0, 0), mode
+                assert (
+                    found.admitted,
+                    found.trained,
+                    found.lost,
+                    found.trained_twice,
+                    found.held,
+                ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
-            long = ["rollout.n=8", "actor.ppo_mini_batch_size=32", "rollout.total_rollout_steps=2048"]
+            long = [
+                "rollout.n=8",
+                "actor.ppo_mini_batch_size=32",
+                "rollout.total_rollout_steps=2048",
+            ]
             outcome = await runs.run(s, tmp_path / "learns", *VLLM, *long)
             rows = runs.rows(tmp_path / "learns")
-            first, last = (statistics.mean(row["reward/mean"] for row in part) for part in (rows[:3], rows[-3:]))
-            assert outcome.complete and first < 0.55 and last > 0.8, f"reward went from {first:.2f} to {last:.2f}"
+            first, last = (
+                statistics.mean(row["reward/mean"] for row in part)
+                for part in (rows[:3], rows[-3:])
+            )
+            assert outcome.complete and first < 0.55 and last > 0.8, (
+                f"reward went from {first:.2f} to {last:.2f}"
+            )
             # Same weights, two engines: what vLLM says it drew with is what the trainer computes.
-            gaps = [row["actor/log_prob_gap_same_version"] for row in rows if "actor/log_prob_gap_same_version" in row]
+            gaps = [
+                row["actor/log_prob_gap_same_version"]
+                for row in rows
+                if "actor/log_prob_gap_same_version" in row
+            ]
             assert gaps and max(gaps) < 1e-4
             assert all(row["sync/pause_s"] <= row["timing_s/sync_activate"] for row in rows)
             cores = engine_cores()

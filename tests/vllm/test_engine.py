@@ -36,7 +36,9 @@ def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("NCCL_IB_HCA", "mlx5")
-        patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1")  # others get their turn between any two outputs, as among hundreds
+        patch.setenv(
+            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1"
+        )  # others get their turn between any two outputs, as among hundreds
         made = Replica(tmp_path_factory.mktemp("model"))
         runner.run(made.start(patch))
         runner.run(made.publish(0, 1))
@@ -44,7 +46,9 @@ def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
         runner.run(made.engine.close())
 
 
-def test_conformance(replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance(
+    replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The port's own suite. Sampled responses are resumed in another random stream: vLLM's V1 runner cannot enter one midway."""
 
     async def keep_open() -> None:
@@ -58,7 +62,9 @@ def test_conformance(replica: Replica, runner: asyncio.Runner, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_the_sampling_temperature(replica: Replica, runner: asyncio.Runner, temperature: float) -> None:
+def test_log_probs_are_those_of_the_sampling_temperature(
+    replica: Replica, runner: asyncio.Runner, temperature: float
+) -> None:
     runner.run(replica.publish(1, 1))
     params = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, seed=3)
     segments = runner.run(replica.engine.generate(tokens_of(PROMPT), params, "s"))
@@ -78,14 +84,22 @@ def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Run
             assert [s.version for s in segments] == [version]
             assert gap(replica, seed, PROMPT, segments)[0] < 1e-4
     # The first load was the model's own; these were the copies that it made.
-    assert runner.run(replica.engine.call_workers("copies_of_a_load")) == [len(replica.models[1].state_dict()) - 1]
+    assert runner.run(replica.engine.call_workers("copies_of_a_load")) == [
+        len(replica.models[1].state_dict()) - 1
+    ]
 
 
-def test_another_run_on_the_same_engine_finds_no_kv_of_the_first(replica: Replica, runner: asyncio.Runner) -> None:
+def test_another_run_on_the_same_engine_finds_no_kv_of_the_first(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """Its versions begin at 0 again, with other weights: PROMPT is in the prefix cache under that version."""
     for seed in (2, 3):
         runner.run(replica.publish(0, seed))
-        segments = runner.run(replica.engine.generate(tokens_of(PROMPT), SamplingParams(12, seed=5, ignore_eos=True), "again"))
+        segments = runner.run(
+            replica.engine.generate(
+                tokens_of(PROMPT), SamplingParams(12, seed=5, ignore_eos=True), "again"
+            )
+        )
         assert max(gap(replica, seed, PROMPT, segments)) < 1e-4
 
 
@@ -102,9 +116,12 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         await replica.publish(20, 1)
         read -= (await replica.engine.stats()).prefill_tokens
         replica.engine._recompute = kv == "recompute"
-        params = [SamplingParams(max_tokens=200, ignore_eos=True, seed=i) for i in range(24)]  # 16 run, 8 wait
+        params = [
+            SamplingParams(max_tokens=200, ignore_eos=True, seed=i) for i in range(24)
+        ]  # 16 run, 8 wait
         tasks = [
-            asyncio.create_task(replica.engine.generate(tokens_of(PROMPT[: 20 + i]), p, str(i))) for i, p in enumerate(params)
+            asyncio.create_task(replica.engine.generate(tokens_of(PROMPT[: 20 + i]), p, str(i)))
+            for i, p in enumerate(params)
         ]
         await testing._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
@@ -128,8 +145,12 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
     read = 0
     results = runner.run(main())
     prompts = sum(20 + i for i in range(len(results)))
-    before = [20 + i + len(segments[0].tokens) for i, segments in enumerate(results) if len(segments) > 1]
-    assert sum(before) <= read <= prompts + sum(before) if kv == "recompute" else 0 < read <= prompts
+    before = [
+        20 + i + len(segments[0].tokens) for i, segments in enumerate(results) if len(segments) > 1
+    ]
+    assert (
+        sum(before) <= read <= prompts + sum(before) if kv == "recompute" else 0 < read <= prompts
+    )
     swapped = 0
     for i, segments in enumerate(results):
         assert len(joined(segments)) == 200 and segments[-1].stop is Stop.LENGTH
@@ -152,21 +173,30 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
     assert swapped >= 8, f"only {swapped} responses were under way at the swap"
 
 
-def test_more_prompts_than_a_step_takes_wait_whole(replica: Replica, runner: asyncio.Runner) -> None:
+def test_more_prompts_than_a_step_takes_wait_whole(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """vLLM would read part of a prompt, and on a CPU that is its end where requests have seeds."""
     runner.run(replica.publish(25, 1))
 
     async def main() -> list[tuple[Segment, ...]]:
         params = [SamplingParams(max_tokens=4, ignore_eos=True, seed=i) for i in range(12)]
-        prompts = [[i, *PROMPT[: 140 + i]] for i in range(12)]  # none is another's prefix, three fill a step
-        calls = (replica.engine.generate(tokens_of(p), s, str(i)) for i, (p, s) in enumerate(zip(prompts, params, strict=True)))
+        prompts = [
+            [i, *PROMPT[: 140 + i]] for i in range(12)
+        ]  # none is another's prefix, three fill a step
+        calls = (
+            replica.engine.generate(tokens_of(p), s, str(i))
+            for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+        )
         return list(await asyncio.gather(*calls))
 
     for i, segments in enumerate(runner.run(main())):
         assert gap(replica, 1, [i, *PROMPT[: 140 + i]], segments)[0] < 1e-4
 
 
-def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner: asyncio.Runner) -> None:
+def test_log_probs_wait_in_the_core_and_none_stay_there(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """Of 24 requests a third ends by itself, a third is interrupted and a third is given up."""
     runner.run(replica.publish(26, 1))
     engine = replica.engine
@@ -181,18 +211,23 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner
     async def main() -> list[tuple[Segment, ...]]:
         def ask(i: int) -> asyncio.Task[tuple[Segment, ...]]:
             most = LENGTH - i if i >= 8 else 20
-            params = SamplingParams(max_tokens=most, ignore_eos=True, seed=i, interruptible=8 <= i < 16)
+            params = SamplingParams(
+                max_tokens=most, ignore_eos=True, seed=i, interruptible=8 <= i < 16
+            )
             return asyncio.create_task(engine.generate(tokens_of([5 + i, *PROMPT]), params, str(i)))
 
         calls = [ask(i) for i in range(24)]
         ended = await asyncio.gather(*calls[:8])
         waiting = await held()
         assert len(waiting) == 16 and all(len(floats) >= 4 for floats in waiting.values())
-        assert not any(state.logprobs_processor.logprobs for state in states.values()), "nothing is sent before the end"
+        assert not any(state.logprobs_processor.logprobs for state in states.values()), (
+            "nothing is sent before the end"
+        )
         await engine.interrupt()
         kept = [len(joined(call.result())) * 4 for call in calls[8:16]]
         assert len(await held()) == 8 and all(
-            n >= len(waiting[name]) for n, name in zip(kept, sorted(waiting, key=inner)[:8], strict=True)
+            n >= len(waiting[name])
+            for n, name in zip(kept, sorted(waiting, key=inner)[:8], strict=True)
         )
         for call in calls[16:]:
             call.cancel()
@@ -202,7 +237,9 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(replica: Replica, runner
     results = runner.run(main())
     assert not runner.run(held())
     for i, segments in enumerate(results):
-        assert segments[-1].stop is (Stop.LENGTH if i < 8 else Stop.INTERRUPTED) and len(joined(segments)) >= (20 if i < 8 else 0)
+        assert segments[-1].stop is (Stop.LENGTH if i < 8 else Stop.INTERRUPTED) and len(
+            joined(segments)
+        ) >= (20 if i < 8 else 0)
         assert max(gap(replica, 1, [5 + i, *PROMPT], segments)) < 1e-4
 
 
@@ -213,8 +250,13 @@ def test_an_interrupt_loses_nothing_that_was_counted_though_some_are_just_ending
     engine = replica.engine
 
     async def main(round_: int) -> tuple[dict[int, int], list[tuple[Segment, ...]]]:
-        params = [SamplingParams(max_tokens=50 - i, ignore_eos=True, seed=i) for i in range(40)]  # the last ends first
-        calls = [asyncio.create_task(engine.generate(tokens_of([5 + round_, i]), p, str(i))) for i, p in enumerate(params)]
+        params = [
+            SamplingParams(max_tokens=50 - i, ignore_eos=True, seed=i) for i in range(40)
+        ]  # the last ends first
+        calls = [
+            asyncio.create_task(engine.generate(tokens_of([5 + round_, i]), p, str(i)))
+            for i, p in enumerate(params)
+        ]
         while not any(call.done() for call in calls):  # noqa: ASYNC110 (of forty tasks)
             await asyncio.sleep(0)
         counts = {r.params.seed: engine._count(r) for r in engine._live.values()}
@@ -224,10 +266,16 @@ def test_an_interrupt_loses_nothing_that_was_counted_though_some_are_just_ending
     for round_ in range(6):
         counts, results = runner.run(main(round_))
         assert sum(counts.values()) > 100
-        assert [i for i, count in counts.items() if (len(joined(results[i])) if results[i] else 0) < count] == []
+        assert [
+            i
+            for i, count in counts.items()
+            if (len(joined(results[i])) if results[i] else 0) < count
+        ] == []
 
 
-def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, runner: asyncio.Runner) -> None:
+def test_stop_strings_end_a_response_where_they_are_complete(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     runner.run(replica.publish(30, 1))
     engine, honest = replica.engine, replica.engine._decode
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -238,21 +286,26 @@ def test_stop_strings_end_a_response_where_they_are_complete(replica: Replica, r
         text = engine._decode(whole)
         stop = text[20:22]
         end = text.index(stop) + 2
-        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0, stop=(stop, "never said"))
+        params = SamplingParams(
+            max_tokens=60, ignore_eos=True, temperature=0.0, stop=(stop, "never said")
+        )
         (segment,) = runner.run(engine.generate(tokens_of(PROMPT), params, "s"))
         assert segment.stop is Stop.STRING and segment.tokens == whole[:end]
     finally:
         engine._decode = honest
 
 
-def test_a_bit_that_flips_after_staging_is_never_served(replica: Replica, runner: asyncio.Runner) -> None:
+def test_a_bit_that_flips_after_staging_is_never_served(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     async def main() -> None:
         await replica.transfer(40, 2)
         await replica.engine.call_workers("flip_staged_bit", "model.layers.1.mlp.down_proj.weight")
         served = replica.engine.version
         # What is loaded is what is staged: the sums were taken when it arrived.
         with pytest.raises(
-            SyncError, match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj"
+            SyncError,
+            match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj",
         ):
             await replica.receiver.activate(40)
         assert replica.engine.version == served, "a version that is not proven is not called live"
@@ -261,21 +314,32 @@ def test_a_bit_that_flips_after_staging_is_never_served(replica: Replica, runner
     runner.run(main())
 
 
-def test_an_engine_that_keeps_its_old_weights_is_found_out(replica: Replica, runner: asyncio.Runner) -> None:
+def test_an_engine_that_keeps_its_old_weights_is_found_out(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     async def main() -> None:
         await replica.publish(50, 1)
         await replica.transfer(51, 3)
         await replica.engine.call_workers("load_nothing")
-        with pytest.raises(SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"):
+        with pytest.raises(
+            SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"
+        ):
             await replica.receiver.activate(51)
         await replica.publish(52, 3)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
-        assert gap(replica, 3, PROMPT, await replica.engine.generate(tokens_of(PROMPT), params, "s"))[0] < 1e-4
+        assert (
+            gap(replica, 3, PROMPT, await replica.engine.generate(tokens_of(PROMPT), params, "s"))[
+                0
+            ]
+            < 1e-4
+        )
 
     runner.run(main())
 
 
-def test_a_version_that_was_not_received_is_refused(replica: Replica, runner: asyncio.Runner) -> None:
+def test_a_version_that_was_not_received_is_refused(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     with pytest.raises(SyncError, match="told to serve version 99, but holds"):
         runner.run(replica.receiver.activate(99))
 
@@ -283,7 +347,9 @@ def test_a_version_that_was_not_received_is_refused(replica: Replica, runner: as
 def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) -> None:
     async def main() -> None:
         task = asyncio.create_task(
-            replica.engine.generate(tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s")
+            replica.engine.generate(
+                tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s"
+            )
         )
         await testing._drawing(replica.engine, 2, RolloutCase())
         with pytest.raises(WorkerError, match=r"sleep\(\) with 1 requests under way"):
@@ -301,14 +367,22 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     from millrace.engines import vllm_rollout
 
     wrong = replica.config.model_copy(
-        update={"rollout": replica.config.rollout.model_copy(update={"engine_kwargs": {"max_model_length": 4}})}
+        update={
+            "rollout": replica.config.rollout.model_copy(
+                update={"engine_kwargs": {"max_model_length": 4}}
+            )
+        }
     )
     with pytest.raises(ConfigError, match=r"max_model_length.*max_model_len"):
         vllm_rollout.build(wrong, str(replica.folder))
-    elsewhere = replica.config.model_copy(update={"trainer": replica.config.trainer.model_copy(update={"device": "cuda"})})
+    elsewhere = replica.config.model_copy(
+        update={"trainer": replica.config.trainer.model_copy(update={"device": "cuda"})}
+    )
     with pytest.raises(ConfigError, match="the vLLM here is a build for CPUs"):
         vllm_rollout.build(elsewhere, str(replica.folder))
-    write_shape(tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY)
+    write_shape(
+        tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY
+    )
     with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
         vllm_rollout.build(replica.config, str(tmp_path))
 
@@ -316,20 +390,36 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
 @pytest.mark.usefixtures("replica")  # beside another engine a core that fails may not end
 def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> None:
     """It hands over that a process has ended, and leaves the cause, most often memory, in a log."""
-    command = [sys.executable, "-m", "millrace", "train", "recipes/quickstart_vllm.yaml", f"trainer.run_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "millrace",
+        "train",
+        "recipes/quickstart_vllm.yaml",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]
     too_much = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "100000"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=too_much)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=too_much
+    )
     assert done.returncode == 1, done.stdout
-    assert "vLLM did not start: RuntimeError: Worker failed with error 'Available memory" in done.stderr, done.stderr[-2000:]
+    assert (
+        "vLLM did not start: RuntimeError: Worker failed with error 'Available memory"
+        in done.stderr
+    ), done.stderr[-2000:]
 
 
-def test_logits_are_float32_whatever_the_models_dtype(replica: Replica, runner: asyncio.Runner) -> None:
+def test_logits_are_float32_whatever_the_models_dtype(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """Rounded to bf16 they are no longer those of the train engine."""
     from millrace.engines import vllm_rollout
 
     before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
-    engine = vllm_rollout.build(replica.config.model_copy(update={"model": half}), str(replica.folder))
+    engine = vllm_rollout.build(
+        replica.config.model_copy(update={"model": half}), str(replica.folder)
+    )
     own = [core for core in engine_cores() if core not in before]
     dtypes = runner.run(engine.call_workers("logits_dtype"))
     runner.run(engine.close())
@@ -337,7 +427,9 @@ def test_logits_are_float32_whatever_the_models_dtype(replica: Replica, runner: 
     assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
 
 
-def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(replica: Replica, runner: asyncio.Runner) -> None:
+def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """vLLM adds its own in its workers, after millrace is there; the trainer's end does not have them."""
     assert runner.run(replica.engine.call_workers("nccl_settings")) == [{"NCCL_IB_HCA": "mlx5"}]
 
@@ -349,16 +441,22 @@ def test_a_staging_that_never_ends_has_a_deadline(
     monkeypatch.setattr(replica.receiver, "_timeout_s", 1.5)
 
     async def main() -> None:
-        with pytest.raises(SyncError, match=r"replica 0: vLLM's workers received no weights within 1\.5 s"):
+        with pytest.raises(
+            SyncError, match=r"replica 0: vLLM's workers received no weights within 1\.5 s"
+        ):
             await replica.receiver.transfer(60)
         with pytest.raises(SyncError, match="told to serve version 60, but holds None"):
             await replica.receiver.activate(60)
-        await asyncio.to_thread(asyncio.run, replica.sender.transfer(60))  # lets the thread go that waits
+        await asyncio.to_thread(
+            asyncio.run, replica.sender.transfer(60)
+        )  # lets the thread go that waits
 
     runner.run(main())
 
 
-def test_an_engine_that_dies_fails_its_requests_and_its_sync(replica: Replica, runner: asyncio.Runner) -> None:
+def test_an_engine_that_dies_fails_its_requests_and_its_sync(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
     """The last test here: nothing is left to serve."""
 
     async def main() -> None:

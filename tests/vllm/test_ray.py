@@ -37,7 +37,9 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
     try:
         _, left = psutil.wait_procs(asyncio.run(main()), timeout=20)
         assert not left, "the cluster lives on, and nobody else would end them"
-        assert not set(Path("/dev/shm").glob("psm_*")) - shared, "shared memory stays until the node is started again"
+        assert not set(Path("/dev/shm").glob("psm_*")) - shared, (
+            "shared memory stays until the node is started again"
+        )
     finally:
         ray.shutdown()
         cluster.shutdown()
