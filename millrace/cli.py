@@ -169,7 +169,7 @@ def export(
 
 @app.command()
 def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Json = False) -> None:
-    """Account for every sample of a run, over all attempts: admitted, trained, dropped, held, lost, trained twice."""
+    """Account for every sample of a run, over all attempts: admitted, trained, dropped, in flight, lost, trained twice."""
     import msgspec
 
     from millrace.errors import bad_value

@@ -26,6 +26,8 @@ from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import PolicyVersion
 
+_HEAD = 1000
+"""Bytes of ledger.json that hold its counts, which come before its slots."""
 _ASIDE = ".replaced-"
 _NAME = re.compile(rf"({re.escape(_ASIDE)})?version-(\d+)")
 
@@ -165,11 +167,12 @@ def verify(path: Path) -> Manifest:
 
 
 def read_ledger(path: Path) -> LedgerSnapshot:
-    """The ledger's snapshot of a verified checkpoint."""
+    """Return the ledger's snapshot of a verified checkpoint."""
+    data = (path / "ledger.json").read_bytes()
+    if b'"slots":' not in data[:_HEAD]:  # older checkpoints call the slots "held"
+        data = data[:_HEAD].replace(b',"held":[', b',"slots":[', 1) + data[_HEAD:]
     try:
-        snapshot: LedgerSnapshot = codec.from_json(
-            (path / "ledger.json").read_bytes(), LedgerSnapshot
-        )
+        snapshot: LedgerSnapshot = codec.from_json(data, LedgerSnapshot)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path / 'ledger.json'}: not readable: {error}") from error
     return snapshot

@@ -17,7 +17,7 @@ from millrace.schedule.ledger import Totals
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event. `admitted`, `dropped` and `held` are the ledger's at that moment."""
+    """One event. `admitted`, `dropped` and `slots` are the ledger's at that moment."""
 
     event: str
     """start, version or end."""
@@ -25,7 +25,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int
     admitted: int = 0
     dropped: dict[str, int] = {}
-    held: list[int] = []
+    slots: list[int] = msgspec.field(default=[], name="held")
     trained: list[int] = []
     complete: bool = False
     retired: int = 0
@@ -37,7 +37,7 @@ class Audit(msgspec.Struct, frozen=True):
     admitted: int
     trained: int
     dropped: dict[str, int]
-    held: int
+    in_flight: int
     lost: int
     trained_twice: int
     attempts: int
@@ -68,7 +68,7 @@ class History:
             now.version,
             now.admitted,
             now.dropped,
-            now.held,
+            now.slots,
             trained,
             complete,
             now.retired,
@@ -120,17 +120,17 @@ def audit(run_dir: Path) -> Audit:
     elsewhere = surviving[0].retired  # trained by the run whose checkpoint this one began with
     trained = Counter(i for line in surviving if line.event == "version" for i in line.trained)
     known = {
-        i for i in trained.keys() | set(last.held) if 0 <= i < last.admitted
+        i for i in trained.keys() | set(last.slots) if 0 <= i < last.admitted
     }  # no other id makes up for a lost one
     accounted = elsewhere + len(known) + sum(last.dropped.values())
     return Audit(
         admitted=last.admitted,
         trained=elsewhere + len(trained),
         dropped=last.dropped,
-        held=len(last.held),
+        in_flight=len(last.slots),
         lost=max(0, last.admitted - accounted),
         trained_twice=sum(count - 1 for count in trained.values())
-        + len(trained.keys() & set(last.held)),
+        + len(trained.keys() & set(last.slots)),
         attempts=max(line.attempt for line in lines),
         versions=last.version,
         complete=last.event == "end" and last.complete,

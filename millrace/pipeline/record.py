@@ -85,7 +85,7 @@ class RunRecord:
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
         await self.checkpointed()  # one at a time
-        if self._saved == snapshot.version and not snapshot.held:
+        if self._saved == snapshot.version and not snapshot.slots:
             return
         start, staged = asyncio.get_running_loop().time(), self._async_save and not last
         await self._checkpoints.begin(snapshot, self._engine, staged=staged)

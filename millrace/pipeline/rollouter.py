@@ -22,7 +22,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
-from millrace.schedule.ledger import State
+from millrace.schedule.ledger import State, Topic
 from millrace.schedule.schedule import OnSync
 from millrace.types import (
     PolicyVersion,
@@ -81,6 +81,7 @@ class Rollouter:
                     "rollouter",
                     "a free slot",
                     lambda: ledger.can_admit() and not self.held,
+                    on=Topic.SLOTS,
                     deadline_s=1e9,
                 )
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
@@ -91,13 +92,13 @@ class Rollouter:
 
     async def _roll(self, sample_id: int) -> None:
         queue, ledger = self.queue, self.queue.ledger
-        held = queue.do(ledger.start, sample_id)
+        slot = queue.do(ledger.start, sample_id)
         try:
             sample = await self.roller.roll(
                 self.draw,
-                held.prompt,
-                held.version,
-                progress=held.progress,
+                slot.prompt,
+                slot.version,
+                progress=slot.progress,
                 on_progress=partial(self._record, sample_id),
                 on_drawn=self._drawn,
             )
@@ -107,7 +108,7 @@ class Rollouter:
             self._finish(sample_id, sample)
         finally:
             for i in range(self.roller.num_responses):
-                self.pool.forget(f"{held.prompt.index}/{i}")
+                self.pool.forget(f"{slot.prompt.index}/{i}")
 
     def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
         """For a restart. In drain mode a trajectory has one version: what a stop has cut short is drawn again, from its first token."""
@@ -119,7 +120,7 @@ class Rollouter:
     def _drawn(self) -> None:
         self.undrawn -= 1
         if self.held:
-            self.queue.wake()
+            self.queue.wake(Topic.ROLLOUTS)
 
     def _finish(self, sample_id: int, sample: Sample) -> None:
         ledger = self.queue.ledger
@@ -156,7 +157,7 @@ class Rollouter:
         finally:
             self.drawing -= 1
             if self.held:
-                self.queue.wake()
+                self.queue.wake(Topic.ROLLOUTS)
 
     @asynccontextmanager
     async def held_still(self, who: str) -> AsyncIterator[bool]:
@@ -178,6 +179,7 @@ class Rollouter:
                         (not self.undrawn and not ledger.count(State.WAITING))
                         or self.queue.out_of_grace
                     ),
+                    on=Topic.ROLLOUTS,
                 )
             if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
                 # Undrawn in drain mode: the run was told to stop, and they take too long.
@@ -207,10 +209,15 @@ class Rollouter:
         finally:
             self.held = False
             self._gate.set()
-            self.queue.wake()
+            self.queue.wake(Topic.SLOTS)
 
     async def _interrupt(self, who: str) -> None:
         """Until nothing is drawn; what asks for tokens waits until `_held` ends."""
         self._gate.clear()
         await self.pool.interrupt()
-        await self.queue.wait(who, "interrupted requests to come back", lambda: not self.drawing)
+        await self.queue.wait(
+            who,
+            "interrupted requests to come back",
+            lambda: not self.drawing,
+            on=Topic.ROLLOUTS,
+        )

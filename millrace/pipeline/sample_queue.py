@@ -1,7 +1,7 @@
-"""The Ledger as seen by tasks: every change wakes whoever waits for it, every wait has a deadline and a named owner.
+"""The Ledger as tasks see it: a change wakes those who wait for it, and every wait has a deadline and an owner.
 
-Changes are synchronous: `queue.do(ledger.finish, ...)` moves, checks the invariants and wakes, with no await in between,
-so no task ever sees half a move.
+Changes are synchronous. `queue.do(ledger.finish, ...)` makes the change, checks the invariants and wakes
+waiters, with no await in between. So no task ever sees half a change.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
-from millrace.schedule.ledger import Ledger
+from millrace.schedule.ledger import Ledger, Topic
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     who: str
     what: str
@@ -28,67 +28,90 @@ class _Waiter:
 
 
 class SampleQueue:
-    """The ledger, the wish to stop, and everyone who waits for either to change."""
+    """The ledger, the request to stop, and everyone who waits for either to change."""
 
     def __init__(self, ledger: Ledger, *, deadline_s: float) -> None:
         self.ledger = ledger
         self.stopping = False
         self.out_of_grace = False
         self._deadline_s = deadline_s
-        self._waiters: list[_Waiter] = []
+        self._waiters: dict[Topic, list[_Waiter]] = {topic: [] for topic in Topic}
 
     def do(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make one change, check the ledger, wake those whose wait it ends."""
+        """Make one change, check the ledger, and wake those whose wait it ends."""
         outcome = change(*args, **kwargs)
         self.ledger.check()
-        self.wake()
+        changed, self.ledger.changed = self.ledger.changed, set()
+        for topic in changed:
+            self.wake(topic)
         return outcome
 
-    def wake(self) -> None:
-        """Something that waiters look at has changed."""
-        for waiter in self._waiters:
+    def wake(self, topic: Topic) -> None:
+        """Ask those who wait for `topic` whether their wait is over."""
+        for waiter in self._waiters[topic]:
             if not waiter.woken.done() and waiter.ready():
                 waiter.woken.set_result(None)
 
     def stop(self, grace_s: float) -> None:
-        """Ask the loops to end at the next cut; a window that takes longer than `grace_s` seconds is cut short."""
+        """Ask the loops to end at the next cut.
+
+        A window that takes longer than `grace_s` seconds from now is cut short.
+        """
         self.stopping = True
         asyncio.get_running_loop().call_later(grace_s, self._end_grace)
-        self.wake()
+        self._wake_all()
 
     async def wait(
-        self, who: str, what: str, ready: Callable[[], bool], *, deadline_s: float | None = None
+        self,
+        who: str,
+        what: str,
+        ready: Callable[[], bool],
+        *,
+        on: Topic,
+        deadline_s: float | None = None,
     ) -> None:
-        """Until `ready()`. Raises DeadlineError, naming everyone who waits, after `deadline_s` seconds."""
+        """Wait until `ready()`, which is asked after each change of the topic `on` and after a stop.
+
+        Raises DeadlineError, which names everyone who waits, after `deadline_s` seconds.
+        """
         loop = asyncio.get_running_loop()
         limit = self._deadline_s if deadline_s is None else deadline_s
         end = loop.time() + limit
         while not ready():
             waiter = _Waiter(who, what, loop.time(), ready, loop.create_future())
-            self._waiters.append(waiter)
+            self._waiters[on].append(waiter)
             timer = loop.call_at(end, self._expire, waiter, limit)
             try:
                 await waiter.woken
             finally:
                 timer.cancel()
-                self._waiters.remove(waiter)
+                self._waiters[on].remove(waiter)
 
     def describe(self) -> str:
-        """Who waits for what, since when, and what the ledger holds."""
+        """Return who waits for what, since when, and where the ledger's samples are."""
         now = asyncio.get_running_loop().time()
-        waits = (
-            "; ".join(
-                f"{w.who} waits for {w.what} since {now - w.since:.1f} s" for w in self._waiters
-            )
-            or "nobody waits"
+        waiters = sorted((w for each in self._waiters.values() for w in each), key=_since)
+        waits = "; ".join(
+            f"{w.who} waits for {w.what} since {now - w.since:.1f} s" for w in waiters
         )
-        return f"{waits}. Ledger: {self.ledger.describe()}"
+        return f"{waits or 'nobody waits'}. Ledger: {self.ledger.describe()}"
+
+    def _wake_all(self) -> None:
+        for topic in Topic:
+            self.wake(topic)
 
     def _end_grace(self) -> None:
         self.out_of_grace = True
-        self.wake()
+        self._wake_all()
 
     def _expire(self, waiter: _Waiter, limit: float) -> None:
         if not waiter.woken.done():
-            text = f"{waiter.who} waited {limit:g} s for {waiter.what}. {self.describe()}. Limit: trainer.wait_deadline_s"
+            text = (
+                f"{waiter.who} waited {limit:g} s for {waiter.what}. {self.describe()}. "
+                "Limit: trainer.wait_deadline_s"
+            )
             waiter.woken.set_exception(DeadlineError(text))
+
+
+def _since(waiter: _Waiter) -> float:
+    return waiter.since

@@ -20,7 +20,7 @@ from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
-from millrace.schedule.ledger import LedgerSnapshot, Totals
+from millrace.schedule.ledger import LedgerSnapshot, Topic, Totals
 from millrace.types import PolicyVersion, Sample
 
 
@@ -128,9 +128,12 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         start = clock()
         with self.watch.part("wait_samples"):
-            takeable = self.queue.ledger.takeable
+            can_take = self.queue.ledger.can_take
             await self.queue.wait(
-                "trainer", "the samples of its next step", lambda: bool(takeable()) or or_else()
+                "trainer",
+                "the samples of its next step",
+                lambda: can_take() or or_else(),
+                on=Topic.SAMPLES,
             )
         self._waited_s += clock() - start
 
@@ -139,7 +142,7 @@ class Trainer:
         ledger, queue = self.queue.ledger, self.queue
         while not ledger.sync_due():
             await self._wait_for_samples(lambda: queue.out_of_grace)
-            if not ledger.takeable():
+            if not ledger.can_take():
                 break  # told to stop, and the rest of the window takes too long: sync what there is
             samples = queue.do(ledger.take)
             self._metrics.waited(self._waited_s, samples, ledger.trainer_version)

@@ -119,7 +119,9 @@ def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_pa
     for mode in modes:
         found = audit(tmp_path / mode)
         dropped = found.dropped.get("equal_outcomes", 0)
-        assert (found.trained, found.lost, found.trained_twice, found.held) == (32, 0, 0, 0), mode
+        assert (found.trained, found.lost, found.trained_twice, found.in_flight) == (32, 0, 0, 0), (
+            mode
+        )
         assert dropped > 0 and found.admitted == 32 + dropped, (mode, found)
         rows = corrected_rows(tmp_path / mode, OF_WEIGHTS)
         for row in rows:

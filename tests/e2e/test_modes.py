@@ -40,7 +40,7 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> No
                     found.trained,
                     found.lost,
                     found.trained_twice,
-                    found.held,
+                    found.in_flight,
                 ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
 

@@ -17,7 +17,7 @@ from millrace.errors import CheckpointError
 from millrace.pipeline import checkpoint
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger, verify
 from millrace.ports import TrainEngine
-from millrace.schedule.ledger import Held, Ledger, LedgerSnapshot, State
+from millrace.schedule.ledger import Ledger, LedgerSnapshot, Slot, State
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimTrainEngine
@@ -47,7 +47,7 @@ class Engine(SimTrainEngine):
             (Path(folder) / "weights").write_text(str(state))
 
 
-def held() -> list[tuple[int, Held]]:
+def slots() -> list[tuple[int, Slot]]:
     done = Trajectory(
         (Segment(tokens_of([1, 2]), version=3, log_probs=floats_of([-0.1, -2.5]), stop=Stop.EOS),),
         Score(0.5, {"a": 1.0}),
@@ -59,13 +59,13 @@ def held() -> list[tuple[int, Held]]:
         8, tokens_of([3, 4]), "sort ☃", "task", ["4", 3], {"k": {"deep": 1}}, {"column": 2.5}
     )
     return [
-        (8, Held(prompt, 3, State.READY, (), Sample(prompt, (done, done), 3))),
-        (11, Held(replace(prompt, index=11), 2, State.WAITING, (part, Trajectory()))),
+        (8, Slot(prompt, 3, State.READY, (), Sample(prompt, (done, done), 3))),
+        (11, Slot(replace(prompt, index=11), 2, State.WAITING, (part, Trajectory()))),
     ]
 
 
 def cut(version: int) -> LedgerSnapshot:
-    return LedgerSnapshot(version, 2 * version, 12, 9, {"timeout": 1}, held())
+    return LedgerSnapshot(version, 2 * version, 12, 9, {"timeout": 1}, slots())
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
 
 
 def shaped() -> Sample:
-    prompt, sample = held()[0][1].prompt, held()[0][1].sample
+    prompt, sample = slots()[0][1].prompt, slots()[0][1].sample
     assert sample is not None
     (done, _) = sample.trajectories
     return Sample(
@@ -219,9 +219,18 @@ def shaped() -> Sample:
     )
 
 
+def test_a_checkpoint_that_calls_its_slots_held_is_read(tmp_path: Path) -> None:
+    older = codec.to_json(cut(5)).replace(b'"slots":', b'"held":')
+    (tmp_path / "ledger.json").write_bytes(older)
+    assert read_ledger(tmp_path) == cut(5)
+    (tmp_path / "ledger.json").write_bytes(older.replace(b'"held":', b'"lost":'))
+    with pytest.raises(CheckpointError, match="slots"):
+        read_ledger(tmp_path)
+
+
 def test_a_shaped_score_and_a_greedy_baseline_survive_as_json_and_msgpack() -> None:
     cut_ = LedgerSnapshot(
-        1, 2, 12, 9, {}, [(8, Held(shaped().prompt, 3, State.READY, (), shaped()))]
+        1, 2, 12, 9, {}, [(8, Slot(shaped().prompt, 3, State.READY, (), shaped()))]
     )
     assert codec.from_json(codec.to_json(cut_), LedgerSnapshot) == cut_
     assert codec.decoder(Sample).decode(codec.pack(shaped())) == shaped()

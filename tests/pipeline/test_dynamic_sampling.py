@@ -52,7 +52,7 @@ def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_re
     ledger = outcome.ledger
     assert indices(outcome) == kept[:TRAINED] and sorted(outcome.record.retired) == kept[:TRAINED]
     assert all(values == {0.0, 1.0} for values in groups(outcome))
-    assert ledger.done() and ledger.held == 0 and ledger.version == schedule.versions(TRAINED)
+    assert ledger.done() and ledger.occupied == 0 and ledger.version == schedule.versions(TRAINED)
     assert ledger.dropped == {"equal_outcomes": kept[TRAINED - 1] + 1 - TRAINED}
     assert ledger.dropped["equal_outcomes"] > 10, "the test needs something to drop"
     assert max(version - s.admitted_version for version, s in outcome.trained) <= schedule.lag_bound
@@ -238,7 +238,7 @@ def test_a_drop_frees_its_slot_for_another_prompt_at_once_and_leaves_nothing_beh
     assert (
         ledger.dropped["equal_outcomes"] > 150 and ledger.count(State.WAITING, State.RUNNING) == 8
     )
-    under_way = {str(ledger._held[i].prompt.index) for i in ledger.ids(State.RUNNING)}
+    under_way = {str(ledger._slots[i].prompt.index) for i in ledger.ids(State.RUNNING)}
     assert {session.split("/")[0] for session in rollouter.pool._homes} <= under_way
     assert rollouter.row(0)["filter_groups/mean_outcome"] == 0.0
 
@@ -264,11 +264,11 @@ def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
             await asyncio.sleep(0.1)
             async with rollouter.held_still("test"):
                 before = ledger.admitted
-                assert rollouter.undrawn == 0 and ledger.held
+                assert rollouter.undrawn == 0 and ledger.occupied
                 await asyncio.sleep(1.0)  # the scores come
-                assert ledger.held == 0 and ledger.admitted == before
+                assert ledger.occupied == 0 and ledger.admitted == before
             await asyncio.sleep(0)
-            assert ledger.held == 8 and ledger.admitted == before + 8
+            assert ledger.occupied == 8 and ledger.admitted == before + 8
             task.cancel()
 
     clock.run(main())

@@ -57,7 +57,12 @@ WHOLE = [
 def test_a_whole_history_accounts_for_every_sample(tmp_path: Path) -> None:
     write(tmp_path, *WHOLE)
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.dropped, found.held) == (6, 5, {"timeout": 1}, 0)
+    assert (found.admitted, found.trained, found.dropped, found.in_flight) == (
+        6,
+        5,
+        {"timeout": 1},
+        0,
+    )
     assert (found.lost, found.trained_twice, found.attempts, found.versions, found.complete) == (
         0,
         0,
@@ -123,13 +128,13 @@ def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_nev
         version(3, 8, [4, 5], [6, 7]),
     ]
     resumed = [
-        start(2, 1, admitted=4, held=[2, 3]),
+        start(2, 1, admitted=4, slots=[2, 3]),
         version(2, 6, [2, 3], [4, 5], attempt=2),
         end(2, 6, attempt=2, held=[4, 5], complete=False),
     ]
     write(tmp_path, *crashed, *resumed)
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (
+    assert (found.admitted, found.trained, found.in_flight, found.lost, found.trained_twice) == (
         6,
         4,
         2,
@@ -158,7 +163,7 @@ def test_a_torn_last_line_never_happened_and_reading_leaves_the_file_alone(tmp_p
     torn = path.read_bytes() + msgspec.json.encode(WHOLE[2])[:25]
     path.write_bytes(torn)
     found = audit(tmp_path)
-    assert (found.trained, found.held, found.lost, found.versions) == (3, 2, 0, 1)
+    assert (found.trained, found.in_flight, found.lost, found.versions) == (3, 2, 0, 1)
     assert path.read_bytes() == torn, "an audit while the run writes must not cut its line off"
 
 
@@ -189,7 +194,7 @@ def test_a_line_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
     history = History(tmp_path, totals(0, 0, []))
     assert [line.event for line in read(tmp_path)] == ["start"]
     history.version(totals(1, 2, [1]), [0])
-    assert read(tmp_path)[-1].trained == [0] and read(tmp_path)[-1].held == [1]
+    assert read(tmp_path)[-1].trained == [0] and read(tmp_path)[-1].slots == [1]
 
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
@@ -216,12 +221,12 @@ def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_o
 ) -> None:
     write(
         tmp_path,
-        start(version=2, admitted=7, retired=5, dropped={"timeout": 1}, held=[6]),
+        start(version=2, admitted=7, retired=5, dropped={"timeout": 1}, slots=[6]),
         version(3, 8, [6], [7], timeout=1),
         end(3, 8, held=[7], timeout=1),
     )
     found = audit(tmp_path)
-    assert (found.admitted, found.trained, found.held, found.lost, found.trained_twice) == (
+    assert (found.admitted, found.trained, found.in_flight, found.lost, found.trained_twice) == (
         8,
         6,
         1,

@@ -202,7 +202,7 @@ def test_where_running_trajectories_are_awaited_a_stop_leaves_none_of_two_versio
     for stop_at in range(1, 30, 3):
         first = simulate(schedule_of(mode), 40, cost=slow, stop_at=stop_at)
         assert first.record.saved is not None
-        held = [t for _, h in first.record.saved.held for t in h.progress]
+        held = [t for _, h in first.record.saved.slots for t in h.progress]
         cut += sum(not t.finished for t in held)
         assert all(t.finished or not t.segments for t in held)
         trained += simulate(schedule_of(mode), 40, cost=slow, start=first.record.saved).trained
@@ -228,8 +228,8 @@ def test_any_cut_can_be_resumed(mode: str) -> None:
 def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
     schedule = schedule_of("async_partial", staleness=1.0)
     whole = simulate(schedule, 40)
-    cut = next(c for c in whole.record.cuts if any(h.progress for _, h in c.held))
-    index, held = next((i, h) for i, h in cut.held if h.progress)
+    cut = next(c for c in whole.record.cuts if any(h.progress for _, h in c.slots))
+    index, held = next((i, h) for i, h in cut.slots if h.progress)
     rest = simulate(schedule, 40, start=cut)
     sample = next(s for _, s in rest.trained if s.prompt.index == index)
     for before, after in zip(held.progress, sample.trajectories, strict=True):
@@ -264,7 +264,7 @@ def test_a_greedy_baseline_keeps_its_tokens_over_a_restart() -> None:
     cuts = [
         (cut, i, h)
         for cut in whole.record.cuts
-        for i, h in cut.held
+        for i, h in cut.slots
         if h.progress and h.progress[-1].segments
     ]
     cut, index, held = next(found for found in cuts if not found[2].progress[-1].finished)

@@ -17,7 +17,7 @@ from millrace.pipeline.history import History, read
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.validation import Result
 from millrace.ports import StepReport
-from millrace.schedule.ledger import Held, LedgerSnapshot, Totals
+from millrace.schedule.ledger import LedgerSnapshot, Slot, Totals
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 
 PROMPT = Prompt(0, tokens_of([1]), "", "d")
@@ -90,7 +90,7 @@ class Bench:
 
 def snapshot(version: int, held: int = 0) -> LedgerSnapshot:
     return LedgerSnapshot(
-        version, version, held, 0, {}, [(i, Held(PROMPT, 0)) for i in range(held)]
+        version, version, held, 0, {}, [(i, Slot(PROMPT, 0)) for i in range(held)]
     )
 
 
@@ -287,7 +287,7 @@ def test_a_version_is_in_the_history_when_published_returns(tmp_path: Path) -> N
             b = bench(tmp_path, tasks)
             b.record.published([4, 2], Totals(1, 2, 0, {}, [0, 1]))
             last = read(tmp_path)[-1]
-            assert (last.event, last.version, last.trained, last.held) == (
+            assert (last.event, last.version, last.trained, last.slots) == (
                 "version",
                 1,
                 [4, 2],

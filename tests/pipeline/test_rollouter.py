@@ -105,7 +105,7 @@ def test_samples_whose_reward_fails_are_counted_by_reason_and_replaced(mode: str
         "timeout": sum(i % 2 for i in dropped),
         "exception": sum(i % 2 == 0 for i in dropped),
     }
-    assert sorted(run.record.retired) == trained and run.ledger.held == 0
+    assert sorted(run.record.retired) == trained and run.ledger.occupied == 0
 
 
 @pytest.mark.parametrize("failing", [0, N - 1])

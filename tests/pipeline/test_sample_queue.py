@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from millrace.errors import DeadlineError, LedgerError
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.schedule.ledger import Ledger
+from millrace.schedule.ledger import Ledger, Topic
 from millrace.schedule.schedule import Schedule
 from millrace.simulate import clock
 from millrace.types import Prompt, Sample, tokens_of
@@ -24,7 +25,7 @@ def prompt(i: int) -> Prompt:
 
 def test_a_wait_that_is_over_before_it_begins_returns_at_once() -> None:
     async def main() -> float:
-        await queue().wait("trainer", "nothing", lambda: True)
+        await queue().wait("trainer", "nothing", lambda: True, on=Topic.SAMPLES)
         return asyncio.get_running_loop().time()
 
     assert clock.run(main()) == 0.0
@@ -35,12 +36,12 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
         q = queue(deadline_s=30.0)
         q.do(q.ledger.admit, prompt(0))
         other = asyncio.create_task(
-            q.wait("rollouter", "a free slot", lambda: False, deadline_s=1e5)
+            q.wait("rollouter", "a free slot", lambda: False, on=Topic.SLOTS, deadline_s=1e5)
         )
         await asyncio.sleep(5)
         with pytest.raises(DeadlineError) as caught:
             await q.wait(
-                "trainer", "the samples of its next step", lambda: bool(q.ledger.takeable())
+                "trainer", "the samples of its next step", q.ledger.can_take, on=Topic.SAMPLES
             )
         assert asyncio.get_running_loop().time() == pytest.approx(35.0)
         other.cancel()
@@ -51,7 +52,7 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
     assert "rollouter waits for a free slot since 35.0 s" in text
     assert "trainer waits for the samples of its next step since 30.0 s" in text
     assert (
-        "1 admitted, 0 retired, 0 dropped, held 1 of 2 (1 waiting)" in text
+        "1 admitted, 0 retired, 0 dropped, 1 of 2 slots in use (1 waiting)" in text
         and "trainer.wait_deadline_s" in text
     )
 
@@ -68,12 +69,12 @@ def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
             for _ in range(50):
                 await asyncio.sleep(1)
                 there = True
-                q.wake()
+                q.wake(Topic.SAMPLES)
                 there = False
 
         task = asyncio.create_task(churn())
         with pytest.raises(DeadlineError):
-            await q.wait("trainer", "what others take first", lambda: there)
+            await q.wait("trainer", "what others take first", lambda: there, on=Topic.SAMPLES)
         assert asyncio.get_running_loop().time() == pytest.approx(10.0)
         task.cancel()
 
@@ -88,7 +89,7 @@ def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
         order: list[str] = []
 
         async def take(who: str) -> None:
-            await q.wait(who, "a slot", q.ledger.can_admit)
+            await q.wait(who, "a slot", q.ledger.can_admit, on=Topic.SLOTS)
             q.do(q.ledger.admit, prompt(len(order)))
             order.append(who)
 
@@ -109,27 +110,38 @@ def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
     clock.run(main())
 
 
-def test_a_change_wakes_only_those_whose_wait_it_ends() -> None:
+def test_a_change_asks_only_those_who_wait_for_its_topic() -> None:
     async def main() -> None:
         q = queue()
-        looked = 0
+        asked = dict.fromkeys(Topic, 0)
 
-        def never() -> bool:
-            nonlocal looked
-            looked += 1
+        def never(topic: Topic) -> bool:
+            asked[topic] += 1
             return False
 
-        idle = asyncio.create_task(q.wait("idle", "never", never))
-        admitted = asyncio.create_task(
-            q.wait("eager", "an admission", lambda: q.ledger.admitted == 1)
-        )
+        idle = [
+            asyncio.create_task(q.wait(str(t), "never", partial(never, t), on=t)) for t in Topic
+        ]
         await asyncio.sleep(0)
-        q.do(q.ledger.admit, prompt(0))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert admitted.done() and not idle.done() and looked == 2
-        assert "idle waits for never" in q.describe() and "eager" not in q.describe()
-        idle.cancel()
+        asked.update(dict.fromkeys(Topic, 0))
+        seen = []
+        for change in (
+            partial(q.ledger.admit, prompt(0)),
+            partial(q.ledger.start, 0),
+            partial(q.ledger.finish, 0, Sample(prompt(0), ())),
+            partial(q.ledger.admit, prompt(1)),
+            partial(q.ledger.drop, 1, "test"),
+        ):
+            q.do(change)
+            seen.append({topic.value: n for topic, n in asked.items() if n})
+            asked.update(dict.fromkeys(Topic, 0))
+        everyone = {"slots": 1, "samples": 1, "rollouts": 1}
+        assert seen == [{}, {"rollouts": 1}, {"samples": 1}, {}, everyone]
+        q.stop(0.0)
+        assert asked == everyone
+        assert "slots waits for never" in q.describe()
+        for task in idle:
+            task.cancel()
 
     clock.run(main())
 
@@ -137,7 +149,7 @@ def test_a_change_wakes_only_those_whose_wait_it_ends() -> None:
 def test_an_illegal_change_raises_and_wakes_nobody() -> None:
     async def main() -> None:
         q = queue()
-        with pytest.raises(LedgerError, match="sample 7 holds no slot"):
+        with pytest.raises(LedgerError, match="sample 7 has no slot"):
             q.do(q.ledger.start, 7)
         assert q.describe().startswith("nobody waits. Ledger: version 0")
 
@@ -149,7 +161,7 @@ def test_a_change_that_loses_a_sample_is_found_as_it_happens() -> None:
         q = queue()
         q.do(q.ledger.admit, prompt(0))
         with pytest.raises(LedgerError, match="samples were lost"):
-            q.do(q.ledger._held.clear)
+            q.do(q.ledger._slots.clear)
 
     clock.run(main())
 
@@ -157,7 +169,7 @@ def test_a_change_that_loses_a_sample_is_found_as_it_happens() -> None:
 def test_a_cancelled_wait_is_forgotten() -> None:
     async def main() -> None:
         q = queue()
-        task = asyncio.create_task(q.wait("trainer", "x", lambda: False))
+        task = asyncio.create_task(q.wait("trainer", "x", lambda: False, on=Topic.SAMPLES))
         await asyncio.sleep(1)
         task.cancel()
         await asyncio.wait([task])
@@ -170,10 +182,12 @@ def test_a_stop_wakes_who_looks_for_it_at_once_and_its_grace_ends_later() -> Non
     async def main() -> tuple[float, float]:
         q, loop = queue(), asyncio.get_running_loop()
         loop.call_later(3.0, q.stop, 8.0)
-        await q.wait("trainer", "samples, or a stop", lambda: q.stopping)
+        await q.wait("trainer", "samples, or a stop", lambda: q.stopping, on=Topic.SAMPLES)
         stopped = loop.time()
         assert not q.out_of_grace
-        await q.wait("trainer", "samples, or the end of its grace", lambda: q.out_of_grace)
+        await q.wait(
+            "trainer", "samples, or the end of its grace", lambda: q.out_of_grace, on=Topic.ROLLOUTS
+        )
         return stopped, loop.time()
 
     assert clock.run(main()) == (pytest.approx(3.0), pytest.approx(11.0))
@@ -188,7 +202,7 @@ def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
             asyncio.get_running_loop().call_later(
                 i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ())
             )
-        await q.wait("trainer", "samples", lambda: bool(q.ledger.takeable()))
+        await q.wait("trainer", "samples", q.ledger.can_take, on=Topic.SAMPLES)
         assert asyncio.get_running_loop().time() == pytest.approx(2.0)
         return [s.prompt.index for s in q.do(q.ledger.take)]
 

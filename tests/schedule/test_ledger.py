@@ -56,7 +56,7 @@ def moves(ledger: Ledger) -> list[str]:
 
 def lag(ledger: Ledger, sample_id: int) -> int:
     """Versions between the sample's admission and the weights that are trained now."""
-    return ledger.trainer_version - ledger._held[sample_id].version
+    return ledger.trainer_version - ledger._slots[sample_id].version
 
 
 def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
@@ -98,7 +98,7 @@ def test_any_walk_of_legal_moves_keeps_every_promise(
         lags = make(ledger, rng.choice(possible), rng)
         worst, trained = max([worst, *lags]), trained + len(lags)
         ledger.check()
-        assert ledger.held <= schedule.capacity
+        assert ledger.occupied <= schedule.capacity
         if not ledger.count(State.TAKEN, State.TRAINED, State.SEALED) and rng.random() < 0.1:
             snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
             ledger = Ledger.restore(schedule, snapshot, limit)
@@ -188,4 +188,4 @@ def test_a_smaller_capacity_after_a_restart_is_reached_by_waiting() -> None:
         ledger.admit(PROMPT)
     restored = Ledger.restore(small, ledger.snapshot())
     restored.check()
-    assert restored.held == 8 and not restored.can_admit()
+    assert restored.occupied == 8 and not restored.can_admit()

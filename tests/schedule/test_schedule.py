@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.schedule.order import choose
 from millrace.schedule.route import route
 from millrace.schedule.schedule import Schedule
 
@@ -64,25 +63,6 @@ def test_capacity_is_not_lost_to_floating_point(share: float) -> None:
     assert Schedule(ppo_mini_batch_size=10, staleness_threshold=share).capacity == round(
         10 * (1 + share)
     )
-
-
-@given(st.lists(st.booleans(), max_size=30), st.integers(1, 10), st.integers(1, 10))
-def test_order_never_passes_over_a_sample_by_more_than_the_lookahead(
-    ready: list[bool], count: int, lookahead: int
-) -> None:
-    chosen = choose(list(enumerate(ready)), count, lookahead)
-    assert (
-        len(chosen) in (0, count)
-        and len(set(chosen)) == len(chosen)
-        and all(ready[i] for i in chosen)
-    )
-    taken: set[int] = set()
-    for i in chosen:
-        oldest = min(set(range(len(ready))) - taken)
-        assert i < oldest + lookahead
-        taken.add(i)
-    if lookahead == 1 and chosen:
-        assert chosen == list(range(count))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5))

@@ -42,7 +42,7 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
                     found.trained,
                     found.lost,
                     found.trained_twice,
-                    found.held,
+                    found.in_flight,
                 ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
             long = [
