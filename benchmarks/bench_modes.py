@@ -23,10 +23,10 @@ from typing import Any
 from command import ROOT, millrace
 
 from millrace import recipe
-from millrace.config import MODES
 from millrace.data.prompts import shuffled
 from millrace.data.rows import problem
 from millrace.data.sources import load_sources
+from millrace.schedule.modes import MODES
 
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 TAIL = [
@@ -221,7 +221,7 @@ def main() -> None:
                 else []
             )
             arms = {
-                m: [f"mode={m}", *(stale if "staleness_threshold" not in MODES[m] else [])]
+                m: [f"mode={m}", *(stale if MODES[m].staleness_threshold is None else [])]
                 for m in options.modes
             }
             results = compare(workload, arms, options.repeats, run)

@@ -31,7 +31,6 @@ from rich.progress import track
 
 from millrace import recipe
 from millrace.bench.modes import counted
-from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
@@ -42,6 +41,7 @@ from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
@@ -190,7 +190,7 @@ def main() -> None:
     print(f"{head}\n|---|--:|--:|--:|--:|--:|--:|")
     for mode in options.modes.split(","):
         found = []
-        fixed = MODES[mode].get("staleness_threshold")
+        fixed = MODES[mode].staleness_threshold
         ages = options.staleness.split(",") if fixed is None else [fixed]
         cases = itertools.product(
             range(1, options.gpus), map(int, options.slots.split(",")), map(float, ages)

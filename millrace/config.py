@@ -12,18 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from millrace.algorithms.modes import AggMode, LossMode
+from millrace.schedule.modes import ModeName
 from millrace.schedule.schedule import OnSync, Placement, Schedule
-
-Mode = Literal[
-    "colocate_sync",
-    "on_policy_pipeline",
-    "one_step_off",
-    "stream_off_policy",
-    "async_staleness",
-    "async_partial",
-    "async_swap",
-    "colocate_partial",
-]
 
 
 class Section(BaseModel):
@@ -183,8 +173,8 @@ class DataConfig(Section):
     val_files: Sources = ()
     """Sources of held-out problems."""
     train_batch_size: int = Field(0, ge=0)
-    """Samples of one window in colocate_sync and one_step_off: sets trigger_parameter_sync_step. 0 leaves the trigger as
-    given; must be 0 in streaming modes."""
+    """Samples of one window, in the modes colocate_sync and one_step_off: sets trigger_parameter_sync_step. 0 leaves the
+    trigger as given; must be 0 in all other modes."""
     gen_batch_size: int = Field(1, ge=1)
     """Samples admitted at a time; streaming modes admit one by one, so 1."""
     prompt_key: str = "prompt"
@@ -542,7 +532,7 @@ class Config(Section):
 
     name: str = Field("run", pattern=r"^\w[\w.-]*$")
     """Name of the recipe: the run folder's prefix."""
-    mode: Mode | None = None
+    mode: ModeName | None = None
     """A name for settings of async_training; see the README's table. Keys set beside or after it override it."""
     trainer: TrainerConfig = TrainerConfig()
     """The training side, and the run as a whole."""
@@ -677,38 +667,3 @@ def nodes_needed(config: Config) -> int:
     """max(nnodes) where the per-node sum of both sides fits a node, else the sum."""
     nnodes = (config.trainer.nnodes, config.rollout.nnodes)
     return max(nnodes) if sides_share_nodes(config) else sum(nnodes)
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "colocate_sync": {
-        "placement": "colocated",
-        "staleness_threshold": 0.0,
-        "on_sync": "drain",
-        "overlap_sync": False,
-    },
-    "on_policy_pipeline": {
-        "placement": "separate",
-        "trigger_parameter_sync_step": 1,
-        "staleness_threshold": 0.0,
-        "on_sync": "drain",
-        "overlap_sync": False,
-    },
-    "one_step_off": {
-        "placement": "separate",
-        "trigger_parameter_sync_step": 1,
-        "staleness_threshold": 1.0,
-        "on_sync": "drain",
-        "lookahead": 1,
-    },
-    "stream_off_policy": {
-        "placement": "separate",
-        "staleness_threshold": 0.0,
-        "on_sync": "drain",
-        "overlap_sync": False,
-    },
-    "async_staleness": {"placement": "separate", "on_sync": "drain"},
-    "async_partial": {"placement": "separate", "on_sync": "interrupt"},
-    "async_swap": {"placement": "separate", "on_sync": "swap"},
-    "colocate_partial": {"placement": "colocated", "on_sync": "interrupt", "overlap_sync": False},
-}
-"""What each mode fixes; recipe.py fills in the rest (a trigger over 1 for stream_off_policy, a staleness over 0 for async)."""

@@ -9,6 +9,7 @@ from millrace.algorithms.modes import TRUST_REGION, USES_OLD
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from millrace.config_vllm import check_vllm
 from millrace.errors import bad_value
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Placement
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def _check_lengths(c: Config) -> None:
 
 def _check_batches(c: Config) -> None:
     a, batch = c.async_training, c.data.train_batch_size
-    windowed = c.mode in ("colocate_sync", "one_step_off")
-    if batch and not windowed:
+    if batch and not (c.mode and MODES[c.mode].batch_is_window):
         raise bad_value(
             "data.train_batch_size",
             batch,

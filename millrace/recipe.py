@@ -22,8 +22,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import MarkedYAMLError, YAMLError
 
-from millrace.config import MODES, Config
+from millrace.config import Config
 from millrace.errors import ConfigError, bad_value
+from millrace.schedule.modes import MODES
 
 PREFIX = "actor_rollout_ref."
 ALIASES = {
@@ -103,21 +104,14 @@ def _apply_mode(merged: Tree, mode: object) -> None:
             "no such mode",
             f"mode={near[0] if near else '<name>'}, one of {', '.join(MODES)}",
         )
-    schedule = merged.setdefault("async_training", {})
-    for key in ("partial_rollout", "lookahead"):
-        schedule.pop(key, None)
-    schedule |= MODES[mode]
-    if not schedule.get("staleness_threshold") and "staleness_threshold" not in MODES[mode]:
-        schedule["staleness_threshold"] = 0.5
-    if mode == "stream_off_policy" and schedule.get("trigger_parameter_sync_step", 1) == 1:
-        schedule["trigger_parameter_sync_step"] = 4
+    merged["async_training"] = MODES[mode].over(merged.get("async_training", {}))
     merged["mode"] = mode
 
 
 def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
-    """In windowed modes data.train_batch_size sets the trigger."""
-    batch = merged.get("data", {}).get("train_batch_size", 0)
-    if not batch or merged.get("mode") not in ("colocate_sync", "one_step_off"):
+    """Set the trigger from data.train_batch_size, in modes whose window it is."""
+    batch, mode = merged.get("data", {}).get("train_batch_size", 0), merged.get("mode")
+    if not (batch and mode and MODES[mode].batch_is_window):
         return
     schedule, actor = merged["async_training"], merged.get("actor", {})
     mini = actor.get(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from millrace import recipe
-from millrace.config import MODES, Config, nodes_needed
+from millrace.config import Config, nodes_needed
 from millrace.errors import ConfigError
+from millrace.schedule.modes import MODES
 
 
 def make(**sections) -> Config:

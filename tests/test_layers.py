@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": set(),
     "algorithms": set(),
     "config": {"schedule", "algorithms"},
-    "recipe": {"config"},
+    "recipe": {"config", "schedule"},
     "data": {"config"},
     "rewards": {"ports", "config", "data"},
     "environments": {"ports"},

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millrace import recipe
-from millrace.config import MODES, Config
+from millrace.config import Config
 from millrace.errors import ConfigError
+from millrace.schedule.modes import MODES
 
 QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 

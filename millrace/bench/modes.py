@@ -14,13 +14,14 @@ from typing import Any
 
 from millrace import recipe
 from millrace.bench.flops import train_flops
-from millrace.config import MODES, Config
+from millrace.config import Config
 from millrace.errors import bad_value
 from millrace.launch import Session, StopRequest, drawn_lengths, open_session, run_training
 from millrace.observe.progress import Progress
 from millrace.rollout.episode import request_seed
 from millrace.run_dir import RunDir, open_run_dir
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import Schedule
 from millrace.types import SamplingParams
 
@@ -37,7 +38,7 @@ class Arm:
 
     @property
     def colocated(self) -> bool:
-        return MODES[self.mode]["placement"] == "colocated"
+        return MODES[self.mode].colocated
 
     @property
     def overrides(self) -> list[str]:
@@ -85,11 +86,7 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
                     "--splits 1+1",
                 )
             t, r = map(int, sides)
-            arm = (
-                Arm(mode, t + r, t + r)
-                if MODES[mode]["placement"] == "colocated"
-                else Arm(mode, t, r)
-            )
+            arm = Arm(mode, t + r, t + r) if MODES[mode].colocated else Arm(mode, t, r)
             arms += [] if arm in arms else [arm]
     return [
         *(a for a in arms if a.mode in modes),
