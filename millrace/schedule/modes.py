@@ -49,8 +49,8 @@ class Mode:
     def fixed(self) -> dict[str, Any]:
         """The keys that the mode sets, whatever the layers below it say."""
         values = {
-            "placement": self.placement.value,
-            "on_sync": self.on_sync.value,
+            "placement": self.placement,
+            "on_sync": self.on_sync,
             "staleness_threshold": self.staleness_threshold,
             "trigger_parameter_sync_step": self.trigger_parameter_sync_step,
             "overlap_sync": self.overlap_sync,
