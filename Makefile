@@ -34,7 +34,7 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config.py
+	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config
 
 # torch first and by its exact version: pip then takes the CPU build where its index has one, and nothing replaces it.
 .venv/.run: pyproject.toml constraints.txt

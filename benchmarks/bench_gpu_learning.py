@@ -42,8 +42,8 @@ from typing import Any
 from command import ROOT, millrace
 from rich.console import Console
 
-from millrace import recipe
 from millrace.bench.modes import folder_of_run
+from millrace.config import recipe
 from millrace.launch import Outcome, Session, StopRequest, open_session, run_training
 from millrace.observe.progress import Progress, make_view
 from millrace.schedule.ledger import Ledger

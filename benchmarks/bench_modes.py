@@ -22,7 +22,7 @@ from typing import Any
 
 from command import ROOT, millrace
 
-from millrace import recipe
+from millrace.config import recipe
 from millrace.data.prompts import shuffled
 from millrace.data.rows import problem
 from millrace.data.sources import load_sources

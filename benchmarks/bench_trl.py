@@ -82,7 +82,8 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from millrace import problems, recipe
+    from millrace import problems
+    from millrace.config import recipe
     from millrace.engines.tokenizer import load_tokenizer
 
     config = recipe.load(RECIPE, [f"model.path={model_folder}", f"trainer.seed={seed}"])

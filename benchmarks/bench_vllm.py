@@ -30,9 +30,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace import recipe
 from millrace.assemble import build_engines, open_runtime
-from millrace.config import Config, ModelShape
+from millrace.config import Config, ModelShape, recipe
 from millrace.run_dir import RunDir
 from millrace.types import Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory, tokens_of
 

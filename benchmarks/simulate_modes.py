@@ -29,8 +29,8 @@ from command import ROOT
 from rich.console import Console
 from rich.progress import track
 
-from millrace import recipe
 from millrace.bench.modes import counted
+from millrace.config import recipe
 from millrace.environments.single_turn import SingleTurn
 from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch

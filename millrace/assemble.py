@@ -61,13 +61,13 @@ async def open_runtime(
     if config.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
 
-        runtime = await RayRuntime.open(config, run.logs)
+        runtime = await RayRuntime.open(config.sides, run.logs)
     else:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
         gpus = visible_gpus() if config.trainer.device != "cpu" else []
-        check_devices(config, gpus, rollout=rollout)
-        runtime = LocalRuntime(run.logs, config, gpus=gpus)
+        check_devices(config.sides, gpus, rollout=rollout)
+        runtime = LocalRuntime(run.logs, config.sides, gpus=gpus)
     try:
         yield runtime
     finally:

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace import recipe
-from millrace.config import Config
+from millrace.config import Config, recipe
 from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")

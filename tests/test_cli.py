@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from millrace import __version__, checkup, cli, console, exporting, recipe, summary
+from millrace import __version__, checkup, cli, console, exporting, summary
+from millrace.config import recipe
 from millrace.launch import Outcome
 from millrace.pipeline.validation import Result, Transcript
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace import recipe
 from millrace.bench.flops import train_flops
-from millrace.config import Config
+from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.launch import Session, StopRequest, drawn_lengths, open_session, run_training
 from millrace.observe.progress import Progress

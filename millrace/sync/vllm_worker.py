@@ -36,7 +36,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
-from millrace.config_vllm import HOST_PID
+from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from millrace import recipe
 from millrace.bench.flops import train_flops
 from millrace.bench.modes import Arm, arms_of, check_size, counted, table
-from millrace.config import Config, ModelShape
+from millrace.config import Config, ModelShape, recipe
 from millrace.engines import lora
 from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError

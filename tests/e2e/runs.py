@@ -16,7 +16,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from millrace import launch, recipe
+from millrace import launch
+from millrace.config import recipe
 from millrace.launch import Outcome, Session, StopRequest
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints
