@@ -28,7 +28,7 @@ from millrace.data.rows import problem
 from millrace.data.sources import load_sources
 from millrace.schedule.modes import MODES
 
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 TAIL = [
     "data.train_files=['task:sort_digits?min_digits=4&max_digits=6&tail=0.1&tail_digits=64']",
     "data.val_files=['task:sort_digits?min_digits=4&max_digits=6&tail=0.1&tail_digits=64&split=val&size=128']",

@@ -38,7 +38,7 @@ from typing import Any
 from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 MILLRACE = Path(sys.executable).with_name("millrace")
 PROBLEMS, GROUP, WINDOW = 32, 8, 10
 GOAL = 0.90

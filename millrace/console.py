@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 Recipe = Annotated[
     Path | None,
-    typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml", show_default=False),
+    typer.Argument(
+        help="A YAML file, or the name of a recipe that `millrace recipes` lists, for example quickstart",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -85,7 +88,7 @@ def configure(
         _print_keys(json_)
         raise typer.Exit
     if path is None:
-        raise typer.BadParameter("RECIPE is missing, for example recipes/quickstart.yaml")
+        raise typer.BadParameter("RECIPE is missing, for example quickstart")
     config = recipe.load(path, overrides)
     if dry_run:
         from millrace import problems

@@ -29,8 +29,8 @@ from tests.observe import test_metrics
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+QUICKSTART = ROOT / "millrace" / "recipes" / "quickstart.yaml"
+RECIPES = sorted((ROOT / "millrace" / "recipes").rglob("*.yaml"))
 
 # -- names that a user writes
 
@@ -272,7 +272,7 @@ def test_every_recipe_loads_and_has_its_own_name(path: Path) -> None:
 def test_a_recipe_of_an_algorithm_inherits_the_quickstart() -> None:
     for path in RECIPES:
         if path.parent.name == "algorithms":
-            assert yaml.safe_load(path.read_text())["inherits"] == "../quickstart.yaml"
+            assert yaml.safe_load(path.read_text())["inherits"] == "quickstart"
 
 
 CLUSTERS = re.findall(

@@ -14,7 +14,7 @@ from millrace.config import Config, layers, recipe, verl
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
-QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parent.parent / "millrace" / "recipes" / "quickstart.yaml"
 
 
 @pytest.fixture

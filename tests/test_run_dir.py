@@ -18,7 +18,7 @@ from millrace.run_dir import open_eval_dir, open_run_dir, release
 from millrace.runtime.local import check_devices, visible_gpus
 from millrace.schedule.ledger import Ledger
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parent.parent / "millrace" / "recipes" / "quickstart.yaml"
 
 
 class Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,49 +13,47 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from millrace.config.explain import example
+from millrace.config.packaged import find, hides
 from millrace.config.verl import ALIASES, PREFIX
 from millrace.errors import ConfigError, bad_value
 
 Tree = dict[str, Any]
 
 
-def file_layers(path: Path, seen: tuple[Path, ...]) -> list[Tree]:
-    key, value = ("inherits", f"{path.name} of {seen[-1].name}") if seen else ("RECIPE", str(path))
-    if not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.7
-        )
-        fix = (
-            str(path.parent / near[0])
-            if near
-            else "the path of a YAML recipe, such as recipes/quickstart.yaml"
-        )
-        raise bad_value(key, value, "no such file", fix)
+def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
+    """Return the layers of a recipe file, those that it inherits first."""
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
-        raise bad_value(key, value, f"the recipe inherits itself: {chain}", "remove one `inherits`")
+        raise bad_value(
+            "inherits",
+            f"{path.name} of {seen[-1].name}",
+            f"the recipe inherits itself: {chain}",
+            "remove one `inherits`",
+        )
     layer = expand(_read_yaml(path))
     parent = layer.pop("inherits", None)
     if parent is None:
         return [layer]
-    return [*file_layers(path.parent / str(parent), (*seen, path.resolve())), layer]
+    above = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
+    return [*file_layers(above, (*seen, path.resolve())), layer]
 
 
 def _read_yaml(path: Path) -> Tree:
-    """The mapping in `path`, interpolated; sections with nothing under them are left out."""
+    """Return the mapping in `path`, interpolated. An empty section is left out."""
+    where = f"{path}{hides(path)}"
     try:
         text = path.read_text()
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode | None):
             shown = text[node.start_mark.index :].splitlines()[0].strip()
             fix = "write `section:` with `key: value` lines under it"
-            raise _bad_recipe(str(path), shown, "a recipe is a mapping of keys", fix)
+            raise _bad_recipe(where, shown, "a recipe is a mapping of keys", fix)
         tree: Any = OmegaConf.to_container(
             OmegaConf.create(text), resolve=True, throw_on_missing=True
         )
     except UnicodeDecodeError as error:
         raise _bad_recipe(
-            str(path), f"byte {error.start}", "is not UTF-8", "save it as UTF-8"
+            where, f"byte {error.start}", "is not UTF-8", "save it as UTF-8"
         ) from None
     except MarkedYAMLError as error:
         line = (
@@ -67,11 +64,14 @@ def _read_yaml(path: Path) -> Tree:
         shown = (text.splitlines() or [""])[min(line, text.count("\n"))].strip()
         rule = f"is not readable as YAML: {error.problem or error.context}"
         raise _bad_recipe(
-            f"{path} line {line + 1}", shown, rule, "correct this line, or the one before it"
+            f"{path} line {line + 1}{hides(path)}",
+            shown,
+            rule,
+            "correct this line, or the one before it",
         ) from None
     except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise _bad_recipe(
-            str(path),
+            where,
             path.name,
             f"cannot be read: {str(error).splitlines()[0]}",
             "correct the file",

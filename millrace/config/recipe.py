@@ -19,6 +19,7 @@ from millrace.config.checks import check
 from millrace.config.explain import all_keys, describe, explain, no_section, section_of
 from millrace.config.keys import Config
 from millrace.config.layers import Tree, file_layers, merge, override_layer
+from millrace.config.packaged import find
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 
@@ -26,11 +27,13 @@ __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
 
 
 def load(recipe: str | Path, *overrides: Sequence[str]) -> Config:
-    """The Config of a recipe file and `key=value` overrides, each sequence of them a layer of its own. Raises ConfigError before
-    anything is built.
+    """Return the Config of a recipe and `key=value` overrides.
+
+    `recipe` is a file or the name of a packaged recipe. Each sequence of overrides is a layer.
+    Raises ConfigError before anything is built.
     """
-    path = Path(recipe)
-    layers = [*file_layers(path, ()), *map(override_layer, overrides)]
+    path = find(Path(recipe), Path())
+    layers = [*file_layers(path), *map(override_layer, overrides)]
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     return parse(tree)
@@ -117,10 +120,11 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not read all else as it wrote it."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+    text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+    return text
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]  # PyYAML has no types
     """Quotes what begins like a number: recipes are read by rules that know more numbers than PyYAML's own, such as 0E0."""
 
 

@@ -25,7 +25,7 @@ from millrace.run_dir import RunDir, open_run_dir
 from millrace.schedule.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = ROOT / "millrace" / "recipes" / "quickstart.yaml"
 SMALL = [
     "sft.steps=0",
     "actor.ppo_mini_batch_size=8",

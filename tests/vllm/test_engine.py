@@ -395,7 +395,7 @@ def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> Non
         "-m",
         "millrace",
         "train",
-        "recipes/quickstart_vllm.yaml",
+        "quickstart_vllm",
         f"trainer.run_dir={tmp_path / 'run'}",
     ]
     too_much = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "100000"}
