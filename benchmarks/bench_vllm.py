@@ -300,7 +300,8 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     from millrace.engines import vllm_arguments, vllm_rollout
 
     vllm_arguments.SCHEDULER = None
-    engine = vllm_rollout.build(configuration(options, folder), str(folder / "model"))
+    config = configuration(options, folder)
+    engine = vllm_rollout.build(config.sides, config.model, str(folder / "model"))
     llm = engine._llm
     number = iter(range(1 << 30))
 

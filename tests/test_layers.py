@@ -68,7 +68,17 @@ ALLOWED: dict[str, set[str]] = {
     },
     "checkup": set(),
     "testing": {"ports"},
-    "cli": {"config", "console", "launch", "summary", "bench", "observe", "pipeline", "exporting", "checkup"},
+    "cli": {
+        "config",
+        "console",
+        "launch",
+        "summary",
+        "bench",
+        "observe",
+        "pipeline",
+        "exporting",
+        "checkup",
+    },
     "__main__": {"cli"},
 }
 
