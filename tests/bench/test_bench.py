@@ -100,9 +100,14 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
         "async_training.staleness_threshold=2.5",
         "async_training.trigger_parameter_sync_step=1",
     ]
-    check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=256"]), 1)
+
+    def check(size: str) -> None:
+        c = recipe.load(runs.RECIPE, overrides, [size])
+        check_size(c.schedule, c.rollout.total_rollout_steps, "async_partial", 1)
+
+    check("rollout.total_rollout_steps=256")
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
-        check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=224"]), 1)
+        check("rollout.total_rollout_steps=224")
 
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:
