@@ -1,4 +1,4 @@
-# make run     install what a run needs, then train recipes/quickstart.yaml   (SEED=k, ARGS="--json key=value ...")
+# make run     install what a run needs, then train quickstart   (SEED=k, ARGS="--json key=value ...")
 # make test    install what tests need, then lint, types and tests, those of vLLM's CPU build in an environment of its own
 # make gpu     install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu   (Python 3.12, Linux x86-64, a driver for CUDA 13)
 PYTHON ?= python3
@@ -16,7 +16,7 @@ VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c con
 .DELETE_ON_ERROR:
 
 run: .venv/.run
-	$(BIN)/millrace train recipes/quickstart.yaml trainer.seed=$(SEED) $(ARGS)
+	$(BIN)/millrace train quickstart trainer.seed=$(SEED) $(ARGS)
 
 # The big downloads of both environments at once; but millrace itself, which is built in this folder, into one after the other.
 test:
@@ -34,7 +34,7 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config.py
+	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config
 
 # torch first and by its exact version: pip then takes the CPU build where its index has one, and nothing replaces it.
 .venv/.run: pyproject.toml constraints.txt

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_crash.py [--kills 10] [--seed 0] [--json]
 
-Runs `millrace train recipes/quickstart.yaml trainer.save_freq=5 trainer.resume=auto`, kills the driver and all of its workers
+Runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto`, kills the driver and all of its workers
 at a moment drawn over start-up, warm-up and training, and starts it again in the same folder until it is complete.
 """
 
@@ -44,7 +44,7 @@ class Kill:
 
 
 def arguments(run_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "millrace.cli", "train", "recipes/quickstart.yaml", "trainer.save_freq=5", "trainer.resume=auto",
+    return [sys.executable, "-m", "millrace.cli", "train", "quickstart", "trainer.save_freq=5", "trainer.resume=auto",
             "trainer.val_before_train=false", "rollout.test_freq=0", f"trainer.run_dir={run_dir}", "--json"]  # fmt: skip
 
 

@@ -42,15 +42,15 @@ from typing import Any
 from command import ROOT, millrace
 from rich.console import Console
 
-from millrace import recipe
 from millrace.bench.modes import folder_of_run
+from millrace.config import recipe
 from millrace.launch import Outcome, Session, StopRequest, open_session, run_training
 from millrace.observe.progress import Progress, make_view
 from millrace.schedule.ledger import Ledger
 
 Run = dict[str, Any]
 
-RECIPE = ROOT / "recipes" / "gpu_reasoning.yaml"
+RECIPE = "gpu_reasoning"
 MODES = {"sync": "colocate_sync", "async": "async_partial", "pipeline": "on_policy_pipeline"}
 ON_CPU = ["trainer.device=cpu", "rollout.engine=torch", "model.dtype=float32"]
 MEASURED = [  # nothing is written in a run but its figures, and no validation interrupts it
@@ -432,7 +432,7 @@ def summarise(options: argparse.Namespace) -> None:
     print(text)
     options.summarise.with_suffix(".md").write_text(
         "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
-        f"The recipe is recipes/gpu_reasoning.yaml, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
+        f"The recipe is gpu_reasoning, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
         f"{warm}Held-out figures are means over the tasks.\n\n{note}{text}\n"
     )
     if options.plot:

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning --plot docs/learning.svg
 
-recipes    every recipe of recipes/algorithms, synchronous and as `async_partial` with staleness_threshold=0.5.
+recipes    every recipe of algorithms/, synchronous and as `async_partial` with staleness_threshold=0.5.
 stale      everything trained is 8 versions old (one step for each version, 9 windows under way, strict order): losses and
            corrections at the same learning rate, on the quickstart recipe.
 
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from command import ROOT, millrace
+from command import millrace
 
 Run = dict[str, Any]
 
@@ -76,7 +76,7 @@ HELD_OUT = "val/sort_digits/mean@4"
 
 
 def warm_model(folder: Path, seed: int) -> str:
-    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    recipe = "quickstart"
     return str(
         millrace(
             "sft", recipe, f"trainer.run_dir={folder / f'sft-{seed}'}", f"trainer.seed={seed}"
@@ -125,7 +125,7 @@ def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
     plan: list[tuple[Run, Path, list[str]]] = []
     for seed in range(options.seeds):
         for name, arm in itertools.product(options.recipes, ARMS):
-            recipe = ROOT / "recipes" / "algorithms" / f"{name}.yaml"
+            recipe = f"algorithms/{name}"
             plan.append(
                 (
                     {"part": "recipes", "name": name, "arm": arm, "seed": seed},
@@ -138,7 +138,7 @@ def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
             plan.append(
                 (
                     {"part": "stale", "name": name, "arm": "async", "seed": seed},
-                    ROOT / "recipes" / "quickstart.yaml",
+                    "quickstart",
                     overrides,
                 )
             )

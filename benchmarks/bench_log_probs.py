@@ -43,9 +43,9 @@ async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from millrace.engines import vllm_arguments, vllm_rollout
 
     config = bench_vllm.configuration(options, folder)
-    engines = {"millrace": vllm_rollout.build(config, str(folder / "model"))}
+    engines = {"millrace": vllm_rollout.build(config.sides, config.model, str(folder / "model"))}
     vllm_arguments.SCHEDULER = None
-    engines["vllm"] = vllm_rollout.build(config, str(folder / "model"))
+    engines["vllm"] = vllm_rollout.build(config.sides, config.model, str(folder / "model"))
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for k in range(options.repeats + 1):  # the first is in no figure
         for name in list(engines)[:: 1 if k % 2 else -1]:

@@ -22,13 +22,13 @@ from typing import Any
 
 from command import ROOT, millrace
 
-from millrace import recipe
-from millrace.config import MODES
+from millrace.config import recipe
 from millrace.data.prompts import shuffled
 from millrace.data.rows import problem
 from millrace.data.sources import load_sources
+from millrace.schedule.modes import MODES
 
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 TAIL = [
     "data.train_files=['task:sort_digits?min_digits=4&max_digits=6&tail=0.1&tail_digits=64']",
     "data.val_files=['task:sort_digits?min_digits=4&max_digits=6&tail=0.1&tail_digits=64&split=val&size=128']",
@@ -221,7 +221,7 @@ def main() -> None:
                 else []
             )
             arms = {
-                m: [f"mode={m}", *(stale if "staleness_threshold" not in MODES[m] else [])]
+                m: [f"mode={m}", *(stale if MODES[m].staleness_threshold is None else [])]
                 for m in options.modes
             }
             results = compare(workload, arms, options.repeats, run)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from command import ROOT, millrace
+from command import millrace
 
 SHAPE = {
     "hidden_size": 768,
@@ -57,7 +57,7 @@ def one_run(folder: Path, overrides: list[str], async_save: bool) -> list[dict[s
         f"trainer.run_dir={folder}",
         *overrides,
     ]
-    millrace("train", str(ROOT / "recipes" / "quickstart.yaml"), *said)
+    millrace("train", "quickstart", *said)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
 
 

@@ -38,7 +38,7 @@ from typing import Any
 from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 MILLRACE = Path(sys.executable).with_name("millrace")
 PROBLEMS, GROUP, WINDOW = 32, 8, 10
 GOAL = 0.90
@@ -82,7 +82,8 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from millrace import problems, recipe
+    from millrace import problems
+    from millrace.config import recipe
     from millrace.engines.tokenizer import load_tokenizer
 
     config = recipe.load(RECIPE, [f"model.path={model_folder}", f"trainer.seed={seed}"])

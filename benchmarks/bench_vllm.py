@@ -30,9 +30,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace import recipe
 from millrace.assemble import build_engines, open_runtime
-from millrace.config import Config, ModelShape
+from millrace.config import Config, ModelShape, recipe
 from millrace.run_dir import RunDir
 from millrace.types import Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory, tokens_of
 
@@ -301,7 +300,8 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     from millrace.engines import vllm_arguments, vllm_rollout
 
     vllm_arguments.SCHEDULER = None
-    engine = vllm_rollout.build(configuration(options, folder), str(folder / "model"))
+    config = configuration(options, folder)
+    engine = vllm_rollout.build(config.sides, config.model, str(folder / "model"))
     llm = engine._llm
     number = iter(range(1 << 30))
 

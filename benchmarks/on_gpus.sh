@@ -31,20 +31,20 @@ for one in $PARTS; do
     case $one in
     tests) part tests 300 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
     train)
-        part train-1.5b-1 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml --json
-        part train-1.5b-all 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS --json
-        part train-1.5b-copies 90 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS trainer.fsdp_size=1 --json
-        part train-1.5b-lora 200 $MILLRACE bench train recipes/shapes/qwen2_1.5b.yaml trainer.n_gpus_per_node=$GPUS model.lora_rank=32 --json
+        part train-1.5b-1 90 $MILLRACE bench train shapes/qwen2_1.5b --json
+        part train-1.5b-all 90 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS --json
+        part train-1.5b-copies 90 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS trainer.fsdp_size=1 --json
+        part train-1.5b-lora 200 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS model.lora_rank=32 --json
         # On two GPUs the states of 7B leave room for fewer tokens, and for none that are kept.
         if [ $GPUS -gt 2 ]; then size="actor.ppo_max_token_len_per_gpu=32768"; else size="model.gradient_checkpointing_share=1.0"; fi
-        part train-7b-all 120 $MILLRACE bench train recipes/shapes/qwen2_7b.yaml trainer.n_gpus_per_node=$GPUS $size --json
+        part train-7b-all 120 $MILLRACE bench train shapes/qwen2_7b trainer.n_gpus_per_node=$GPUS $size --json
         ;;
     sync)
-        part sync-1+1 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true rollout.gpu_memory_utilization=0.6 --json
-        part sync-lora 150 $MILLRACE bench sync recipes/shapes/qwen2_1.5b.yaml rollout.enforce_eager=true model.lora_rank=32 --json
-        [ $GPUS -gt 2 ] && part sync-halves 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml rollout.enforce_eager=true \
+        part sync-1+1 150 $MILLRACE bench sync shapes/qwen2_7b rollout.enforce_eager=true rollout.gpu_memory_utilization=0.6 --json
+        part sync-lora 150 $MILLRACE bench sync shapes/qwen2_1.5b rollout.enforce_eager=true model.lora_rank=32 --json
+        [ $GPUS -gt 2 ] && part sync-halves 150 $MILLRACE bench sync shapes/qwen2_7b rollout.enforce_eager=true \
             trainer.n_gpus_per_node=$HALF rollout.n_gpus_per_node=$HALF --json
-        [ $GPUS -gt 2 ] && part sync-colocated 150 $MILLRACE bench sync recipes/shapes/qwen2_7b.yaml mode=colocate_sync rollout.enforce_eager=true \
+        [ $GPUS -gt 2 ] && part sync-colocated 150 $MILLRACE bench sync shapes/qwen2_7b mode=colocate_sync rollout.enforce_eager=true \
             trainer.n_gpus_per_node=$GPUS rollout.n_gpus_per_node=$GPUS --json
         ;;
     vllm)
@@ -63,12 +63,12 @@ for one in $PARTS; do
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=448 rollout.max_num_seqs=88 model.gradient_checkpointing_share=0.3" ;;
         *) shape=7b splits=$HALF+$HALF size="rollout.total_rollout_steps=480 rollout.max_num_seqs=64" ;;
         esac
-        compare="$MILLRACE bench modes recipes/shapes/qwen2_$shape.yaml $size async_training.staleness_threshold=4 --skip 2 --json"
+        compare="$MILLRACE bench modes shapes/qwen2_$shape $size async_training.staleness_threshold=4 --skip 2 --json"
         part modes 900 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --splits $splits --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
         # One engine for three trainers needs more slots, and then interruptions cost it the most.
-        [ $GPUS = 4 ] && part modes-3+1 590 $MILLRACE bench modes recipes/shapes/qwen2_7b.yaml rollout.total_rollout_steps=416 \
+        [ $GPUS = 4 ] && part modes-3+1 590 $MILLRACE bench modes shapes/qwen2_7b rollout.total_rollout_steps=416 \
             rollout.max_num_seqs=320 async_training.staleness_threshold=4 --splits 3+1 --skip 2 --json \
             --modes colocate_sync,async_partial,async_swap,one_step_off --folder "$OUT/modes-3-1"
         ;;

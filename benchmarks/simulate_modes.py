@@ -3,7 +3,7 @@
     python benchmarks/simulate_modes.py --gpus 8 [--modes async_partial,async_swap] [--staleness 2,3,4] [--slots 48,64,96] [--best 5]
 
 Every split with each of the slots and stalenesses, against colocate_sync on all GPUs; the best of each mode. The workload is that of
-recipes/shapes/qwen2_7b.yaml. Costs are those of its run on 3+1 H200s (results/gpus.md). `--check` holds the simulation against that run and against
+shapes/qwen2_7b. Costs are those of its run on 3+1 H200s (results/gpus.md). `--check` holds the simulation against that run and against
 one on 2+2, which came after it:
 
 decoding   4.5 ms for a step of an engine, and 25 microseconds for each of its slots; where a whole window is awaited a third of them is
@@ -25,13 +25,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from command import ROOT
 from rich.console import Console
 from rich.progress import track
 
-from millrace import recipe
 from millrace.bench.modes import counted
-from millrace.config import MODES
+from millrace.config import recipe
 from millrace.environments.single_turn import SingleTurn
 from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
@@ -42,13 +40,14 @@ from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, SamplingParams, tokens_of
 
-RECIPE = ROOT / "recipes" / "shapes" / "qwen2_7b.yaml"
+RECIPE = "shapes/qwen2_7b"
 CONFIG = recipe.load(RECIPE, [])
 WINDOW, N, LENGTHS = CONFIG.actor.ppo_mini_batch_size, CONFIG.rollout.n, drawn_lengths(CONFIG)
 MEASURED = Path(__file__).parent / "results" / "gpu_modes.jsonl"
@@ -190,7 +189,7 @@ def main() -> None:
     print(f"{head}\n|---|--:|--:|--:|--:|--:|--:|")
     for mode in options.modes.split(","):
         found = []
-        fixed = MODES[mode].get("staleness_threshold")
+        fixed = MODES[mode].staleness_threshold
         ages = options.staleness.split(",") if fixed is None else [fixed]
         cases = itertools.product(
             range(1, options.gpus), map(int, options.slots.split(",")), map(float, ages)

@@ -61,13 +61,13 @@ async def open_runtime(
     if config.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
 
-        runtime = await RayRuntime.open(config, run.logs)
+        runtime = await RayRuntime.open(config.sides, run.logs)
     else:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
         gpus = visible_gpus() if config.trainer.device != "cpu" else []
-        check_devices(config, gpus, rollout=rollout)
-        runtime = LocalRuntime(run.logs, config, gpus=gpus)
+        check_devices(config.sides, gpus, rollout=rollout)
+        runtime = LocalRuntime(run.logs, config.sides, gpus=gpus)
     try:
         yield runtime
     finally:
@@ -87,7 +87,7 @@ async def build_engines(
     )
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
     address = await trainers[0].call("listen", (), tuple[str, int])
-    tree, folder = config.model_dump(mode="json"), weights_folder(config, run.model)
+    tree, folder = config.model_dump(mode="json"), weights_folder(config.model.path, run.model)
     train, pool = (
         RemoteTrainEngine(trainers),
         RolloutPool([RemoteRolloutEngine(p) for p in rollouts]),

@@ -40,8 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Asynchronous RL post-training of language models.\n\n"
-    "Start with [bold]millrace train recipes/quickstart.yaml[/bold]. What trains or measures takes a RECIPE (YAML) and any number "
-    "of key=value overrides; [bold]millrace train --help-config[/bold] prints every key.\n\n"
+    "Start with [bold]millrace train quickstart[/bold]. What trains or measures takes a RECIPE and any number of key=value overrides. "
+    "A recipe is a YAML file, or a name that [bold]millrace recipes[/bold] lists; [bold]millrace train --help-config[/bold] prints every "
+    "key.\n\n"
     "Exit codes: 0 complete, 1 failed, 2 a key, file or row is wrong, 130 or 143 stopped by a signal.",
 )
 app.add_typer(bench, name="bench")
@@ -186,6 +187,32 @@ def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Jso
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
     if result["lost"] or result["trained_twice"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        Path | None, typer.Argument(help="Print this recipe.", show_default=False)
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """List the recipes inside the package, or print one: `millrace recipes quickstart > my.yaml`."""
+    from millrace.config.packaged import find, packaged, summary
+
+    if name is not None:
+        text = find(name, Path(), "NAME").read_text()
+        if json_:
+            print_json({"name": str(name), "text": text})
+        else:
+            typer.echo(text, nl=False)
+        return
+    found = {name: summary(path) for name, path in packaged().items()}
+    if json_:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name_, line in found.items():
+        typer.echo(f"{name_:{width}}  {line}")
 
 
 @app.command()

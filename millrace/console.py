@@ -18,15 +18,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace import recipe
-from millrace.config import Config
+from millrace.config import Config, recipe
 from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")
 
 Recipe = Annotated[
     Path | None,
-    typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml", show_default=False),
+    typer.Argument(
+        help="A YAML file, or the name of a recipe that `millrace recipes` lists, for example quickstart",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -86,7 +88,7 @@ def configure(
         _print_keys(json_)
         raise typer.Exit
     if path is None:
-        raise typer.BadParameter("RECIPE is missing, for example recipes/quickstart.yaml")
+        raise typer.BadParameter("RECIPE is missing, for example quickstart")
     config = recipe.load(path, overrides)
     if dry_run:
         from millrace import problems

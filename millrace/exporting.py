@@ -65,7 +65,7 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     async def write() -> int:
         # A checkpoint has all weights, but of a policy with adapters not the base.
         source = (
-            weights_folder(config, checkpoint / "model")
+            weights_folder(config.model.path, checkpoint / "model")
             if config.model.lora_rank
             else str(checkpoint / "model")
         )

@@ -129,7 +129,7 @@ async def open_session(
         except MillraceError:
             run.discard()
             raise
-        problems_.copy_config(config, run.model)
+        problems_.copy_config(config.model, run.model)
         if problems.train.filtered:
             progress.note(
                 f"left out {problems.train.filtered} prompts over rollout.max_prompt_length"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config import Config
+from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
@@ -39,7 +39,7 @@ class Sources:
 
 def load(config: Config) -> Sources:
     """Raises ConfigError or DataError before anything heavy is imported."""
-    _check_model(config)
+    _check_model(config.model.path)
     data, seed = config.data, config.trainer.seed
     truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
@@ -90,9 +90,11 @@ class Problems:
 def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     """The prompt streams; and the model folder (tokenizer and config.json), if it is not there. Bad rows leave no folder."""
     made = (model_folder / "tokenizer_config.json").is_file()
-    tokenizer = _load_tokenizer(config, str(model_folder)) if made else _tokenizer(config, sources)
+    model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
+    tokenizer = (
+        _load_tokenizer(model, str(model_folder)) if made else _tokenizer(model, sources, key)
+    )
     chat = Chat(tokenizer)
-    key, seed = config.data.prompt_key, config.trainer.seed
     opened = partial(
         PromptStream.open,
         chat=chat,
@@ -107,21 +109,22 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         stream = opened(sources.val, shuffle=False)
         val = [stream[i] for i in range(len(stream))]
     if not made:
-        _write_model(config, tokenizer, model_folder)
+        _write_model(model, tokenizer, model_folder, config.rollout.max_len)
     return Problems(
         chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
     )
 
 
 def check_machine(config: Config) -> None:
-    """Raises ConfigError or MissingDependency for what a run needs, and this machine has not."""
-    _check_device(config)
-    _check_engine(config)
-    _check_lora(config)
+    """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
+    _check_device(config.trainer)
+    if not config.trainer.ray_address:  # other nodes of a cluster may have what this one lacks
+        _check_engine(config.rollout)
+        _check_lora(config.model)
 
 
-def _check_device(config: Config) -> None:
-    trainer = config.trainer  # of a Ray cluster's other nodes this machine knows nothing
+def _check_device(trainer: TrainerConfig) -> None:
+    # This machine knows nothing of the other nodes of a Ray cluster.
     if (
         trainer.device == "cuda"
         and trainer.runtime == "local"
@@ -135,33 +138,24 @@ def _check_device(config: Config) -> None:
         )
 
 
-def _check_engine(config: Config) -> None:
-    """Raises MissingDependency where workers on this machine would look for vLLM in vain."""
-    if (
-        config.rollout.engine == "vllm"
-        and not config.trainer.ray_address
-        and importlib.util.find_spec("vllm") is None
-    ):
+def _check_engine(rollout: RolloutConfig) -> None:
+    """Raise MissingDependency if workers on this machine cannot import vLLM."""
+    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise MissingDependency(
             f"rollout.engine=vllm needs vLLM, which is not installed here. Fix: {INSTALL['vllm']}, or rollout.engine=torch"
         )
 
 
-def _check_lora(config: Config) -> None:
-    """Raises MissingDependency where train workers on this machine would look for peft in vain."""
-    if (
-        config.model.lora_rank
-        and not config.trainer.ray_address
-        and importlib.util.find_spec("peft") is None
-    ):
+def _check_lora(model: ModelConfig) -> None:
+    """Raise MissingDependency if train workers on this machine cannot import peft."""
+    if model.lora_rank and importlib.util.find_spec("peft") is None:
         raise MissingDependency(
             f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}."
         )
 
 
-def _check_model(config: Config) -> None:
-    """Raises ConfigError if model.path is neither a model's folder nor a model of the hub."""
-    path = config.model.path
+def _check_model(path: str) -> None:
+    """Raise ConfigError if model.path is neither a model's folder nor a model of the hub."""
     if not path:
         return
     folder = Path(path)
@@ -221,16 +215,16 @@ def _check_model(config: Config) -> None:
         )
 
 
-def _tokenizer(config: Config, sources: Sources) -> PreTrainedTokenizerBase:
-    """The tokenizer of model.path, or one made of the texts."""
-    if config.model.path:
-        return _load_tokenizer(config, config.model.path)
+def _tokenizer(model: ModelConfig, sources: Sources, prompt_key: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of model.path, or one made of the texts."""
+    if model.path:
+        return _load_tokenizer(model, model.path)
     from millrace.data.tokenizer import make_tokenizer
 
     rows = [sources.train, sources.sft, *([sources.val] if sources.val is not None else [])]
-    found = (t for part in rows for t in texts(part, prompt_key=config.data.prompt_key))
-    tokenizer = make_tokenizer(config.model.tokenizer, found, config.model.tokenizer_vocab_size)
-    size = config.model.shape.vocab_size
+    found = (t for part in rows for t in texts(part, prompt_key=prompt_key))
+    tokenizer = make_tokenizer(model.tokenizer, found, model.tokenizer_vocab_size)
+    size = model.shape.vocab_size
     if size and size < len(tokenizer):
         rule = f"the tokenizer made of the data has {len(tokenizer)} tokens"
         raise bad_value(
@@ -242,11 +236,11 @@ def _tokenizer(config: Config, sources: Sources) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
     from millrace.engines.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         rule = f"no tokenizer can be loaded from it: {str(error).splitlines()[0]}"
         raise bad_value(
@@ -254,43 +248,42 @@ def _load_tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def _write_model(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The tokenizer and, of a model made on the spot, its shape."""
+def _write_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, max_len: int
+) -> None:
+    """Write the tokenizer and, for a model made on the spot, its shape."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    if config.model.path:
+    if model.path:
         return
     from millrace.engines.model import write_shape
 
     write_shape(
         folder,
-        config.model.shape,
-        vocab_size=config.model.shape.vocab_size or len(tokenizer),
+        model.shape,
+        vocab_size=model.shape.vocab_size or len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        max_position_embeddings=max(
-            2048, config.rollout.max_prompt_length + config.rollout.max_response_length
-        ),
-        dtype=config.model.dtype,
+        max_position_embeddings=max(2048, max_len),
+        dtype=model.dtype,
     )
 
 
-def weights_folder(config: Config, model_folder: Path) -> str:
+def weights_folder(path: str, model_folder: Path) -> str:
     """Where engines read the architecture, and weights if there are any: the user's model, or the one made on the spot."""
-    path = config.model.path
     return path if path and not Path(path).is_dir() else str(Path(path or model_folder).resolve())
 
 
-def copy_config(config: Config, model_folder: Path) -> None:
+def copy_config(model: ModelConfig, model_folder: Path) -> None:
     """A user's model: its config.json belongs into the run's model folder too, so that checkpoints stand alone."""
-    if not config.model.path:
+    if not model.path:
         return
-    source = Path(config.model.path)
+    source = Path(model.path)
     if not source.is_dir():
         from transformers import AutoConfig
 
         AutoConfig.from_pretrained(
-            str(source), trust_remote_code=config.model.trust_remote_code
+            str(source), trust_remote_code=model.trust_remote_code
         ).save_pretrained(model_folder)
         return
     for name in ("config.json", "generation_config.json"):

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from millrace.config import Config
+from millrace.config.recipe import dump, parse
 from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.pipeline.checkpoint import Checkpoints, verify
-from millrace.recipe import dump, parse
 
 
 @dataclass(frozen=True, slots=True)

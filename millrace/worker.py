@@ -41,7 +41,7 @@ class Worker:
         self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
         return host, self._store.port
 
-    def _meet(self, address: tuple[str, int], config: Config) -> Any:
+    def _meet(self, address: tuple[str, int], deadline_s: float) -> Any:
         """The store that trainer rank 0 listens at. What waits in it, waits for a rank that loads a model, perhaps from the hub."""
         from torch.distributed import TCPStore
 
@@ -49,7 +49,7 @@ class Worker:
             self._store = TCPStore(
                 address[0], address[1], None, False, timeout=timedelta(seconds=_CONNECT_S)
             )
-        self._store.set_timeout(timedelta(seconds=config.trainer.wait_deadline_s))
+        self._store.set_timeout(timedelta(seconds=deadline_s))
         return self._store
 
 
@@ -69,9 +69,10 @@ class TrainWorker(Worker):
 
         resolved = Config.model_validate(config)
         world_size = resolved.trainer_ranks
-        prepare(resolved)
+        prepare(resolved.trainer)
         if world_size > 1:
-            join_group(self._meet(address, resolved), rank, world_size, resolved)
+            store = self._meet(address, resolved.trainer.wait_deadline_s)
+            join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
         self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
         return self.engine.config.model_dump(mode="json")
@@ -93,24 +94,29 @@ class TrainWorker(Worker):
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every replica."""
         from millrace.sync import ipc
+        from millrace.sync.agreement import Agreement
         from millrace.sync.collective import join_sender
 
         resolved = Config.model_validate(config)
-        where = (self.engine, self._meet(address, resolved), rank, resolved)
-        by_ipc = ipc.fits(resolved, self.engine.device)
+        store, agreed = (
+            self._meet(address, resolved.trainer.wait_deadline_s),
+            Agreement.of(resolved),
+        )
+        where = (self.engine, store, rank, agreed)
+        by_ipc = ipc.fits(agreed, self.engine.device)
         self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
     async def matmul_rate(self) -> float:
         """Multiplications and additions a second of this rank's device, in the dtype that it trains in."""
         from millrace.engines.device import matmul_rate
 
-        return matmul_rate(self.config)
+        return matmul_rate(self.config.trainer, self.config.model.dtype)
 
     async def peak_memory(self) -> int:
         """Most bytes that this rank's tensors took on its GPU so far; of the whole process, on a CPU."""
         from millrace.engines.device import peak_memory
 
-        return peak_memory(self.config)
+        return peak_memory(self.config.trainer)
 
 
 class RolloutWorker(Worker):
@@ -126,31 +132,34 @@ class RolloutWorker(Worker):
             _vllm_environment(model_folder)
             from millrace.engines import vllm_rollout
 
-            self.engine = vllm_rollout.build(resolved, model_folder)
+            self.engine = vllm_rollout.build(resolved.sides, resolved.model, model_folder)
         else:
             from millrace.engines import torch_rollout
             from millrace.engines.device import prepare
 
-            prepare(resolved)
-            self.engine = torch_rollout.build(resolved, model_folder)
+            prepare(resolved.trainer)
+            self.engine = torch_rollout.build(resolved.sides, resolved.model, model_folder)
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every trainer rank that sends."""
+        from millrace.sync.agreement import Agreement
+
         resolved = Config.model_validate(config)
+        store, agreed = (
+            self._meet(address, resolved.trainer.wait_deadline_s),
+            Agreement.of(resolved),
+        )
+        engine: Any = self.engine
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver
 
-            join = VllmReceiver.join(
-                self.engine, self._meet(address, resolved), address, replica, config, resolved
-            )  # type: ignore[arg-type]
-            self.receiver = await join
+            where = (address, replica, config)
+            self.receiver = await VllmReceiver.join(engine, store, *where, agreed)
         else:
             from millrace.sync.collective import Receiver
 
-            self.receiver = await Receiver.join(
-                self.engine, self._meet(address, resolved), replica, resolved
-            )  # type: ignore[arg-type]
+            self.receiver = await Receiver.join(engine, store, replica, agreed)
 
 
 def _vllm_environment(model_folder: str) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from millrace import __version__, checkup, cli, console, exporting, recipe, summary
+from millrace import __version__, checkup, cli, console, exporting, summary
+from millrace.config import recipe
 from millrace.launch import Outcome
 from millrace.pipeline.validation import Result, Transcript
 
-QUICKSTART = str(Path(__file__).parent.parent / "recipes" / "quickstart.yaml")
+QUICKSTART = str(Path(__file__).parent.parent / "millrace" / "recipes" / "quickstart.yaml")
 SMALL = [
     "data.train_files=['task:copy?size=100']",
     "data.val_files=[]",
@@ -53,7 +54,7 @@ def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
     code, out, _ = run("--help")
     assert code == 0
     for part in (
-        "millrace train recipes/quickstart.yaml",
+        "millrace train quickstart",
         "key=value",
         "--help-config",
         "130 or 143",
@@ -124,7 +125,7 @@ def test_a_dry_run_checks_the_data_too(run):
 
 def test_a_command_without_arguments_says_what_is_missing(run):
     code, _, err = run("train")
-    assert code == 2 and "RECIPE is missing, for example recipes/quickstart.yaml" in err
+    assert code == 2 and "RECIPE is missing, for example quickstart" in err
     assert run("ledger")[0] == 2
     assert run("no-such-command")[0] == 2
     assert run("train", QUICKSTART, "--no-such-option")[0] == 2

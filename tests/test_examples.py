@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from millrace import recipe
+from millrace.config import recipe
 from millrace.runtime.placement import choose
 from tests.e2e import runs
 
@@ -155,7 +155,7 @@ def test_the_kubernetes_job_asks_for_the_nodes_that_its_command_needs() -> None:
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
     sizes = [0, *[gpus] * workers["replicas"]]
-    assert sum(choose(config, "GPU", sizes, sizes).shares) == gpus * workers["replicas"], (
+    assert sum(choose(config.sides, "GPU", sizes, sizes).shares) == gpus * workers["replicas"], (
         "no GPU is idle"
     )
     assert config.trainer.resume == "auto" and job_["spec"]["backoffLimit"] > 0

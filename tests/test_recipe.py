@@ -10,11 +10,11 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from millrace import recipe
-from millrace.config import MODES, Config
+from millrace.config import Config, layers, recipe, verl
 from millrace.errors import ConfigError
+from millrace.schedule.modes import MODES
 
-QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parent.parent / "millrace" / "recipes" / "quickstart.yaml"
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_the_prefix_of_verl_is_stripped(write, key):
     )
 
 
-@pytest.mark.parametrize(("theirs", "ours"), recipe.ALIASES.items())
+@pytest.mark.parametrize(("theirs", "ours"), verl.ALIASES.items())
 def test_aliases(write, theirs, ours):
     numbers = {
         "length": "64",
@@ -361,7 +361,7 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen):
     try:
         layer: dict = {}
         for key, value in chosen.items():
-            recipe._merge(layer, recipe._expand({key: value}))
+            layers.merge(layer, layers.expand({key: value}))
         config = recipe.parse(recipe.resolve([layer]))
     except ConfigError as error:
         for line in str(error).split("\n"):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace import recipe
+from millrace.config import recipe
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run_dir import open_eval_dir, open_run_dir, release
 from millrace.runtime.local import check_devices, visible_gpus
 from millrace.schedule.ledger import Ledger
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parent.parent / "millrace" / "recipes" / "quickstart.yaml"
 
 
 class Engine:
@@ -118,17 +118,17 @@ def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> None:
-    check_devices(config_of(), ["0", "1"])
-    check_devices(config_of("mode=colocate_sync"), ["0"])
+    check_devices(config_of().sides, ["0", "1"])
+    check_devices(config_of("mode=colocate_sync").sides, ["0"])
     check_devices(
-        config_of("trainer.nnodes=9", "trainer.n_gpus_per_node=8"), []
+        config_of("trainer.nnodes=9", "trainer.n_gpus_per_node=8").sides, []
     )  # processes of a CPU
     with pytest.raises(
         ConfigError, match="trainer 1 and rollout 1 devices need 2 GPUs, and this machine offers 1"
     ):
-        check_devices(config_of(), ["0"])
+        check_devices(config_of().sides, ["0"])
     with pytest.raises(ConfigError, match="2 nodes are needed"):
-        check_devices(config_of("trainer.n_gpus_per_node=8"), [str(i) for i in range(16)])
+        check_devices(config_of("trainer.n_gpus_per_node=8").sides, [str(i) for i in range(16)])
 
 
 def test_auto_goes_on_with_the_last_run_that_has_a_checkpoint(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_auto_says_so_where_it_begins_from_the_start(tmp_path: Path) -> None:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from millrace import recipe
+from millrace.config import recipe
 from millrace.run_dir import open_run_dir
 open_run_dir(recipe.load(sys.argv[1], [f"trainer.run_dir={sys.argv[2]}"]))
 print("open", flush=True)

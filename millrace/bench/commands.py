@@ -132,7 +132,7 @@ def bench_modes(
 ) -> None:
     """Modes and splits of the same devices on the same samples, in one run. rollout.drawn_lengths makes workloads without weights."""
     overrides = overrides_on(address, overrides)
-    configure(path, overrides, json_, dry_run, help_config)
+    config = configure(path, overrides, json_, dry_run, help_config)
     from millrace.bench import modes as work
     from millrace.errors import bad_value
 
@@ -149,7 +149,7 @@ def bench_modes(
         )
 
     try:
-        run_async(json_, path.stem, "bench modes", measure, lambda: False)
+        run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # also where something ended it: what was measured until then
             done, planned = len(figures), len(arms) * repeats

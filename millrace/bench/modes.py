@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace import recipe
 from millrace.bench.flops import train_flops
-from millrace.config import MODES, Config
+from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.launch import Session, StopRequest, drawn_lengths, open_session, run_training
 from millrace.observe.progress import Progress
 from millrace.rollout.episode import request_seed
 from millrace.run_dir import RunDir, open_run_dir
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import Schedule
 from millrace.types import SamplingParams
 
@@ -37,7 +37,7 @@ class Arm:
 
     @property
     def colocated(self) -> bool:
-        return MODES[self.mode]["placement"] == "colocated"
+        return MODES[self.mode].colocated
 
     @property
     def overrides(self) -> list[str]:
@@ -85,11 +85,7 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
                     "--splits 1+1",
                 )
             t, r = map(int, sides)
-            arm = (
-                Arm(mode, t + r, t + r)
-                if MODES[mode]["placement"] == "colocated"
-                else Arm(mode, t, r)
-            )
+            arm = Arm(mode, t + r, t + r) if MODES[mode].colocated else Arm(mode, t, r)
             arms += [] if arm in arms else [arm]
     return [
         *(a for a in arms if a.mode in modes),
@@ -120,7 +116,8 @@ async def bench_modes(
         for arm in arms
     }
     for arm in arms:
-        check_size(recipe.load(path, overrides, [*QUIET, *arm.overrides]), skip)
+        c = recipe.load(path, overrides, [*QUIET, *arm.overrides])
+        check_size(c.schedule, c.rollout.total_rollout_steps, arm.mode, skip)
     for k, group in enumerate(engines.values()):
         config = recipe.load(
             path,
@@ -135,13 +132,14 @@ async def bench_modes(
                     # A layer over the user's: what a mode fixes is not theirs to change for all of them.
                     said = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
                     own = recipe.load(
-                        path, overrides, [*said, *(_uniform(s, config) if arm.uniform else ())]
+                        path, overrides, [*said, *(_uniform(s) if arm.uniform else ())]
                     )
-                    found = await _run(replace(s, config=own, run=folder_of_run(own, s)), skip)
+                    session = replace(s, config=own, run=folder_of_run(own, s))
+                    found = await _run(session, skip)
                     requests = (arm.uniform, own.schedule.capacity)
                     if requests not in alone:
-                        alone[requests] = await _alone(s, own)
-                    figures.append(_with_ceilings(found, arm, turn, s, own, rate, alone[requests]))
+                        alone[requests] = await _alone(session)
+                    figures.append(_with_ceilings(found, arm, turn, session, rate, alone[requests]))
                     with (folder / "figures.jsonl").open(
                         "a"
                     ) as lines:  # at once: a later arm may fail
@@ -153,8 +151,9 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
     return arm.colocated, arm.trainers, arm.rollouts
 
 
-def _uniform(s: Session, config: Config) -> list[str]:
-    """Every response as long as they are on average."""
+def _uniform(s: Session) -> list[str]:
+    """Return overrides that make every response as long as the mean."""
+    config = s.config
     if drawn_lengths(config) is None:
         raise bad_value(
             "--uniform",
@@ -166,7 +165,7 @@ def _uniform(s: Session, config: Config) -> list[str]:
         sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps))
         * config.rollout.n
     )
-    lengths = _lengths(s, config)
+    lengths = _lengths(s)
     return [
         "rollout.drawn_lengths.sigma=0",
         f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}",
@@ -235,13 +234,12 @@ def counted(samples: int, skip: int, schedule: Schedule) -> range:
     return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
-def check_size(config: Config, skip: int) -> None:
-    """Raises ConfigError where no version of a run would be counted."""
-    total, schedule = config.rollout.total_rollout_steps, config.schedule
+def check_size(schedule: Schedule, total: int, mode: str, skip: int) -> None:
+    """Raise ConfigError if no version of a run of `total` samples would be counted."""
     if not counted(total, skip, schedule):
         versions, window = schedule.versions(total), schedule.window
         least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
-        rule = f"{versions} versions in mode {config.mode}: all are skipped, or fill or drain the pipeline"
+        rule = f"{versions} versions in mode {mode}: all are skipped, or fill or drain the pipeline"
         raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
 
 
@@ -250,13 +248,12 @@ def _with_ceilings(
     arm: Arm,
     turn: int,
     s: Session,
-    config: Config,
     rate: float,
     alone: float,
 ) -> dict[str, Any]:
     """The figures, against what the devices can do."""
-    flops = train_flops(s.run.model, _lengths(s, config), config)
-    per_sample = flops / config.rollout.total_rollout_steps
+    flops = train_flops(s.run.model, _lengths(s), s.config)
+    per_sample = flops / s.config.rollout.total_rollout_steps
     stepping = found["step_s"] / found["version_s"]
     mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
     decoding = found["drawn_tokens_per_s"] / alone
@@ -279,8 +276,9 @@ def _with_ceilings(
     )
 
 
-def _lengths(s: Session, config: Config) -> list[int]:
+def _lengths(s: Session) -> list[int]:
     """Prompt and response tokens of every trajectory of the run, where responses have drawn lengths; the limit elsewhere."""
+    config = s.config
     drawn, n = drawn_lengths(config), config.rollout.n
     limit = config.rollout.max_response_length
     found = []
@@ -293,10 +291,11 @@ def _lengths(s: Session, config: Config) -> list[int]:
     return found
 
 
-async def _alone(s: Session, config: Config) -> float:
+async def _alone(s: Session) -> float:
     """Tokens a second of the same engines with nothing but requests: all that the mode may have under way, at once, of the lengths that
     they have.
     """
+    config = s.config
     drawn, rollout = drawn_lengths(config), config.rollout
 
     def one(i: int, k: int) -> Any:

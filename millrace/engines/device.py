@@ -10,13 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from millrace.config import Config
+from millrace.config import TrainerConfig
 from millrace.engines.model import DTYPES
 
 
-def pick(config: Config) -> torch.device:
+def pick(trainer: TrainerConfig) -> torch.device:
     """The device of this process: its own GPU where there are GPUs, else the CPU."""
-    kind = config.trainer.device
+    kind = trainer.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return (
@@ -24,37 +24,35 @@ def pick(config: Config) -> torch.device:
     )
 
 
-def join_group(store: dist.Store, rank: int, world_size: int, config: Config) -> None:
+def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerConfig) -> None:
     """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too. The others wait in it while
     the first loads a model or writes an export.
     """
-    backend = "gloo" if pick(config).type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if pick(trainer).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
     dist.init_process_group(
         backend,
         store=own,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=config.trainer.wait_deadline_s),
+        timeout=timedelta(seconds=trainer.wait_deadline_s),
     )
 
 
-def prepare(config: Config) -> None:
+def prepare(trainer: TrainerConfig) -> None:
     """Threads and determinism of this process. Once, before anything is built."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
-    if config.trainer.deterministic:
+    if trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
-def matmul_rate(config: Config) -> float:
+def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
     """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
-    device = pick(config)
+    device = pick(trainer)
     size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
-    a, b = (
-        torch.randn(size, size, device=device, dtype=DTYPES[config.model.dtype]) for _ in range(2)
-    )
+    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     best = 0.0
     for _ in range(3):
         _ = a @ b
@@ -69,9 +67,9 @@ def matmul_rate(config: Config) -> float:
     return best
 
 
-def peak_memory(config: Config) -> int:
+def peak_memory(trainer: TrainerConfig) -> int:
     """Most bytes that tensors took on this process's GPU so far; on a CPU, what the process took at its largest."""
-    device = pick(config)
+    device = pick(trainer)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -320,7 +320,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank. With model.lora_rank they are
     frozen, and adapters are trained; the critic, if there is one, is trained whole.
     """
-    device = pick(config)
+    device = pick(config.trainer)
     alone = not dist.is_initialized()
 
     share = (

@@ -6,8 +6,7 @@ from millrace.algorithms.correction import CorrectionOptions
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import AggMode, default_aggregation
-from millrace.config import Config
-from millrace.config_checks import rejection_options
+from millrace.config import Config, rejection_options
 
 
 def loss_options(config: Config) -> LossOptions:
@@ -35,7 +34,7 @@ def loss_scale(config: Config) -> float:
 
 def correction_options(config: Config) -> CorrectionOptions:
     correction = config.algorithm.rollout_correction
-    threshold, rules = rejection_options(config)
+    threshold, rules = rejection_options(config.algorithm.rollout_correction)
     return CorrectionOptions(
         rollout_is=correction.rollout_is,
         rollout_is_threshold=threshold,

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel
 
-from millrace.config import Config
+from millrace.config import ModelConfig, Sides
 from millrace.engines.decoder import PREFILL_TOKENS, Decoder
 from millrace.engines.model import eos_ids, load_model
 from millrace.engines.refusals import check_request
@@ -274,25 +274,25 @@ def _check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.T
             )
 
 
-def build(config: Config, model_folder: str) -> TorchRolloutEngine:
-    """The engine of one replica, on this process's device, with the weights of version 0."""
-    device = config.trainer.device
+def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEngine:
+    """Return the engine of one replica, on this process's device, with the weights of version 0."""
+    trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
+    device = trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    trust = config.model.trust_remote_code
-    model = load_model(
+    loaded = load_model(
         model_folder,
-        seed=config.trainer.seed,
-        dtype=config.model.dtype,
+        seed=trainer.seed,
+        dtype=model.dtype,
         device=device,
         trust_remote_code=trust,
     )
     return TorchRolloutEngine(
-        model,
-        eos_ids=eos_ids(model),
-        slots=config.rollout.max_num_seqs,
-        max_len=config.rollout.max_prompt_length + config.rollout.max_response_length,
-        deterministic=config.trainer.deterministic,
-        kv_on_swap=config.rollout.kv_on_swap,
-        decode=text_of(model_folder, trust) if config.rollout.stop else None,
+        loaded,
+        eos_ids=eos_ids(loaded),
+        slots=rollout.max_num_seqs,
+        max_len=rollout.max_len,
+        deterministic=trainer.deterministic,
+        kv_on_swap=rollout.kv_on_swap,
+        decode=text_of(model_folder, trust) if rollout.stop else None,
     )

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from millrace.config import Config
+from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
 
 EXTENSION = "millrace.sync.vllm_worker.WorkerExtension"
@@ -18,28 +18,31 @@ SCHEDULER: str | None = "millrace.engines.vllm_scheduler.scheduler"
 _CPU_HEAD = 32
 
 
-def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
-    """Of vLLM's AsyncEngineArgs. Raises ConfigError at what the vLLM that is installed cannot do."""
+def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dict[str, Any]:
+    """Return arguments of vLLM's AsyncEngineArgs.
+
+    Raises ConfigError for settings that the installed vLLM does not support.
+    """
+    trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
     on_gpu = current_platform.is_cuda_alike()
-    if config.trainer.device != "auto" and (config.trainer.device == "cuda") != on_gpu:
+    if trainer.device != "auto" and (trainer.device == "cuda") != on_gpu:
         built = "GPUs" if on_gpu else "CPUs"
         raise bad_value(
             "trainer.device",
-            config.trainer.device,
+            trainer.device,
             f"the vLLM here is a build for {built}",
             "trainer.device=auto",
         )
     if not on_gpu:
-        _check_heads(model_folder, config)
-    rollout, trust = config.rollout, config.model.trust_remote_code
-    max_len = rollout.max_prompt_length + rollout.max_response_length
+        _check_heads(model_folder, trust)
+    max_len = rollout.max_len
     arguments: dict[str, Any] = {
         "model": model_folder,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's own would change how is sampled
         "load_format": "dummy",
-        "dtype": config.model.dtype,
-        "seed": config.trainer.seed,
+        "dtype": model.dtype,
+        "seed": trainer.seed,
         "trust_remote_code": trust,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
@@ -55,7 +58,7 @@ def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager or not on_gpu,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",  # the raw ones ignore the temperature
-        "enable_sleep_mode": on_gpu and config.schedule.colocated and rollout.free_cache_engine,
+        "enable_sleep_mode": on_gpu and sides.colocated and rollout.free_cache_engine,
         "weight_transfer_config": {"backend": "millrace"},
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,
@@ -78,11 +81,9 @@ def engine_arguments(config: Config, model_folder: str) -> dict[str, Any]:
     return arguments | rollout.engine_kwargs | overrides
 
 
-def _check_heads(model_folder: str, config: Config) -> None:
+def _check_heads(model_folder: str, trust: bool) -> None:
     """Refuse what vLLM's attention on a CPU has no kernel for, before it has started its processes."""
-    shape: Any = AutoConfig.from_pretrained(
-        model_folder, trust_remote_code=config.model.trust_remote_code
-    )
+    shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if size < _CPU_HEAD:
         rule = f"vLLM on a CPU has attention for heads of {_CPU_HEAD} numbers or more, and the model's have {size}"

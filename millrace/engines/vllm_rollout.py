@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from millrace.config import Config
+from millrace.config import ModelConfig, Sides
 from millrace.engines.model import folder_eos_ids
 from millrace.engines.refusals import check_request
 from millrace.engines.stop_strings import completes_stop, stop_window
@@ -410,11 +410,11 @@ def _segments(request: _Live, drawn: _Drawn, stop: Stop) -> tuple[Segment, ...]:
     return (*pieces[:-1], replace(pieces[-1], stop=stop)) if pieces else ()
 
 
-def build(config: Config, model_folder: str) -> VllmRolloutEngine:
+def build(sides: Sides, model: ModelConfig, model_folder: str) -> VllmRolloutEngine:
     """The engine of one replica, on this process's devices. Its weights are random until the first sync."""
-    arguments = engine_arguments(config, model_folder)
+    arguments = engine_arguments(sides, model, model_folder)
     llm = start(arguments)
-    rollout, trust = config.rollout, config.model.trust_remote_code
+    rollout, trust = sides.rollout, model.trust_remote_code
     return VllmRolloutEngine(
         llm,
         eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),

@@ -16,7 +16,7 @@ import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from millrace.config_vllm import HOST_PID
+from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import WorkerError
 
 _STDERR = "/proc/self/fd/2"

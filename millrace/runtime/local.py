@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from millrace.config import Config, nodes_needed
+from millrace.config import Sides
 from millrace.errors import bad_value
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
@@ -39,35 +39,31 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
-def check_devices(config: Config, gpus: Sequence[str], *, rollout: bool = True) -> None:
+def check_devices(sides: Sides, gpus: Sequence[str], *, rollout: bool = True) -> None:
     """Refuse what this machine cannot place, with the arithmetic. Without `rollout` the training side is alone."""
-    if nodes_needed(config) > 1 and gpus:
-        rule = (
-            f"{nodes_needed(config)} nodes are needed, and the local runtime is this machine alone"
-        )
+    if sides.nodes_needed > 1 and gpus:
+        rule = f"{sides.nodes_needed} nodes are needed, and the local runtime is this machine alone"
         raise bad_value(
-            "trainer.nnodes", config.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices"
+            "trainer.nnodes", sides.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices"
         )
-    both = [config.trainer_ranks, config.rollout_devices if rollout else 0]
-    needed = max(both) if config.schedule.colocated else sum(both)
+    both = [sides.trainer.ranks, sides.rollout.devices if rollout else 0]
+    needed = max(both) if sides.colocated else sum(both)
     if gpus and needed > len(gpus):
         rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"
         fix = (
             "mode=colocate_sync, where both sides share GPUs, fewer devices, or trainer.device=cpu"
         )
-        raise bad_value("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, rule, fix)
+        raise bad_value("trainer.n_gpus_per_node", sides.trainer.n_gpus_per_node, rule, fix)
 
 
 class LocalRuntime:
     """Starts worker processes; ends them all."""
 
-    def __init__(self, log_dir: Path, config: Config, *, gpus: Sequence[str]) -> None:
+    def __init__(self, log_dir: Path, sides: Sides, *, gpus: Sequence[str]) -> None:
         self._log_dir = log_dir
-        self._config = config
-        devices = config.trainer_ranks + (
-            0 if config.schedule.colocated else config.rollout_devices
-        )
-        self._threads = threads(config, os.cpu_count() or 1, devices)
+        self._sides = sides
+        devices = sides.trainer.ranks + (0 if sides.colocated else sides.rollout.devices)
+        self._threads = threads(sides.trainer, os.cpu_count() or 1, devices)
         self._gpus = gpus
         self._workers: list[tuple[Peer, subprocess.Popen[bytes], asyncio.StreamWriter]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,7 +96,7 @@ class LocalRuntime:
             writer.write(HEADER.pack(len(frame)))
             writer.write(frame)
 
-        peer = Peer(name, send, deadline_s=self._config.trainer.wait_deadline_s)
+        peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)
         task = asyncio.get_running_loop().create_task(
             self._read(peer, reader, process, log), name=f"read-{name}"
         )
@@ -126,9 +122,9 @@ class LocalRuntime:
 
     def _gpus_of(self, role: str, index: int) -> Sequence[str]:
         """Trainer ranks first, then replicas; colocated sides share by index."""
-        each = self._config.rollout.tensor_model_parallel_size if role == "rollout" else 1
-        separate = role == "rollout" and not self._config.schedule.colocated
-        first = index * each + (self._config.trainer_ranks if separate else 0)
+        each = self._sides.rollout.tensor_model_parallel_size if role == "rollout" else 1
+        separate = role == "rollout" and not self._sides.colocated
+        first = index * each + (self._sides.trainer.ranks if separate else 0)
         return self._gpus[first : first + each]
 
     async def _read(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from millrace.config import Config, sides_share_nodes
+from millrace.config import Sides, TrainerConfig
 from millrace.errors import ConfigError, bad_value
 
 
@@ -17,14 +17,14 @@ from millrace.errors import ConfigError, bad_value
 class Plan:
     """Nodes for both sides, numbered from 0: the trainer's, then those that only rollouts are on."""
 
-    config: Config
+    sides: Sides
     shared: int
 
     @property
     def shares(self) -> list[int]:
         """Devices of each node."""
-        t, r = self.config.trainer, self.config.rollout
-        both = t.n_gpus_per_node + (0 if self.config.schedule.colocated else r.n_gpus_per_node)
+        t, r = self.sides.trainer, self.sides.rollout
+        both = t.n_gpus_per_node + (0 if self.sides.colocated else r.n_gpus_per_node)
         alone = [t.n_gpus_per_node] * (t.nnodes - self.shared) + [r.n_gpus_per_node] * (
             r.nnodes - self.shared
         )
@@ -32,7 +32,7 @@ class Plan:
 
     def place(self, role: str, index: int) -> tuple[int, slice]:
         """The node of a worker, and its devices among that node's share."""
-        t, r = self.config.trainer, self.config.rollout
+        t, r = self.sides.trainer, self.sides.rollout
         if role == "trainer":
             node, device = divmod(index, t.n_gpus_per_node)
             return node, slice(device, device + 1)
@@ -40,42 +40,42 @@ class Plan:
         node, device = divmod(index * each, r.n_gpus_per_node)
         if node >= self.shared:
             node += t.nnodes - self.shared
-        elif not self.config.schedule.colocated:
+        elif not self.sides.colocated:
             device += t.n_gpus_per_node
         return node, slice(device, device + each)
 
 
-def threads(config: Config, cores: int, devices: int) -> int:
+def threads(trainer: TrainerConfig, cores: int, devices: int) -> int:
     """Torch threads of each worker on a node with so many cores, and workers on so many devices of it. Sides that share devices take turns:
     each has all of its cores in its turn.
     """
-    if config.trainer.threads:
-        return config.trainer.threads
-    return 1 if config.trainer.deterministic else max(1, cores // devices)
+    if trainer.threads:
+        return trainer.threads
+    return 1 if trainer.deterministic else max(1, cores // devices)
 
 
-def plans(config: Config) -> list[Plan]:
+def plans(sides: Sides) -> list[Plan]:
     """The plans that the configuration allows, those with fewest nodes first. trainer.gpus_in_node leaves one."""
-    most = min(config.trainer.nnodes, config.rollout.nnodes)
-    if config.trainer.gpus_in_node or config.schedule.colocated:
-        return [Plan(config, most if sides_share_nodes(config) else 0)]
-    return [Plan(config, shared) for shared in range(most, -1, -1)]
+    most = min(sides.trainer.nnodes, sides.rollout.nnodes)
+    if sides.trainer.gpus_in_node or sides.colocated:
+        return [Plan(sides, most if sides.share_nodes else 0)]
+    return [Plan(sides, shared) for shared in range(most, -1, -1)]
 
 
-def choose(config: Config, kind: str, sizes: Sequence[float], free: Sequence[float]) -> Plan:
+def choose(sides: Sides, kind: str, sizes: Sequence[float], free: Sequence[float]) -> Plan:
     """The plan for nodes that have `sizes` devices, of which `free` are free. Raises ConfigError if no wait would place one."""
-    possible = [plan for plan in plans(config) if _fits(plan.shares, sizes)]
+    possible = [plan for plan in plans(sides) if _fits(plan.shares, sizes)]
     if not possible:
         raise refusal(
-            config, kind, f"the cluster's nodes have {_list(sizes)}", "fewer devices, or more nodes"
+            sides, kind, f"the cluster's nodes have {_list(sizes)}", "fewer devices, or more nodes"
         )
     return next((plan for plan in possible if _fits(plan.shares, free)), possible[0])
 
 
-def refusal(config: Config, kind: str, found: str, fix: str) -> ConfigError:
+def refusal(sides: Sides, kind: str, found: str, fix: str) -> ConfigError:
     """What is needed, what was found, and the fix."""
-    t, r = config.trainer, config.rollout
-    allowed = plans(config)
+    t, r = sides.trainer, sides.rollout
+    allowed = plans(sides)
     ways = [
         f"{len(p.shares)} node{'s' * (len(p.shares) > 1)} with {_list(p.shares)}" for p in allowed
     ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config
+from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
@@ -113,8 +113,8 @@ async def _knock(address: str) -> None:
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
-    def __init__(self, config: Config, *, own: bool) -> None:
-        self._config = config
+    def __init__(self, sides: Sides, *, own: bool) -> None:
+        self._sides = sides
         self._own = own
         self._kind = "CPU"
         self._plan: Plan
@@ -127,12 +127,12 @@ class RayRuntime:
         self._closing = False
 
     @classmethod
-    async def open(cls, config: Config, log_dir: Path) -> RayRuntime:
+    async def open(cls, sides: Sides, log_dir: Path) -> RayRuntime:
         """Join the cluster at trainer.ray_address, or start one on this machine; then reserve the devices.
 
         Raises ConfigError if no cluster answers, or it has not the devices, or a node does not see the run's folder.
         """
-        address = config.trainer.ray_address
+        address = sides.trainer.ray_address
         own = not address and not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {
@@ -141,7 +141,7 @@ class RayRuntime:
             "ignore_reinit_error": True,
         }
         if own:  # "local", because Ray would join the cluster of RAY_ADDRESS
-            cores = max(os.cpu_count() or 1, config.trainer_ranks + config.rollout_devices)
+            cores = max(os.cpu_count() or 1, sides.trainer.ranks + sides.rollout.devices)
             options |= {
                 "address": "local",
                 "num_cpus": cores,
@@ -167,7 +167,7 @@ class RayRuntime:
             raise bad_value(
                 "trainer.ray_address", address, f"no cluster can be joined: {error}", fix
             ) from error
-        runtime = cls(config, own=own)
+        runtime = cls(sides, own=own)
         try:
             await runtime._reserve()
             await runtime._inspect(log_dir.resolve())
@@ -181,7 +181,7 @@ class RayRuntime:
         self._loopback = self._own or all(
             node["NodeManagerAddress"].startswith("127.") for node in nodes
         )
-        device = self._config.trainer.device
+        device = self._sides.trainer.device
         if device != "cpu" and any(node["Resources"].get("GPU") for node in nodes):
             self._kind = "GPU"
         elif device == "cuda":
@@ -189,7 +189,7 @@ class RayRuntime:
                 "trainer.device", device, "no node of the cluster has a GPU", "trainer.device=auto"
             )
         sizes = [node["Resources"].get(self._kind, 0.0) for node in nodes]
-        self._plan = choose(self._config, self._kind, sizes, self._free())
+        self._plan = choose(self._sides, self._kind, sizes, self._free())
         bundles = [{self._kind: float(share)} for share in self._plan.shares]
         self._group = placement_group(
             bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK"
@@ -200,7 +200,7 @@ class RayRuntime:
                 f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
             )
             raise refusal(
-                self._config,
+                self._sides,
                 self._kind,
                 found,
                 "end other jobs (`ray status` counts what they hold), or fewer devices",
@@ -250,8 +250,8 @@ class RayRuntime:
     async def start(self, name: str, role: str, index: int) -> Peer:
         node, devices = self._plan.place(role, index)
         gpus = self._shares[node].gpus[devices]
-        share = (devices.stop - devices.start) * (0.5 if self._config.schedule.colocated else 1.0)
-        workers = threads(self._config, self._shares[node].cores, self._plan.shares[node])
+        share = (devices.stop - devices.start) * (0.5 if self._sides.colocated else 1.0)
+        workers = threads(self._sides.trainer, self._shares[node].cores, self._plan.shares[node])
         variables = {
             "OMP_NUM_THREADS": str(workers),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -272,7 +272,7 @@ class RayRuntime:
         peer = Peer(
             name,
             lambda frame: self._push(peer, actor, next(numbers), frame),
-            deadline_s=self._config.trainer.wait_deadline_s,
+            deadline_s=self._sides.trainer.wait_deadline_s,
         )
         if role == "rollout":
             self._replicas.append(peer)

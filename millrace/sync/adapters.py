@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Spec, checksum
 from millrace.sync.groups import make_group, wait_for_device
 from millrace.sync.inbox import ADAPTERS, Inbox, told_specs, wire_device
@@ -91,25 +91,23 @@ def join_inbox(
     store: Any,
     device: torch.device,
     replica: int,
-    config: Config,
+    agreed: Agreement,
     shard: int = 0,
 ) -> Inbox | AdaptedInbox:
     """Meet every trainer rank that sends. Blocks until all devices of the sync are there."""
-    wire = wire_device(config, device)
-    position = 1 + replica * config.rollout.tensor_model_parallel_size + shard
-    size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+    wire = wire_device(agreed, device)
+    position = 1 + replica * agreed.devices + shard
+    size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
     groups = [
-        make_group(store, str(r), wire, position, size, timeout_s) for r in range(config.shard_size)
+        make_group(store, str(r), wire, position, size, timeout_s) for r in range(agreed.senders)
     ]
-    bucket_bytes = config.sync.bucket_mb << 20
+    bucket_bytes = agreed.bucket_bytes
     # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
-    base = Inbox(
-        groups, specs, bucket_bytes, wire, replica, with_bit_sums=config.rollout.engine == "vllm"
-    )
-    if not config.model.lora_rank:
+    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
+    if agreed.adapter_scale is None:
         return base
     return AdaptedInbox(
         base,
         Inbox(groups, told_specs(store, ADAPTERS), bucket_bytes, wire, replica),
-        config.model.lora_scale,
+        agreed.adapter_scale,
     )

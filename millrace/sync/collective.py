@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from millrace.beside import Beside
-from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
 from millrace.sync.adapters import AdaptedInbox, join_inbox
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
 from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, told_specs, wire_device
@@ -77,20 +77,20 @@ class Sender:
         """Of what is sent beside the engine's steps."""
 
     @classmethod
-    async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> Sender:
+    async def join(cls, source: WeightSource, store: Any, rank: int, agreed: Agreement) -> Sender:
         """Meet the replicas."""
 
         def planned(specs: list[Spec]) -> list[Bucket]:
-            return plan(part_of(specs, rank, config.shard_size), config.sync.bucket_mb << 20)
+            return plan(part_of(specs, rank, agreed.senders), agreed.bucket_bytes)
 
         buckets = planned(tell_specs(source.shards(), store, rank))
         adapters = (
             planned(tell_specs(source.adapters(), store, rank, ADAPTERS))
-            if config.model.lora_rank
+            if agreed.adapter_scale is not None
             else None
         )
-        wire = wire_device(config, source.device)
-        size, timeout_s = 1 + config.rollout_devices, config.sync.timeout_s
+        wire = wire_device(agreed, source.device)
+        size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
         group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
         return cls(source, group, buckets, wire, adapters)
 
@@ -224,10 +224,10 @@ class Silent:
 
 
 async def join_sender(
-    source: WeightSource, store: Any, rank: int, config: Config
+    source: WeightSource, store: Any, rank: int, agreed: Agreement
 ) -> Sender | Silent:
     """The end of trainer rank `rank`. One that sends meets the replicas."""
-    return await Sender.join(source, store, rank, config) if rank < config.shard_size else Silent()
+    return await Sender.join(source, store, rank, agreed) if rank < agreed.senders else Silent()
 
 
 class Receiver:
@@ -239,14 +239,16 @@ class Receiver:
         self._replica = replica
 
     @classmethod
-    async def join(cls, holder: WeightHolder, store: Any, replica: int, config: Config) -> Receiver:
+    async def join(
+        cls, holder: WeightHolder, store: Any, replica: int, agreed: Agreement
+    ) -> Receiver:
         """Meet every trainer rank that sends. Raises SyncError, with the first tensor that differs, if the models differ."""
         told = await asyncio.to_thread(told_specs, store)
         _compare_specs(told, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device
         return cls(
             holder,
-            await asyncio.to_thread(join_inbox, told, store, device, replica, config),
+            await asyncio.to_thread(join_inbox, told, store, device, replica, agreed),
             replica,
         )
 

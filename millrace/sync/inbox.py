@@ -10,8 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, checksum, part_of, plan, rows_of
 from millrace.sync.groups import broadcast, finish, start_broadcast, wait_for_device
 from millrace.types import PolicyVersion
@@ -195,6 +195,6 @@ def told_specs(store: Any, key: str = PLAN) -> list[Spec]:
     return msgspec.json.decode(store.get(key), type=list[Spec])
 
 
-def wire_device(config: Config, device: torch.device) -> torch.device:
+def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
     """Where buckets travel: NCCL refuses two ranks on one GPU, so colocated sides meet in host memory."""
-    return torch.device("cpu") if config.schedule.colocated else device
+    return torch.device("cpu") if agreed.colocated else device

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, plan
 from millrace.sync.collective import WeightSource, tell_specs
 from millrace.sync.groups import finish, make_group, receive, start_send, wait_for_device
@@ -32,9 +32,9 @@ _DEVICE = 6
 """Which argument of torch's rebuild function is the device's number: that of the process that maps the memory."""
 
 
-def fits(config: Config, device: torch.device) -> bool:
+def fits(agreed: Agreement, device: torch.device) -> bool:
     """Whether both sides share GPUs, and the replica can map the trainer's memory."""
-    return config.schedule.colocated and config.rollout.engine == "vllm" and device.type == "cuda"
+    return agreed.colocated and agreed.vllm and device.type == "cuda"
 
 
 class IpcSender:
@@ -49,15 +49,17 @@ class IpcSender:
         self._slots = slots
 
     @classmethod
-    async def join(cls, source: WeightSource, store: Any, rank: int, config: Config) -> IpcSender:
+    async def join(
+        cls, source: WeightSource, store: Any, rank: int, agreed: Agreement
+    ) -> IpcSender:
         """Say where the slots are, and wait for who maps them."""
         device = source.device
-        buckets = plan(tell_specs(source.shards(), store, rank), config.sync.bucket_mb << 20)
+        buckets = plan(tell_specs(source.shards(), store, rank), agreed.bucket_bytes)
         largest = max(b.num_bytes for b in buckets)
         slots = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         name = _name(device)
         store.set(f"{_HANDLES}/{name}", pickle.dumps([reduce_tensor(slot) for slot in slots]))
-        pair = await asyncio.to_thread(make_group, store, name, _CPU, 0, 2, config.sync.timeout_s)
+        pair = await asyncio.to_thread(make_group, store, name, _CPU, 0, 2, agreed.timeout_s)
         return cls(source, pair, buckets, slots)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
@@ -124,7 +126,7 @@ class IpcInbox:
         store: Any,
         device: torch.device,
         replica: int,
-        config: Config,
+        agreed: Agreement,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
     ) -> IpcInbox:
         """Map the slots of the trainer rank on this GPU. `load` puts tensors into the live model."""
@@ -140,8 +142,8 @@ class IpcInbox:
             here = list(arguments)
             here[_DEVICE] = device.index
             slots.append(rebuild(*here))
-        pair = make_group(store, name, _CPU, 1, 2, config.sync.timeout_s)
-        return cls(pair, plan(specs, config.sync.bucket_mb << 20), slots, load, replica)
+        pair = make_group(store, name, _CPU, 1, 2, agreed.timeout_s)
+        return cls(pair, plan(specs, agreed.bucket_bytes), slots, load, replica)
 
     def receive(self, version: PolicyVersion) -> int:
         """Load `version` and prove what came; returns its bytes. Blocks."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
+from millrace.sync.agreement import Agreement
 from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
 
@@ -41,12 +41,12 @@ class VllmHolder(Protocol):
 class VllmReceiver:
     """The replica's end."""
 
-    def __init__(self, engine: VllmHolder, store: Any, replica: int, config: Config) -> None:
+    def __init__(self, engine: VllmHolder, store: Any, replica: int, agreed: Agreement) -> None:
         self._engine = engine
         self._store = store
         self._replica = replica
-        self._shards = config.rollout.tensor_model_parallel_size
-        self._timeout_s = config.sync.timeout_s
+        self._shards = agreed.devices
+        self._timeout_s = agreed.timeout_s
         self._turn = 0
         self._version: PolicyVersion | None = None
 
@@ -58,12 +58,12 @@ class VllmReceiver:
         address: tuple[str, int],
         replica: int,
         tree: dict[str, Any],
-        config: Config,
+        agreed: Agreement,
     ) -> VllmReceiver:
         """Meet every trainer rank that sends, from each of vLLM's workers."""
         host, port = address
         await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
-        return cls(engine, store, replica, config)
+        return cls(engine, store, replica, agreed)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Receive `version` beside the live weights: the engine goes on decoding."""

@@ -36,10 +36,11 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
-from millrace.config_vllm import HOST_PID
+from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
+from millrace.sync.agreement import Agreement
 from millrace.sync.inbox import Inbox, told_specs
 from millrace.sync.proof import bit_sums
 
@@ -80,16 +81,16 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Join the trainer's ranks and the other replicas. Blocks until all are there."""
         forget_nccl_settings()
-        config = Config.model_validate(init_info.config)
-        limit = timedelta(seconds=config.sync.timeout_s)
+        agreed = Agreement.of(Config.model_validate(init_info.config))
+        limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        where = (told_specs(self._store), self._store, self.device, init_info.replica, config)
+        where = (told_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
             ipc.IpcInbox.join(*where, self.model.load_weights)
-            if ipc.fits(config, self.device)
+            if ipc.fits(agreed, self.device)
             else join_inbox(*where, shard)
         )
 

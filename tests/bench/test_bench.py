@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from millrace import recipe
 from millrace.bench.flops import train_flops
 from millrace.bench.modes import Arm, arms_of, check_size, counted, table
-from millrace.config import Config, ModelShape
+from millrace.config import Config, ModelShape, recipe
 from millrace.engines import lora
 from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError
@@ -101,9 +100,14 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
         "async_training.staleness_threshold=2.5",
         "async_training.trigger_parameter_sync_step=1",
     ]
-    check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=256"]), 1)
+
+    def check(size: str) -> None:
+        c = recipe.load(runs.RECIPE, overrides, [size])
+        check_size(c.schedule, c.rollout.total_rollout_steps, "async_partial", 1)
+
+    check("rollout.total_rollout_steps=256")
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
-        check_size(recipe.load(runs.RECIPE, overrides, ["rollout.total_rollout_steps=224"]), 1)
+        check("rollout.total_rollout_steps=224")
 
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:

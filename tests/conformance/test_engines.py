@@ -49,7 +49,7 @@ def config(**trainer: Any) -> Config:
 
 
 def runtime(folder: Path, c: Config) -> LocalRuntime:
-    return LocalRuntime(folder, c, gpus=[])
+    return LocalRuntime(folder, c.sides, gpus=[])
 
 
 def makers(

@@ -16,7 +16,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from millrace import launch, recipe
+from millrace import launch
+from millrace.config import recipe
 from millrace.launch import Outcome, Session, StopRequest
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints
@@ -24,7 +25,7 @@ from millrace.run_dir import RunDir, open_run_dir
 from millrace.schedule.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = ROOT / "millrace" / "recipes" / "quickstart.yaml"
 SMALL = [
     "sft.steps=0",
     "actor.ppo_mini_batch_size=8",

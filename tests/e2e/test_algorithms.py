@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from millrace.assemble import build_engines
-from millrace.config import MODES, Config, ModelShape
+from millrace.config import Config, ModelShape
 from millrace.engines.model import write_shape
 from millrace.errors import MillraceError
 from millrace.pipeline.history import audit
 from millrace.run_dir import RunDir
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer
+from millrace.schedule.modes import MODES
 from millrace.worker import RolloutWorker, TrainWorker, make_worker
 from tests.e2e import runs
 

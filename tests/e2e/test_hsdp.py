@@ -10,8 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from millrace import recipe
-from millrace.config import ModelShape
+from millrace.config import ModelShape, recipe
 from millrace.engines import fsdp_train
 from millrace.engines.model import write_shape
 from millrace.exporting import export

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import MODES
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.pipeline.record import RunRecord
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 
@@ -60,7 +60,7 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
             == row["train/samples"] * 4
         ), mode
         assert row["sync/bytes"] > 0 and row["actor/nonfinite_steps"] == 0, mode
-    if OnSync(MODES[mode]["on_sync"]) is OnSync.DRAIN:
+    if MODES[mode].on_sync is OnSync.DRAIN:
         assert all(row["fully_async/partial/total_partial_num"] == 0 for row in rows), mode
 
 

@@ -38,7 +38,7 @@ class Pair:
     def __init__(self, temperature: float) -> None:
         self.config = config_of(temperature)
         model = str(folder())
-        self.rollout = torch_rollout.build(self.config, model)
+        self.rollout = torch_rollout.build(self.config.sides, self.config.model, model)
         self.train = fsdp_train.build(self.config, model, rank=0, world_size=1)
 
     async def samples(self) -> tuple[Sample, ...]:

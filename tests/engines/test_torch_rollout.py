@@ -461,7 +461,7 @@ def test_build_makes_the_engine_that_the_configuration_describes():
         trainer=TrainerConfig(device="cpu", seed=2),
         rollout=RolloutConfig(max_prompt_length=10, max_response_length=6, max_num_seqs=5),
     )
-    eng = build(config, str(folder()))
+    eng = build(config.sides, config.model, str(folder()))
     (segment,) = asyncio.run(eng.generate(prompt(0, 10), long(100), "s"))
     assert len(segment.tokens) == 6
     assert asyncio.run(eng.stats()).slots == 5

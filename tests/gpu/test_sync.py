@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from millrace.config import Config
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import checksum, plan, specs_of
 from millrace.sync.ipc import IpcInbox, IpcSender
 from millrace.sync.proof import bit_sums
@@ -24,6 +25,7 @@ CONFIG: dict[str, Any] = {
     "async_training": {"placement": "colocated"},
     "sync": {"bucket_mb": 1, "timeout_s": 60},
 }
+AGREED = Agreement.of(Config.model_validate(CONFIG))
 VERSIONS = 3
 
 
@@ -56,7 +58,7 @@ def replica(_: int, port: int) -> None:
         for name, tensor in weights:
             live[name] = tensor.clone()
 
-    inbox = IpcInbox.join(specs_of(model(0)), store, CUDA, 0, Config.model_validate(CONFIG), load)
+    inbox = IpcInbox.join(specs_of(model(0)), store, CUDA, 0, AGREED, load)
     for version in range(VERSIONS):
         inbox.receive(version)
         want = model(version)
@@ -71,7 +73,7 @@ def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def main() -> None:
         source = Source()
-        sender = await IpcSender.join(source, store, 0, Config.model_validate(CONFIG))
+        sender = await IpcSender.join(source, store, 0, AGREED)
         for version in range(VERSIONS):
             source.tensors = model(version)
             await sender.transfer(version)

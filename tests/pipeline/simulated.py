@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
@@ -19,7 +18,8 @@ from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State, Totals
-from millrace.schedule.schedule import OnSync, Placement, Schedule
+from millrace.schedule.modes import MODES
+from millrace.schedule.schedule import Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
@@ -40,14 +40,13 @@ def schedule_of(
 ) -> Schedule:
     mode, _, overlap = mode.partition("+")
     fixed = MODES[mode]
-    if mode in ("on_policy_pipeline", "one_step_off"):
-        trigger = 1
+    stale = fixed.staleness_threshold
     return Schedule(
         ppo_mini_batch_size=mini,
-        trigger_parameter_sync_step=trigger,
-        staleness_threshold=fixed.get("staleness_threshold", staleness),
-        on_sync=OnSync(fixed["on_sync"]),
-        placement=Placement(fixed["placement"]),
+        trigger_parameter_sync_step=fixed.trigger_parameter_sync_step or trigger,
+        staleness_threshold=staleness if stale is None else stale,
+        on_sync=fixed.on_sync,
+        placement=fixed.placement,
         overlap_sync=bool(overlap),
         lookahead=lookahead,
     )

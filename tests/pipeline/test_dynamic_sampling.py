@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import ConfigError, RewardError
 from millrace.pipeline.rollouter import Rollouter
@@ -16,6 +15,7 @@ from millrace.rollout.dynamic_sampling import DynamicSampling, DynamicSamplingEr
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, State
+from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Placement, Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel

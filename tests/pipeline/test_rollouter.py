@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from millrace.config import MODES
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
 from millrace.observe.stopwatch import Stopwatch
@@ -19,6 +18,7 @@ from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import MODES
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine, SimWeightSync

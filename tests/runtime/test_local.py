@@ -21,7 +21,7 @@ from millrace.runtime.rpc import Peer
 
 
 def runtime(folder: Path) -> LocalRuntime:
-    return LocalRuntime(folder, Config(), gpus=[])
+    return LocalRuntime(folder, Config().sides, gpus=[])
 
 
 def children() -> list[psutil.Process]:
@@ -135,7 +135,7 @@ from millrace.config import Config
 from millrace.runtime.local import LocalRuntime
 
 async def main():
-    workers = LocalRuntime(Path(sys.argv[1]), Config(), gpus=[])
+    workers = LocalRuntime(Path(sys.argv[1]), Config().sides, gpus=[])
     await asyncio.gather(workers.start("trainer-0", "trainer", 0), workers.start("rollout-0", "rollout", 0))
     print("up", flush=True)
     await asyncio.sleep(1000)
@@ -172,7 +172,7 @@ def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        workers = LocalRuntime(tmp_path, Config(), gpus=[])
+        workers = LocalRuntime(tmp_path, Config().sides, gpus=[])
         with pytest.raises(WorkerError) as caught:
             await workers.start("nobody-0", "nobody", 0)
         await workers.close()

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import pytest
 
-from millrace.config import Config
 from millrace.worker import Worker
 
 
@@ -16,10 +15,7 @@ def test_ranks_wait_for_each_other_as_long_as_any_wait_may_take(
     monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
     monkeypatch.setenv("MILLRACE_HOST", "127.0.0.1")
-    config = Config.model_validate(
-        {"trainer": {"wait_deadline_s": wait_s}, "sync": {"timeout_s": 3.0}}
-    )
     first, other = Worker(), Worker()
     address = asyncio.run(first.listen())
     for worker in (first, other):
-        assert worker._meet(address, config).timeout == timedelta(seconds=wait_s)
+        assert worker._meet(address, wait_s).timeout == timedelta(seconds=wait_s)

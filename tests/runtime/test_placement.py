@@ -38,7 +38,10 @@ def config(
 def places(plan: Plan) -> list[dict[str, list[int]]]:
     """Devices by worker, for each node."""
     found: list[dict[str, list[int]]] = [{} for _ in plan.shares]
-    for role, count in (("trainer", plan.config.trainer_ranks), ("rollout", plan.config.replicas)):
+    for role, count in (
+        ("trainer", plan.sides.trainer.ranks),
+        ("rollout", plan.sides.rollout.replicas),
+    ):
         for index in range(count):
             node, devices = plan.place(role, index)
             found[node][f"{role}-{index}"] = list(range(100))[devices]
@@ -74,7 +77,7 @@ T0, T1, R0, R1 = "trainer-0", "trainer-1", "rollout-0", "rollout-1"
 def test_workers_share_nodes_where_both_sides_fit_one_and_have_their_own_elsewhere(
     c: Config, workers: list[dict[str, list[int]]]
 ) -> None:
-    assert places(plans(c)[0]) == workers
+    assert places(plans(c.sides)[0]) == workers
     assert len(workers) == c.derived().nodes_needed
 
 
@@ -88,11 +91,11 @@ def test_in_every_plan_each_device_of_each_share_has_one_owner(
     trainer: tuple[int, int], rollout: tuple[int, int], gpus_in_node: int
 ) -> None:
     c = config(trainer, rollout, gpus_in_node=gpus_in_node)
-    for plan in plans(c):
+    for plan in plans(c.sides):
         owned = [sorted(itertools.chain(*node.values())) for node in places(plan)]
         assert owned == [list(range(share)) for share in plan.shares]
     if gpus_in_node:
-        assert [len(plan.shares) for plan in plans(c)] == [c.derived().nodes_needed]
+        assert [len(plan.shares) for plan in plans(c.sides)] == [c.derived().nodes_needed]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +114,14 @@ def test_a_plan_for_the_sizes_that_the_nodes_have(
     trainer: tuple[int, int], rollout: tuple[int, int], sizes: list[float], shares: list[int]
 ) -> None:
     for order in itertools.permutations(sizes):
-        assert choose(config(trainer, rollout), "GPU", order, order).shares == shares
+        assert choose(config(trainer, rollout).sides, "GPU", order, order).shares == shares
 
 
 def test_of_the_plans_that_nodes_have_room_for_one_that_is_free_now_is_taken() -> None:
     c = config((1, 4), (1, 4))
-    assert choose(c, "GPU", [8, 8], [8, 8]).shares == [8]
-    assert choose(c, "GPU", [8, 8], [4, 6]).shares == [4, 4]
-    assert choose(c, "GPU", [8, 8], [4, 3]).shares == [8], (
+    assert choose(c.sides, "GPU", [8, 8], [8, 8]).shares == [8]
+    assert choose(c.sides, "GPU", [8, 8], [4, 6]).shares == [4, 4]
+    assert choose(c.sides, "GPU", [8, 8], [4, 3]).shares == [8], (
         "none is free now: wait for the one with fewest nodes"
     )
 
@@ -147,7 +150,7 @@ def test_of_the_plans_that_nodes_have_room_for_one_that_is_free_now_is_taken() -
 )
 def test_what_no_wait_would_place_is_refused(c: Config, sizes: list[float], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(c, "GPU", sizes, sizes)
+        choose(c.sides, "GPU", sizes, sizes)
     assert message in str(caught.value)
 
 
@@ -164,4 +167,7 @@ def test_what_no_wait_would_place_is_refused(c: Config, sizes: list[float], mess
 def test_a_node_shares_its_cores_among_its_devices(
     other: dict[str, Any], cores: int, devices: int, expected: int
 ) -> None:
-    assert threads(config((1, 1), (1, 1), mode="colocated", **other), cores, devices) == expected
+    assert (
+        threads(config((1, 1), (1, 1), mode="colocated", **other).trainer, cores, devices)
+        == expected
+    )

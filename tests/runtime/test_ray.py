@@ -15,7 +15,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from millrace import launch, recipe
+from millrace import launch
+from millrace.config import recipe
 from millrace.errors import ConfigError, WorkerError
 from millrace.launch import StopRequest
 from millrace.pipeline.history import audit
@@ -48,7 +49,7 @@ async def opened(
     cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any
 ) -> AsyncIterator[RayRuntime]:
     c = config(*sides, runtime="ray", ray_address=cluster.address, **other)
-    runtime = await RayRuntime.open(c, folder)
+    runtime = await RayRuntime.open(c.sides, folder)
     try:
         yield runtime
     finally:

@@ -21,6 +21,7 @@ from millrace.errors import SyncError
 from millrace.ports import TrainBatch
 from millrace.sync import collective
 from millrace.sync.adapters import AdaptedInbox
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN
 from millrace.sync.collective import Receiver, Sender, Shards, join_sender
 from millrace.sync.proof import bit_sums
@@ -90,8 +91,14 @@ async def fleet(
     sources = [Adapted(model(1), rank, drawn(0)) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
-        *(join_sender(source, store, rank, config) for rank, source in enumerate(sources)),
-        *(Receiver.join(holder, store, i, config) for i, holder in enumerate(replicas)),
+        *(
+            join_sender(source, store, rank, Agreement.of(config))
+            for rank, source in enumerate(sources)
+        ),
+        *(
+            Receiver.join(holder, store, i, Agreement.of(config))
+            for i, holder in enumerate(replicas)
+        ),
     )
     yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
 
@@ -317,9 +324,13 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
     async def main() -> None:
         engine = fsdp_train.build(config, str(tmp_path), rank=0, world_size=1)
         engine.begin(config.actor.optim, 9)
-        replica, store = torch_rollout.build(config, str(tmp_path)), dist.HashStore()
+        replica, store = (
+            torch_rollout.build(config.sides, config.model, str(tmp_path)),
+            dist.HashStore(),
+        )
         sender, receiver = await asyncio.gather(
-            Sender.join(engine, store, 0, config), Receiver.join(replica, store, 0, config)
+            Sender.join(engine, store, 0, Agreement.of(config)),
+            Receiver.join(replica, store, 0, Agreement.of(config)),
         )
         base, seen = {name: own.clone() for name, _, _, own in engine.shards()}, []
         prompt = Prompt(0, tokens_of([2, 5, 3]), "", "d")

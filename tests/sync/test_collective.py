@@ -21,6 +21,7 @@ from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync import collective, inbox
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN, Bucket, part_of, plan, specs_of
 from millrace.sync.collective import Receiver, Sender, join_sender
 
@@ -140,8 +141,14 @@ async def fleet(
     sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
-        *(join_sender(source, store, rank, config) for rank, source in enumerate(sources)),
-        *(Receiver.join(holder, store, i, config) for i, holder in enumerate(replicas)),
+        *(
+            join_sender(source, store, rank, Agreement.of(config))
+            for rank, source in enumerate(sources)
+        ),
+        *(
+            Receiver.join(holder, store, i, Agreement.of(config))
+            for i, holder in enumerate(replicas)
+        ),
     )
     yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
 
@@ -422,7 +429,9 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     )  # the rest of Sender.join waits for the replicas
     with pytest.raises(SyncError, match=message):
         asyncio.run(
-            Receiver.join(Holder(change(model(0))), store, 0, Config(sync={"timeout_s": 5}))
+            Receiver.join(
+                Holder(change(model(0))), store, 0, Agreement.of(Config(sync={"timeout_s": 5}))
+            )
         )
 
 

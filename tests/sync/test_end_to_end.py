@@ -26,6 +26,7 @@ from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
+from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender
 from millrace.types import Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
@@ -121,11 +122,11 @@ async def train(
         folder, seed=9, dtype="float32"
     )  # other weights than the trainer's, which the first sync brings
     broken = second(model, eos_ids=eos_ids(model), slots=16, max_len=16)
-    replicas = [torch_rollout.build(c, folder), broken]
+    replicas = [torch_rollout.build(c.sides, c.model, folder), broken]
     store = dist.HashStore()
     joined = await asyncio.gather(
-        Sender.join(engine, store, 0, c),
-        *(Receiver.join(replica, store, i, c) for i, replica in enumerate(replicas)),
+        Sender.join(engine, store, 0, Agreement.of(c)),
+        *(Receiver.join(replica, store, i, Agreement.of(c)) for i, replica in enumerate(replicas)),
     )
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=30)

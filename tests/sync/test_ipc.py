@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import plan, specs_of
 from millrace.sync.groups import make_group
 from millrace.sync.ipc import IpcInbox, IpcSender, fits
@@ -140,7 +141,7 @@ def test_it_is_for_vllm_on_shared_gpus() -> None:
         )
 
     cuda = torch.device("cuda", 0)
-    assert fits(config("vllm", "colocated"), cuda)
-    assert not fits(config("vllm", "separate"), cuda)
-    assert not fits(config("torch", "colocated"), cuda)
-    assert not fits(config("vllm", "colocated"), CPU)
+    assert fits(Agreement.of(config("vllm", "colocated")), cuda)
+    assert not fits(Agreement.of(config("vllm", "separate")), cuda)
+    assert not fits(Agreement.of(config("torch", "colocated")), cuda)
+    assert not fits(Agreement.of(config("vllm", "colocated")), CPU)

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 from millrace.config import Config, ModelShape
 from millrace.engines.model import load_model, write_shape
+from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Sender
 from millrace.sync.vllm_receiver import VllmReceiver
 from millrace.testing import joined
@@ -75,13 +76,14 @@ class Replica:
         from millrace.engines import vllm_arguments, vllm_rollout
 
         patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
-        self.engine = vllm_rollout.build(self.config, str(self.folder))
+        self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
+        agreed = Agreement.of(self.config)
         self.sender, self.receiver = await asyncio.gather(
-            Sender.join(self, self.store, 0, self.config),
-            VllmReceiver.join(self.engine, self.store, address, 0, tree, self.config),
+            Sender.join(self, self.store, 0, agreed),
+            VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
         )
 
     async def transfer(self, version: int, seed: int) -> None:

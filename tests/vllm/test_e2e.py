@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.config import MODES
 from millrace.pipeline.history import audit
+from millrace.schedule.modes import MODES
 from tests.e2e import runs
 from tests.e2e.test_modes import OVERLAP, check_rows
 from tests.vllm.processes import engine_cores

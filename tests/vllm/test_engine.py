@@ -374,17 +374,17 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
         }
     )
     with pytest.raises(ConfigError, match=r"max_model_length.*max_model_len"):
-        vllm_rollout.build(wrong, str(replica.folder))
+        vllm_rollout.build(wrong.sides, wrong.model, str(replica.folder))
     elsewhere = replica.config.model_copy(
         update={"trainer": replica.config.trainer.model_copy(update={"device": "cuda"})}
     )
     with pytest.raises(ConfigError, match="the vLLM here is a build for CPUs"):
-        vllm_rollout.build(elsewhere, str(replica.folder))
+        vllm_rollout.build(elsewhere.sides, elsewhere.model, str(replica.folder))
     write_shape(
         tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY
     )
     with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
-        vllm_rollout.build(replica.config, str(tmp_path))
+        vllm_rollout.build(replica.config.sides, replica.config.model, str(tmp_path))
 
 
 @pytest.mark.usefixtures("replica")  # beside another engine a core that fails may not end
@@ -395,7 +395,7 @@ def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> Non
         "-m",
         "millrace",
         "train",
-        "recipes/quickstart_vllm.yaml",
+        "quickstart_vllm",
         f"trainer.run_dir={tmp_path / 'run'}",
     ]
     too_much = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "100000"}
@@ -417,9 +417,7 @@ def test_logits_are_float32_whatever_the_models_dtype(
 
     before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
-    engine = vllm_rollout.build(
-        replica.config.model_copy(update={"model": half}), str(replica.folder)
-    )
+    engine = vllm_rollout.build(replica.config.sides, half, str(replica.folder))
     own = [core for core in engine_cores() if core not in before]
     dtypes = runner.run(engine.call_workers("logits_dtype"))
     runner.run(engine.close())

@@ -1,13 +1,10 @@
-"""Cross-checks of rollout.engine=vllm: what its engine takes, and what of that millrace fills itself."""
+"""Checks of rollout.engine=vllm: which arguments its engine takes, and which millrace sets."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.trainer_keys import TrainerConfig
 from millrace.errors import bad_value
-
-if TYPE_CHECKING:
-    from millrace.config import Config
 
 SETTINGS = {
     "model": "model.path",
@@ -42,10 +39,10 @@ HOST_PID = "MILLRACE_VLLM_HOST"
 """Environment of vLLM's processes: who started them, and with whom they end."""
 
 
-def check_vllm(c: Config) -> None:
-    """Raises ConfigError at what fails."""
-    given = c.rollout.engine_kwargs
-    if c.rollout.engine != "vllm":
+def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError at the first check that fails."""
+    given = rollout.engine_kwargs
+    if rollout.engine != "vllm":
         if given:
             raise bad_value(
                 "rollout.engine_kwargs",
@@ -54,7 +51,7 @@ def check_vllm(c: Config) -> None:
                 "rollout.engine=vllm, or leave it out",
             )
         return
-    if c.trainer.deterministic:
+    if trainer.deterministic:
         raise bad_value(
             "trainer.deterministic",
             True,

@@ -1,0 +1,57 @@
+"""The whole configuration. Needs no torch.
+
+`keys.py` has the root; each section has a file of its own. `recipe.py` reads recipes and overrides.
+"""
+
+from millrace.config.algorithm_keys import (
+    ActorConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    Estimator,
+    FilterGroupsConfig,
+    KlCtrlConfig,
+    KlType,
+    OptimConfig,
+    PolicyLossConfig,
+    rejection_options,
+)
+from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
+from millrace.config.keys import Config, Derived
+from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
+from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
+from millrace.config.schedule_keys import AsyncConfig
+from millrace.config.section import Section
+from millrace.config.sides import Sides
+from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "AsyncConfig",
+    "Config",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "Derived",
+    "DrawnLengthsConfig",
+    "Estimator",
+    "FilterGroupsConfig",
+    "GuardConfig",
+    "KlCtrlConfig",
+    "KlType",
+    "ModelConfig",
+    "ModelShape",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PolicyLossConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "Section",
+    "SftConfig",
+    "Sides",
+    "SyncConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "rejection_options",
+]

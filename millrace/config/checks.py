@@ -1,0 +1,253 @@
+"""Checks of keys in different sections that contradict each other.
+
+Each error names the key, its value, the rule and the fix. A section checks its own keys itself.
+"""
+
+from __future__ import annotations
+
+from millrace.algorithms.modes import TRUST_REGION, USES_OLD
+from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
+from millrace.config.data_keys import RewardConfig
+from millrace.config.keys import Config
+from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.schedule_keys import AsyncConfig
+from millrace.config.sides import Sides
+from millrace.config.trainer_keys import TrainerConfig, too_many_devices
+from millrace.config.vllm_checks import check_vllm
+from millrace.errors import bad_value
+from millrace.schedule.modes import MODES
+from millrace.schedule.schedule import OnSync, Schedule
+
+GROUP_RELATIVE = frozenset(
+    {
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+    }
+)
+"""Estimators for which a group of one has no advantage."""
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError at the first check that fails."""
+    c, trainer, rollout, algorithm = config, config.trainer, config.rollout, config.algorithm
+    _check_lengths(rollout, c.actor)
+    _check_batches(c)
+    _check_test_freq(trainer, rollout)
+    _check_determinism(trainer, c.schedule)
+    check_vllm(rollout, trainer)
+    _check_placement(c.sides)
+    _check_groups(algorithm, rollout)
+    _check_filter(algorithm, trainer, c.async_training)
+    _check_critic(algorithm, trainer)
+    _check_overlong(c.reward, rollout)
+    _check_correction(algorithm, c.actor, c.async_training)
+    _check_trust(c)
+    _check_kl(algorithm, c.schedule.step_size * rollout.n)
+
+
+def _check_lengths(rollout: RolloutConfig, actor: ActorConfig) -> None:
+    if actor.ppo_max_token_len_per_gpu < rollout.max_len:
+        raise bad_value(
+            "actor.ppo_max_token_len_per_gpu",
+            actor.ppo_max_token_len_per_gpu,
+            "one trajectory may have rollout.max_prompt_length + rollout.max_response_length = "
+            f"{rollout.max_len} tokens and must fit",
+            f"actor.ppo_max_token_len_per_gpu={rollout.max_len} or more, or shorter lengths",
+        )
+
+
+def _check_batches(c: Config) -> None:
+    a, batch = c.async_training, c.data.train_batch_size
+    if batch and not (c.mode and MODES[c.mode].batch_is_window):
+        raise bad_value(
+            "data.train_batch_size",
+            batch,
+            "a streaming mode has no train batch",
+            "data.train_batch_size=0; actor.ppo_mini_batch_size x async_training.require_batches x "
+            "async_training.trigger_parameter_sync_step is the window",
+        )
+    step = c.actor.ppo_mini_batch_size * a.require_batches
+    if batch and batch != step * a.trigger_parameter_sync_step:
+        raise bad_value(
+            "data.train_batch_size",
+            batch,
+            "the window is ppo_mini_batch_size x require_batches x trigger_parameter_sync_step = "
+            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x {a.trigger_parameter_sync_step}",
+            f"a multiple of {step}, with async_training.trigger_parameter_sync_step left out",
+        )
+
+
+def _check_test_freq(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
+    if trainer.test_freq and rollout.test_freq and trainer.test_freq != rollout.test_freq:
+        raise bad_value(
+            "rollout.test_freq",
+            rollout.test_freq,
+            f"trainer.test_freq is {trainer.test_freq}, and both say the same thing",
+            "set one of them",
+        )
+
+
+def _check_determinism(trainer: TrainerConfig, schedule: Schedule) -> None:
+    if trainer.deterministic and schedule.on_sync is not OnSync.DRAIN:
+        raise bad_value(
+            "trainer.deterministic",
+            True,
+            f"with on_sync={schedule.on_sync.value} timing decides which version draws which token",
+            "async_training.on_sync=drain, or trainer.deterministic=false",
+        )
+    if trainer.deterministic and schedule.lookahead > 1:
+        raise bad_value(
+            "async_training.lookahead",
+            schedule.lookahead,
+            "with a look-ahead, timing decides the order of training",
+            "async_training.lookahead=1, or trainer.deterministic=false",
+        )
+
+
+def _check_placement(sides: Sides) -> None:
+    t, r = sides.trainer, sides.rollout
+    if t.gpus_in_node and r.n_gpus_per_node > t.gpus_in_node:
+        raise too_many_devices("rollout", r.n_gpus_per_node, t.gpus_in_node)
+    if sides.colocated and (t.nnodes, t.n_gpus_per_node) != (r.nnodes, r.n_gpus_per_node):
+        raise bad_value(
+            "async_training.placement",
+            "colocated",
+            "both sides share the same devices of the same nodes, but trainer.nnodes x "
+            f"n_gpus_per_node = {t.nnodes} x {t.n_gpus_per_node} and rollout.nnodes x "
+            f"n_gpus_per_node = {r.nnodes} x {r.n_gpus_per_node}",
+            f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
+        )
+
+
+def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    name = algorithm.adv_estimator
+    if rollout.n == 1 and name in GROUP_RELATIVE and algorithm.norm_adv_by_std_in_grpo:
+        raise bad_value(
+            "rollout.n",
+            1,
+            f"{name} compares the responses to a prompt with each other: for a group of one all "
+            "advantages are 0",
+            "rollout.n=8 (to measure speed alone, algorithm.norm_adv_by_std_in_grpo=false)",
+        )
+    if rollout.n == 1 and algorithm.filter_groups.enable:
+        raise bad_value(
+            "algorithm.filter_groups.enable",
+            True,
+            "a group of one always has equal outcomes: all are dropped",
+            "rollout.n=8",
+        )
+
+
+def _check_filter(algorithm: AlgorithmConfig, trainer: TrainerConfig, a: AsyncConfig) -> None:
+    if algorithm.filter_groups.enable and trainer.deterministic and a.staleness_threshold > 0:
+        raise bad_value(
+            "algorithm.filter_groups.enable",
+            True,
+            "with staleness, timing decides which version draws the sample that takes a dropped "
+            "one's place",
+            "async_training.staleness_threshold=0, or trainer.deterministic=false",
+        )
+
+
+def _check_critic(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
+    if algorithm.needs_critic:
+        return
+    for key, value in (
+        ("trainer.critic_warmup", trainer.critic_warmup),
+        ("algorithm.bootstrap_truncated", algorithm.bootstrap_truncated),
+    ):
+        if value:
+            raise bad_value(
+                key,
+                value,
+                f"{algorithm.adv_estimator} has no critic",
+                "algorithm.adv_estimator=gae, or leave the key out",
+            )
+
+
+def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+    buffer, limit = reward.overlong_buffer, rollout.max_response_length
+    if buffer.enable and not 0 < buffer.len <= limit:
+        raise bad_value(
+            "reward.overlong_buffer.len",
+            buffer.len,
+            f"must be from 1 to rollout.max_response_length = {limit}",
+            f"reward.overlong_buffer.len={max(1, limit // 5)}",
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:
+    ctrl = algorithm.kl_ctrl
+    if algorithm.use_kl_in_reward and ctrl.type == "adaptive" and 5 * ctrl.horizon <= batch * 2:
+        raise bad_value(
+            "algorithm.kl_ctrl.horizon",
+            ctrl.horizon,
+            f"a local step has {batch} trajectories, which could turn the coefficient to 0: "
+            f"must be over 0.4 x {batch} = {batch * 2 / 5:g}",
+            f"algorithm.kl_ctrl.horizon={10 * batch}",
+        )
+
+
+def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncConfig) -> None:
+    correction, bypass = algorithm.rollout_correction, a.use_rollout_log_probs
+    prefix, mode = "algorithm.rollout_correction", actor.policy_loss.loss_mode
+    if bypass and correction.rollout_is and mode in USES_OLD:
+        raise bad_value(
+            f"{prefix}.rollout_is",
+            correction.rollout_is,
+            f"with use_rollout_log_probs the ratio of {mode} already is current / rollout: weights "
+            "would count it twice",
+            "async_training.use_rollout_log_probs=false, or actor.policy_loss.loss_mode=reinforce",
+        )
+    if bypass and correction.proximal == "interpolate":
+        raise bad_value(
+            f"{prefix}.proximal",
+            "interpolate",
+            "with use_rollout_log_probs the ratio is taken against the rollout policy itself",
+            "async_training.use_rollout_log_probs=false",
+        )
+
+
+def _check_trust(c: Config) -> None:
+    """More than one version of lag needs something that holds the policy near the one that drew the tokens."""
+    correction, mode, lag = (
+        c.algorithm.rollout_correction,
+        c.actor.policy_loss.loss_mode,
+        c.schedule.lag_bound,
+    )
+    bypass = c.async_training.use_rollout_log_probs
+    trusted = bypass and mode in TRUST_REGION
+    if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
+        return
+    if bypass:
+        why = f"actor.policy_loss.loss_mode={mode} bounds no ratio"
+    elif mode in USES_OLD:
+        why = "the ratio is taken against the trainer's own policy, and nothing accounts for the one that drew the tokens"
+    else:
+        why = f"{mode} takes no ratio, and nothing accounts for the policy that drew the tokens"
+    ordered = c.async_training.staleness_threshold > 0
+    key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
+    correct, prefix = not (bypass and mode in USES_OLD), "algorithm.rollout_correction"
+    fixes = [
+        *(["async_training.use_rollout_log_probs=true"] if mode in TRUST_REGION else []),
+        *([f"{prefix}.rollout_is=token"] if correct else []),
+        f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
+        *(
+            []
+            if mode in TRUST_REGION
+            else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]
+        ),
+        f"{key}={0 if ordered else 1}",
+    ]
+    raise bad_value(
+        key,
+        c.async_training.staleness_threshold if ordered else c.async_training.lookahead,
+        f"samples may be {lag} versions old (lag_bound), and {why}",
+        "one of " + "; ".join(fixes),
+    )

@@ -1,0 +1,146 @@
+"""Every key by name: what it takes, what it means, and which key a wrong one is nearest to."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from millrace.config.keys import Config
+from millrace.config.verl import FOREIGN, PREFIX
+from millrace.errors import ConfigError, bad_value
+
+_ALL_KEYS = "`millrace train --help-config` prints every key"
+
+
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, field) of every leaf and section, in order."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        if section := section_of(field.annotation):
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )
+
+
+def no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError:
+    first = next(iter(section.model_fields))
+    return bad_value(
+        key, value, "is a section: a mapping of keys", f"keys under it, such as {key}.{first}"
+    )
+
+
+def example(key: str) -> str:
+    """An override that works: of the key that the user seems to mean, where there is one."""
+    fields = {k: f for k, f in all_keys() if not section_of(f.annotation)}
+    begun = [k for k in fields if k.startswith(key)]
+    name = key if key in fields else begun[0] if begun else _nearest(key, fields) or "rollout.n"
+    return f"{name}={_shown(_default(name))}"
+
+
+def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
+    """The closest name, or nothing; by its last part first: users forget sections more often than they misspell them."""
+    names = list(right)
+    last = wrong.rsplit(".", 1)[-1]
+    section = wrong.split(".", 1)[0]
+    same = sorted(
+        (n for n in names if n.rsplit(".", 1)[-1] == last),
+        key=lambda n: n.split(".", 1)[0] != section,
+    )
+    near = same[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
+    if not near:
+        tails = {n.rsplit(".", 1)[-1]: n for n in names}
+        near = [tails[t] for t in difflib.get_close_matches(last, list(tails), 1, 0.6)]
+    return near[0] if near else ""
+
+
+def explain(error: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    fields, value = dict(all_keys()), error.get("input")
+    if error["type"] == "extra_forbidden":
+        known = [
+            k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
+        ]
+        near = FOREIGN.get(key.removeprefix(PREFIX)) or _nearest(key, known)
+        return str(
+            bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
+        )
+    named = re.sub(r"\.\d+$", "", key)
+    field = fields.get(named)
+    if field is None:
+        return str(bad_value(key, value, error["msg"], _ALL_KEYS))
+    if section := section_of(field.annotation):
+        return str(no_section(key, value, section))
+    rule = re.sub(r"^\w+ should", "must", error["msg"]).replace("a valid tuple", "a list")
+    meaning = " ".join((field.description or "").split()).rstrip(".")
+    return str(bad_value(key, value, f"{rule} ({meaning})", _valid(named, value, field)))
+
+
+def _valid(key: str, value: object, field: Any) -> str:
+    """A setting of `key` that would be taken: the choice that `value` is nearest to, else the type and the default."""
+    kind, default = _type_name(field.annotation), _shown(_default(key))
+    if kind.startswith("list of"):
+        return f"{key}=[...], a {kind}, in brackets"
+    if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
+        near = difflib.get_close_matches(str(value), kind.split(" | "), 1, 0.5)
+        return f"{key}={near[0] if near else default}, one of {kind}"
+    return f"{key}=<{kind}>, for example {default}"
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin is typing.Literal:
+        return " | ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(a) for a in args)
+    if origin is tuple:
+        return (
+            f"list of {_type_name(args[0])}"
+            if args[-1] is ...
+            else f"[{', '.join(map(_type_name, args))}]"
+        )
+    if isinstance(annotation, type) and hasattr(annotation, "__members__"):
+        return " | ".join(m.value for m in annotation)  # type: ignore[attr-defined]
+    return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+
+
+def describe() -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every key, for --help-config; type and default are empty for sections."""
+    for key, field in all_keys():
+        meaning = " ".join((field.description or "").split())
+        if section_of(field.annotation):
+            yield key, "", "", meaning
+        else:
+            yield key, _type_name(field.annotation), _shown(_default(key)), meaning
+
+
+def _default(key: str) -> Any:
+    """Where sections of one kind have defaults of their own (two optimizers), that of this one."""
+    return functools.reduce(getattr, key.split("."), Config())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return value if value else '""'
+    return (
+        str(list(value))
+        if isinstance(value, tuple)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

@@ -1,0 +1,155 @@
+"""The whole configuration: its sections, and the numbers that follow from them.
+
+Each section has a file of its own. Every key has a docstring under it, and every default stands there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pydantic import Field, model_validator
+
+from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
+from millrace.config.data_keys import DataConfig, RewardConfig
+from millrace.config.model_keys import ModelConfig, SftConfig
+from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.schedule_keys import AsyncConfig
+from millrace.config.section import Section
+from millrace.config.sides import Sides
+from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+from millrace.schedule.modes import ModeName
+from millrace.schedule.schedule import Schedule
+
+
+class Config(Section):
+    """A run. `millrace train --help-config` prints this tree."""
+
+    name: str = Field("run", pattern=r"^\w[\w.-]*$")
+    """Name of the recipe: the run folder's prefix."""
+    mode: ModeName | None = None
+    """A name for settings of async_training; see the README's table. Keys set beside or after it override it."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training side, and the run as a whole."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The rollout side."""
+    data: DataConfig = DataConfig()
+    """Problems."""
+    reward: RewardConfig = RewardConfig()
+    """Reward functions."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    sft: SftConfig = SftConfig()
+    """Supervised warm-up before RL."""
+    actor: ActorConfig = ActorConfig()
+    """Policy loss and optimizer."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of adv_estimator=gae: the policy's architecture and start weights with a scalar head."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages, KL and off-policy correction."""
+    async_training: AsyncConfig = AsyncConfig()
+    """The Schedule."""
+    sync: SyncConfig = SyncConfig()
+    """Weight sync."""
+    guard: GuardConfig = GuardConfig()
+    """The guard on learning: limits, far outside of what a run that learns shows."""
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Config:
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section):
+                section.check_all()
+        return self
+
+    @property
+    def schedule(self) -> Schedule:
+        """The Schedule that these keys make."""
+        a = self.async_training
+        strict = Schedule(
+            ppo_mini_batch_size=self.actor.ppo_mini_batch_size,
+            require_batches=a.require_batches,
+            trigger_parameter_sync_step=a.trigger_parameter_sync_step,
+            staleness_threshold=a.staleness_threshold,
+            on_sync=a.on_sync,
+            placement=a.placement,
+            overlap_sync=a.overlap_sync,
+        )
+        free = a.staleness_threshold > 0 and not self.trainer.deterministic
+        return replace(strict, lookahead=a.lookahead or (strict.window if free else 1))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the start weights takes part."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.needs_critic
+
+    @property
+    def test_freq(self) -> int:
+        return self.trainer.test_freq or self.rollout.test_freq
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.trainer.ranks
+
+    @property
+    def shard_size(self) -> int:
+        """The trainer ranks that share one copy of the model."""
+        return self.trainer.shard_size
+
+    @property
+    def rollout_devices(self) -> int:
+        return self.rollout.devices
+
+    @property
+    def replicas(self) -> int:
+        """Rollout engines."""
+        return self.rollout.replicas
+
+    @property
+    def sides(self) -> Sides:
+        """The devices of both sides."""
+        return Sides(self.trainer, self.rollout, self.async_training.colocated)
+
+    def derived(self, rows: int | None = None) -> Derived:
+        """Every number that follows. `rows` is the size of the training data, where it has one."""
+        schedule = self.schedule
+        samples = self.rollout.total_rollout_steps
+        if rows is not None and self.trainer.total_epochs:
+            samples = min(samples, rows * self.trainer.total_epochs)
+        steps = schedule.optimizer_steps(samples, self.actor.ppo_epochs)
+        return Derived(
+            window=schedule.window,
+            capacity=schedule.capacity,
+            lag_bound=schedule.lag_bound,
+            lookahead=schedule.lookahead,
+            versions=schedule.versions(samples),
+            optimizer_steps=steps,
+            lr_horizon=steps,
+            samples=samples,
+            trajectories=samples * self.rollout.n,
+            nodes_needed=self.sides.nodes_needed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """What a configuration comes to, before anything runs."""
+
+    window: int
+    """Samples trained for each version."""
+    capacity: int
+    """Samples under way at once, at most."""
+    lag_bound: int
+    """Versions between admission and training, at most."""
+    lookahead: int
+    """Resolved look-ahead, in samples."""
+    versions: int
+    """Weight syncs."""
+    optimizer_steps: int
+    lr_horizon: int
+    """Optimizer steps of the LR schedule."""
+    samples: int
+    trajectories: int
+    nodes_needed: int

@@ -1,0 +1,140 @@
+"""Layers of plain data: recipe files with the files that they inherit, and overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from millrace.config.explain import example
+from millrace.config.packaged import find, hides
+from millrace.config.verl import ALIASES, PREFIX
+from millrace.errors import ConfigError, bad_value
+
+Tree = dict[str, Any]
+
+
+def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
+    """Return the layers of a recipe file, those that it inherits first."""
+    if path.resolve() in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise bad_value(
+            "inherits",
+            f"{path.name} of {seen[-1].name}",
+            f"the recipe inherits itself: {chain}",
+            "remove one `inherits`",
+        )
+    layer = expand(_read_yaml(path))
+    parent = layer.pop("inherits", None)
+    if parent is None:
+        return [layer]
+    above = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
+    return [*file_layers(above, (*seen, path.resolve())), layer]
+
+
+def _read_yaml(path: Path) -> Tree:
+    """Return the mapping in `path`, interpolated. An empty section is left out."""
+    where = f"{path}{hides(path)}"
+    try:
+        text = path.read_text()
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(node, yaml.MappingNode | None):
+            shown = text[node.start_mark.index :].splitlines()[0].strip()
+            fix = "write `section:` with `key: value` lines under it"
+            raise _bad_recipe(where, shown, "a recipe is a mapping of keys", fix)
+        tree: Any = OmegaConf.to_container(
+            OmegaConf.create(text), resolve=True, throw_on_missing=True
+        )
+    except UnicodeDecodeError as error:
+        raise _bad_recipe(
+            where, f"byte {error.start}", "is not UTF-8", "save it as UTF-8"
+        ) from None
+    except MarkedYAMLError as error:
+        line = (
+            (error.problem_mark or error.context_mark).line
+            if error.problem_mark or error.context_mark
+            else 0
+        )
+        shown = (text.splitlines() or [""])[min(line, text.count("\n"))].strip()
+        rule = f"is not readable as YAML: {error.problem or error.context}"
+        raise _bad_recipe(
+            f"{path} line {line + 1}{hides(path)}",
+            shown,
+            rule,
+            "correct this line, or the one before it",
+        ) from None
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise _bad_recipe(
+            where,
+            path.name,
+            f"cannot be read: {str(error).splitlines()[0]}",
+            "correct the file",
+        ) from None
+    return {str(key): value for key, value in tree.items() if value is not None}
+
+
+def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(f"recipe {where}: {value!r}: {rule}. Fix: {fix}.")
+
+
+def override_layer(overrides: Sequence[str]) -> Tree:
+    layer: Tree = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        key = key.strip().lstrip("+")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise bad_value(
+                "override", item, "must be of the form key=value", f"for example {example(key)}"
+            )
+        try:
+            value = yaml.safe_load(text) if text.strip() else ""
+        except YAMLError:
+            value = text
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+            value = float(value)  # YAML 1.1 reads 1e-4 as a string
+        merge(layer, expand({key: value}))
+    return layer
+
+
+def expand(tree: Tree) -> Tree:
+    """Dotted keys into nested ones, without the foreign prefix, by our own names."""
+    expanded: Tree = {}
+    for path, value in _leaves(tree, ""):
+        path = path.removeprefix(PREFIX)
+        path = ALIASES.get(path, path)
+        if path == "trainer.resume" and value == "disable":
+            value = "never"
+        if path == "trainer.fsdp_size" and value == -1:
+            value = 0
+        nested: Any = value
+        for part in reversed(path.split(".")):
+            nested = {part: nested}
+        merge(expanded, nested)
+    return expanded
+
+
+def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def merge(into: Tree, layer: Tree) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        else:
+            into[key] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value

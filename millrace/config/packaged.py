@@ -1,0 +1,82 @@
+"""The recipes inside the package, by name: an installed millrace has them from any folder."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+from millrace.errors import ConfigError, bad_value
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+
+
+@cache
+def packaged() -> dict[str, Path]:
+    """Return every packaged recipe by its name, such as algorithms/dapo."""
+    found = sorted(FOLDER.rglob("*.yaml"), key=lambda p: (len(p.relative_to(FOLDER).parts), p))
+    return {p.relative_to(FOLDER).with_suffix("").as_posix(): p for p in found}
+
+
+def named(name: str) -> Path | None:
+    """Return the packaged recipe of a name: whole, or its last part if no other has that part."""
+    name = name.removesuffix(".yaml")
+    if name in packaged():
+        return packaged()[name]
+    alike = _ending(name)
+    return packaged()[alike[0]] if len(alike) == 1 else None
+
+
+def find(given: Path, folder: Path, key: str = "RECIPE", owner: str = "") -> Path:
+    """Return the file of a recipe: a path from `folder`, or a packaged name.
+
+    A file wins over a packaged recipe of the same name. Raises ConfigError if there is neither;
+    `owner` then names the recipe that inherits this one.
+    """
+    if (path := folder / given).is_file():
+        return path
+    if (recipe := named(str(given))) is not None:
+        return recipe
+    raise _unknown(given, folder, key, f"{given}{owner}")
+
+
+def summary(path: Path) -> str:
+    """Return the first line of a recipe's head comment."""
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def hides(path: Path) -> str:
+    """Return a note for an error in a file that hides a packaged recipe, or nothing."""
+    own = named(path.name)
+    if own is None or own == path:
+        return ""
+    return f" (this file hides the packaged recipe {_name_of(own)})"
+
+
+def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
+    where = f"no such file (from {(folder / given).parent.resolve()})"
+    alike = _ending(str(given).removesuffix(".yaml"))
+    if len(alike) > 1:
+        return bad_value(key, shown, f"{where}, and several packaged recipes", " or ".join(alike))
+    files = [p.name for p in (folder / given).parent.glob("*.yaml")]
+    if near := difflib.get_close_matches(given.name, files, 1, 0.7):
+        fix = str(given.parent / near[0])
+    elif close := _close(given.name.removesuffix(".yaml")):
+        fix = " or ".join(close)
+    else:
+        fix = "the path of a YAML file, or a name that `millrace recipes` lists"
+    return bad_value(key, shown, f"{where}, and no packaged recipe has this name", fix)
+
+
+def _ending(name: str) -> list[str]:
+    return [full for full in packaged() if full.rpartition("/")[2] == name]
+
+
+def _close(name: str) -> list[str]:
+    """Return the packaged names nearest to `name`, whole or by their last part."""
+    full = {n.rpartition("/")[2]: n for n in packaged()}
+    return [full[n] for n in difflib.get_close_matches(name, full, 3, 0.6)]
+
+
+def _name_of(path: Path) -> str:
+    return next(name for name, own in packaged().items() if own == path)

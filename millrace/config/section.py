@@ -1,0 +1,35 @@
+"""What every section of the configuration has in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class Section(BaseModel):
+    """Frozen keys under one name."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    def check(self) -> None:
+        """Raise ConfigError if keys of this section contradict each other."""
+
+    def check_all(self) -> None:
+        """Check every section inside this one, then this one."""
+        for name in type(self).model_fields:
+            if isinstance(inner := getattr(self, name), Section):
+                inner.check_all()
+        self.check()
+
+
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+
+Sources = Annotated[tuple[str, ...], OneOrMore]
+"""One source, or a list of them."""

@@ -1,0 +1,29 @@
+"""The devices of both sides together: which nodes they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.trainer_keys import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The training side and the rollout side, and whether they take turns on the same devices."""
+
+    trainer: TrainerConfig
+    rollout: RolloutConfig
+    colocated: bool
+
+    @property
+    def share_nodes(self) -> bool:
+        """Whether the devices of both sides fit one node together."""
+        both = self.trainer.n_gpus_per_node + self.rollout.n_gpus_per_node
+        return self.colocated or both <= (self.trainer.gpus_in_node or 8)
+
+    @property
+    def nodes_needed(self) -> int:
+        """The larger side's nodes if the sides share nodes, else the sum."""
+        nnodes = (self.trainer.nnodes, self.rollout.nnodes)
+        return max(nnodes) if self.share_nodes else sum(nnodes)

@@ -1,0 +1,26 @@
+"""Keys of other systems, and which key of millrace each one means."""
+
+from __future__ import annotations
+
+PREFIX = "actor_rollout_ref."
+ALIASES = {
+    "data.max_prompt_length": "rollout.max_prompt_length",
+    "data.max_response_length": "rollout.max_response_length",
+    "custom_reward_function.path": "reward.function",
+    "actor.fsdp_config.fsdp_size": "trainer.fsdp_size",
+    "actor.fsdp_config.offload_policy": "trainer.offload_policy",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.resume_mode": "trainer.resume",
+    "algorithm.rollout_correction.bypass_mode": "async_training.use_rollout_log_probs",
+    "reward_model.overlong_buffer.enable": "reward.overlong_buffer.enable",
+    "reward_model.overlong_buffer.len": "reward.overlong_buffer.len",
+    "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
+}
+"""Names of other systems that mean the same as a key of millrace."""
+
+FOREIGN = {
+    "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
+    "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
+    "trainer.experiment_name": "name",
+}
+"""The nearest keys to names of other systems that mean something else."""

@@ -1,0 +1,117 @@
+"""The table of modes: which numbers of the Schedule each name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from millrace.schedule.schedule import OnSync, Placement
+
+ModeName = Literal[
+    "colocate_sync",
+    "on_policy_pipeline",
+    "one_step_off",
+    "stream_off_policy",
+    "async_staleness",
+    "async_partial",
+    "async_swap",
+    "colocate_partial",
+]
+
+RELATED = ("partial_rollout", "lookahead")
+"""Keys that a mode resets, because their old values belong to the old mode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """One row of the table. A field of None leaves its key as the layers below set it."""
+
+    placement: Placement
+    on_sync: OnSync
+    staleness_threshold: float | None = None
+    trigger_parameter_sync_step: int | None = None
+    overlap_sync: bool | None = None
+    lookahead: int | None = None
+    default_staleness: float | None = None
+    """The staleness_threshold if no layer sets one over 0."""
+    default_trigger: int | None = None
+    """The trigger_parameter_sync_step if no layer sets one over 1."""
+    batch_is_window: bool = False
+    """Whether data.train_batch_size sets the size of the window."""
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The keys that the mode sets, whatever the layers below it say."""
+        values = {
+            "placement": self.placement,
+            "on_sync": self.on_sync,
+            "staleness_threshold": self.staleness_threshold,
+            "trigger_parameter_sync_step": self.trigger_parameter_sync_step,
+            "overlap_sync": self.overlap_sync,
+            "lookahead": self.lookahead,
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+    def over(self, below: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the Schedule after this mode is applied to those of the layers below."""
+        keys = {key: value for key, value in below.items() if key not in RELATED} | self.fixed
+        if self.default_staleness is not None and not keys.get("staleness_threshold"):
+            keys["staleness_threshold"] = self.default_staleness
+        if self.default_trigger is not None and keys.get("trigger_parameter_sync_step", 1) == 1:
+            keys["trigger_parameter_sync_step"] = self.default_trigger
+        return keys
+
+
+_TABLE: dict[ModeName, Mode] = {
+    "colocate_sync": Mode(
+        placement=Placement.COLOCATED,
+        on_sync=OnSync.DRAIN,
+        staleness_threshold=0.0,
+        overlap_sync=False,
+        batch_is_window=True,
+    ),
+    "on_policy_pipeline": Mode(
+        placement=Placement.SEPARATE,
+        on_sync=OnSync.DRAIN,
+        staleness_threshold=0.0,
+        trigger_parameter_sync_step=1,
+        overlap_sync=False,
+    ),
+    "one_step_off": Mode(
+        placement=Placement.SEPARATE,
+        on_sync=OnSync.DRAIN,
+        staleness_threshold=1.0,
+        trigger_parameter_sync_step=1,
+        lookahead=1,
+        batch_is_window=True,
+    ),
+    "stream_off_policy": Mode(
+        placement=Placement.SEPARATE,
+        on_sync=OnSync.DRAIN,
+        staleness_threshold=0.0,
+        overlap_sync=False,
+        default_trigger=4,
+    ),
+    "async_staleness": Mode(
+        placement=Placement.SEPARATE, on_sync=OnSync.DRAIN, default_staleness=0.5
+    ),
+    "async_partial": Mode(
+        placement=Placement.SEPARATE, on_sync=OnSync.INTERRUPT, default_staleness=0.5
+    ),
+    "async_swap": Mode(placement=Placement.SEPARATE, on_sync=OnSync.SWAP, default_staleness=0.5),
+    "colocate_partial": Mode(
+        placement=Placement.COLOCATED,
+        on_sync=OnSync.INTERRUPT,
+        overlap_sync=False,
+        default_staleness=0.5,
+    ),
+}
+
+MODES: Mapping[str, Mode] = MappingProxyType({name: _TABLE[name] for name in get_args(ModeName)})
+"""Every mode by its name."""

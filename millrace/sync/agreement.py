@@ -1,0 +1,39 @@
+"""The numbers on which both ends of a weight sync agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.config import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """Every end computes the same one from the configuration."""
+
+    senders: int
+    """Trainer ranks of the first copy of the model. Each sends its rows."""
+    receivers: int
+    """Devices of all replicas."""
+    devices: int
+    """Devices of one replica."""
+    bucket_bytes: int
+    timeout_s: float
+    colocated: bool
+    vllm: bool
+    adapter_scale: float | None
+    """The scale of low-rank adapters. None if the policy has none."""
+
+    @classmethod
+    def of(cls, config: Config) -> Agreement:
+        model, sync = config.model, config.sync
+        return cls(
+            senders=config.trainer.shard_size,
+            receivers=config.rollout.devices,
+            devices=config.rollout.tensor_model_parallel_size,
+            bucket_bytes=sync.bucket_mb << 20,
+            timeout_s=sync.timeout_s,
+            colocated=config.async_training.colocated,
+            vllm=config.rollout.engine == "vllm",
+            adapter_scale=model.lora_scale if model.lora_rank else None,
+        )
