@@ -91,7 +91,8 @@ def correct(
     others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
     float32; everything is computed in float64.
 
-    l = log_probs_a - log_probs_b clamped to +-20, r = e^l; a sequence's ratio is e^clamp(sum l, +-20) over its included tokens.
+    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the product of those of its included
+    tokens, e^clamp(sum l, +-20): the clamp is of the sum alone.
 
     1. Rejection: a token is kept if the veto and every rule accept it; each looks at all included tokens. A
        ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
@@ -225,7 +226,7 @@ def drift(
 
     kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
     k3_kl                      mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
-    chi2_token, chi2_seq       mean of r^2 over tokens, of the squared product of ratios over sequences; minus 1
+    chi2_token, chi2_seq       mean of r^2 over tokens, and of the squared ratio over sequences; minus 1
     training_log_ppl           mean over sequences of -(mean over tokens of log a); rollout_log_ppl: of log b
     training_ppl, rollout_ppl  mean over sequences of the perplexity e^(log ppl), at most e^100
     log_ppl_diff               mean over sequences of log ppl of a - log ppl of b; log_ppl_abs_diff, log_ppl_diff_max, _min

@@ -83,6 +83,7 @@ def settle(
         total_tokens=tokens,
         total_sequences=int((kept > 0).sum()),
         scale=loss_scale(config),
+        dtype=kept.dtype,
     )
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
 

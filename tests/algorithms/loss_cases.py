@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.loss_input import LossInput, LossOptions
 
 LOG_PROB = st.floats(-30, 0)
@@ -18,6 +19,14 @@ ADVANTAGE = st.one_of(st.just(0.0), st.floats(-4, 4))
 TOKEN = st.tuples(PAIR, ADVANTAGE, st.booleans(), st.booleans(), st.floats(0, 2))
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=5)
 """Sequences, some empty, of ((new, old), advantage, trained, selected, weight in the sum)."""
+
+
+def aggregate(loss, mask, sequence_ids, mode, *, scale=1.0, **counts):
+    """The weighted sum of token losses, as the train engine takes it."""
+    weights = token_weights(
+        mode, sequence_ids=sequence_ids, scale=scale, dtype=loss.dtype, **counts
+    )
+    return (loss.masked_fill(mask == 0, 0.0) * weights).sum()
 
 
 def build(sequences, dtype=torch.float64):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.algorithms.aggregate import token_weights
+from tests.algorithms.loss_cases import aggregate
 
 MODES = [
     "token-mean",
@@ -50,12 +51,6 @@ def flat(sequences):
     )
 
 
-def aggregate(token_loss, mask, sequence_ids, mode, **counts):
-    """The weighted sum, as the train engine takes it."""
-    weights = token_weights(mode, sequence_ids=sequence_ids, dtype=token_loss.dtype, **counts)
-    return (token_loss.masked_fill(mask == 0, 0.0) * weights).sum()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lengths", [[3, 7], [16_777_217, 33_554_433]])
@@ -79,7 +74,9 @@ def test_factors_have_the_precision_of_the_loss_whatever_counts_are(mode, dtype,
             dtype=dtype,
         )
         assert factors.dtype == dtype
-        np.testing.assert_array_equal(factors.numpy(), np.array(exact).astype(factors.numpy().dtype))
+        np.testing.assert_array_equal(
+            factors.numpy(), np.array(exact).astype(factors.numpy().dtype)
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -97,10 +97,10 @@ def reference(sequences, options):
     """Weights, keep and metrics; sequences are lists of (a, b, include)."""
     cut = options["rollout_is_threshold"]
     low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
-    logs = [
-        [clamp(a - b) if math.isfinite(a - b) else None for a, b, inc in s if inc]
-        for s in sequences
+    raw_logs = [
+        [a - b if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences
     ]
+    logs = [[None if l is None else clamp(l) for l in s] for s in raw_logs]
     metrics, verdicts = {}, {}
     whole = [bool(s) and None not in s for s in logs]
 
@@ -128,11 +128,13 @@ def reference(sequences, options):
                 for s in logs
             ]
         else:
-            values = [statistic(name, s) for s, ok in zip(logs, whole, strict=True) if ok]
+            # The product of a sequence's ratios is of the ratios as they are.
+            of = raw_logs if name.endswith("k1") else logs
+            values = [statistic(name, s) for s, ok in zip(of, whole, strict=True) if ok]
             verdicts[name] = everywhere(
                 [
                     ok and not any(outside(statistic(name, s), *bounds))
-                    for s, ok in zip(logs, whole, strict=True)
+                    for s, ok in zip(of, whole, strict=True)
                 ]
             )
         metrics |= {f"rollout_rs_{name}_{k}": v for k, v in spread(values).items()}
@@ -144,7 +146,7 @@ def reference(sequences, options):
     for name, verdict in [*((f"_{name}", v) for name, v in verdicts.items()), ("", keep)]:
         metrics[f"rollout_rs{name}_masked_fraction"] = mean([not v for s in verdict for v in s])
         metrics[f"rollout_rs{name}_seq_masked_fraction"] = mean([not all(s) for s in verdict if s])
-    weights = weigh(logs, whole, keep, cut, (low, high), options, metrics)
+    weights = weigh(raw_logs, whole, keep, cut, (low, high), options, metrics)
     flat_weights, flat_keep = [], []
     for s, ws, ks in zip(sequences, weights, keep, strict=True):
         included = iter(zip(ws, ks, strict=True))
@@ -170,7 +172,7 @@ def weigh(logs, whole, keep, cut, bounds, options, metrics):
         return min(ratio, cut)
 
     if mode == "token":
-        ratios = [[math.exp(l) if l is not None else None for l in s] for s in logs]
+        ratios = [[math.exp(clamp(l)) if l is not None else None for l in s] for s in logs]
         units = [r for s in ratios for r in s if r is not None]
         kept = [
             applied(r)
@@ -225,7 +227,7 @@ def drift_reference(sequences):
         "kl": mean([b - a for a, b in pairs]),
         "k3_kl": mean([math.expm1(clamp(a - b)) - clamp(a - b) for a, b in pairs]),
         "chi2_token": mean([math.exp(clamp(a - b)) ** 2 for a, b in pairs]) - bool(pairs),
-        "chi2_seq": mean([math.exp(clamp(sum(clamp(a - b) for a, b in s))) ** 2 for s in rows])
+        "chi2_seq": mean([math.exp(clamp(sum(a - b for a, b in s))) ** 2 for s in rows])
         - bool(pairs),
         "training_log_ppl": mean(ppl_a),
         "rollout_log_ppl": mean(ppl_b),

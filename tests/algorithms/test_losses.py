@@ -8,13 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import aggregate
 from millrace.algorithms.divergence_losses import binary_kl
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.modes import SELECTS, TRUST_REGION, USES_OLD, default_aggregation
 from millrace.algorithms.policy_losses import POLICY_LOSSES
-from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, TOKEN_RULES, build, by_token, check
+from tests.algorithms.loss_cases import (
+    OPTIONS,
+    SEQUENCES,
+    TOKEN_RULES,
+    aggregate,
+    build,
+    by_token,
+    check,
+)
 
 MODES = sorted(POLICY_LOSSES)
 

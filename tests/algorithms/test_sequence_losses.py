@@ -6,10 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import aggregate
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.sequence_losses import geo_mean, gspo
-from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, build, check, clamped, surrogate
+from tests.algorithms.loss_cases import (
+    OPTIONS,
+    SEQUENCES,
+    aggregate,
+    build,
+    check,
+    clamped,
+    surrogate,
+)
 
 
 def trained_of(inputs, sequence):
