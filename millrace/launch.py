@@ -13,9 +13,10 @@ from typing import Any
 
 from millrace import problems as problems_
 from millrace.assemble import Engines, build_engines, open_runtime
-from millrace.config import Config
+from millrace.config import MODES, Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import ConfigError, MillraceError, bad_value
+from millrace.mode_name import name_of
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
@@ -344,7 +345,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             sink.close()
     return Outcome(
         run_dir=s.run.path,
-        mode=s.config.mode or "custom",
+        mode=mode_of(s.config),
         versions=ledger.version,
         optimizer_steps=s.config.schedule.optimizer_steps(
             ledger.retired, s.config.actor.ppo_epochs
@@ -417,3 +418,8 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
         "val": result.values,
         "complete": True,
     }
+
+
+def mode_of(config: Config) -> str:
+    """Return the name of what the run's Schedule does, which overrides may have changed from `config.mode`."""
+    return name_of(config.schedule, MODES, config.mode)
