@@ -76,8 +76,12 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-ONE_LAYER = {"config_checks": "config", "config_vllm": "config"}
-"""A layer in two files."""
+ONE_LAYER = {
+    "config_checks": "config",
+    "config_correction": "config",
+    "config_vllm": "config",
+}
+"""A layer in several files."""
 
 
 def imports(path: Path) -> set[str]:

@@ -7,11 +7,11 @@ the policy that is being trained. Weights multiply token losses; they and what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from millrace.algorithms.correction_plan import CorrectionOptions
 from millrace.algorithms.rejection import (
     Ratios,
     accept,
@@ -21,48 +21,10 @@ from millrace.algorithms.rejection import (
     share,
     spread,
 )
-from millrace.algorithms.rules import RejectionRule, check_band
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Perplexities are reported up to e^100."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionOptions:
-    """What `correct` does. Raises ValueError for values out of range and for two rules of one name."""
-
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Weight of a token: its own ratio, or the product of its sequence's ratios; None gives 1."""
-    rollout_is_threshold: float | tuple[float, float] = 2.0
-    """A number C truncates, min(r, C) (TIS); a pair keeps lo <= r <= hi and gives 0 outside (IcePop, arXiv 2510.18855)."""
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean."""
-    rollout_rs: tuple[RejectionRule, ...] = ()
-    """A token must be accepted by all of them."""
-    rollout_token_veto_threshold: float | None = None
-    """A whole sequence is rejected if one token's ratio is below this."""
-
-    def __post_init__(self) -> None:
-        if self.rollout_is not in ("token", "sequence", None):
-            raise ValueError(f"rollout_is must be token, sequence or None, got {self.rollout_is!r}")
-        check_band(*self.band)
-        names = [rule.name for rule in self.rollout_rs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
-        if (
-            self.rollout_token_veto_threshold is not None
-            and not self.rollout_token_veto_threshold > 0
-        ):
-            raise ValueError(
-                f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}"
-            )
-
-    @property
-    def band(self) -> tuple[float, float]:
-        """Bounds of the weights; of a truncation, 0 and C."""
-        bounds = self.rollout_is_threshold
-        return bounds if isinstance(bounds, tuple) else (0.0, bounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from millrace.algorithms.aggregate import token_weights
-from millrace.algorithms.loss_input import LossInput, LossOptions
+from millrace.algorithms.loss_input import LossInput
+from tests.algorithms.options import loss_options
 
 LOG_PROB = st.floats(-30, 0)
 NEAR = st.tuples(st.floats(-3, 0), st.floats(-0.7, 0.7)).map(
@@ -201,8 +202,8 @@ TOKEN_RULES = {
 }
 
 OPTIONS = [
-    LossOptions(),
-    LossOptions(
+    loss_options(),
+    loss_options(
         clip_low=0.1,
         clip_high=0.5,
         clip_c=1.2,
@@ -212,5 +213,5 @@ OPTIONS = [
         ppo_kl_coef=1.0,
         dppo_clip_c=1.5,
     ),
-    LossOptions(clip_low=3e-4, clip_high=4e-4),
+    loss_options(clip_low=3e-4, clip_high=4e-4),
 ]

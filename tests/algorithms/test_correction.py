@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import CorrectionOptions, correct, drift, effective_sample_size
+from millrace.algorithms.correction import correct, drift, effective_sample_size
 from millrace.algorithms.rules import RejectionRule, parse_rules
+from tests.algorithms.options import correction_options
 
 WEIGHTS = st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=20)
 LOG_PROB = st.one_of(
@@ -54,7 +55,7 @@ def batch(sequences):
 def run(sequences, options, dtype=torch.float64):
     tokens = [t for s in sequences for t in s]
     a, b = (torch.tensor([t[i] for t in tokens], dtype=dtype) for i in range(2))
-    made = CorrectionOptions(
+    made = correction_options(
         **(
             options
             | {"rollout_rs": tuple(RejectionRule(*r) for r in options.get("rollout_rs", ()))}
@@ -407,12 +408,14 @@ def test_extreme_ratios_are_clamped_to_e_20():
 
 def test_no_gradient_flows_through_a_correction():
     a = double([-1.0, -2.0]).requires_grad_()
-    got = correct(a, double([-1.5, -1.0]), torch.tensor([2]), CorrectionOptions(rollout_is="token"))
+    got = correct(
+        a, double([-1.5, -1.0]), torch.tensor([2]), correction_options(rollout_is="token")
+    )
     assert not got.weights.requires_grad
 
 
 def test_the_number_of_operations_does_not_grow_with_sequences_or_tokens():
-    options = CorrectionOptions(
+    options = correction_options(
         rollout_is="sequence", rollout_rs=parse_rules("token_k1,seq_max_k3", "2.0,1.0")
     )
 
@@ -435,8 +438,8 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused():
         ({"rollout_rs": (RejectionRule("token_k2", None, 1.0),) * 2}, "twice"),
     ):
         with pytest.raises(ValueError, match=said):
-            CorrectionOptions(**options)
-    two, lengths, options = torch.zeros(2), torch.tensor([2]), CorrectionOptions()
+            correction_options(**options)
+    two, lengths, options = torch.zeros(2), torch.tensor([2]), correction_options()
     for args, kwargs, said in (
         ((two, torch.zeros(3), lengths, options), {}, "must all be"),
         ((two, two, torch.tensor([3]), options), {}, "add up to 3"),

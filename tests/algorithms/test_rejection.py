@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import CorrectionOptions, correct
+from millrace.algorithms.correction import correct
 from millrace.algorithms.rejection import Ratios, accept
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
+from tests.algorithms.options import correction_options
 
 
 def double(values):
@@ -225,7 +226,7 @@ def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences):
     for name, expected in (("seq_sum_k1", products), ("seq_mean_k1", means)):
         _, metrics = accept(RejectionRule(name, 0.0, math.inf), shown)
         np.testing.assert_allclose(metrics["mean"].item(), np.exp(expected).mean(), rtol=1e-9)
-    options = CorrectionOptions(rollout_is="sequence", rollout_is_threshold=math.inf)
+    options = correction_options(rollout_is="sequence", rollout_is_threshold=math.inf)
     found = correct(logs, zeros, lengths, options)
     expected = np.repeat(np.exp(products), [len(s) for s in sequences])
     np.testing.assert_allclose(found.weights.numpy(), expected, rtol=1e-9)
