@@ -34,23 +34,26 @@ _NEEDED = {
     "torch": "2.11",
     "transformers": "5.17",
     "pydantic": "2.9",
+    "typer": "0.15",
+    "rich": "13",
     "omegaconf": "2.4",
+    "antlr4-python3-runtime": "4.13",
     "msgspec": "0.19",
+    "numpy": "1.26",
+    "psutil": "5.9",
     "safetensors": "0.5",
+    "datasets": "3",
+    "tensorboard": "2.18",
+    "math-verify": "0.8",
+    "reasoning-gym": "0.1.19",
 }
+"""What pyproject.toml requires, by name, with the oldest version."""
 _OPTIONAL = {
-    "datasets": ("3", "pip install datasets", "parquet files and hub data sets"),
-    "reasoning-gym": ("0.1.19", "pip install reasoning-gym", "reasoning_gym: sources"),
-    "math-verify": (
-        "0.8",
-        "pip install math-verify antlr4-python3-runtime==4.13.2",
-        "reward.function=math",
-    ),
-    "tensorboard": ("2.18", "pip install tensorboard", "trainer.logger=[tensorboard]"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),
 }
+"""What the extras of pyproject.toml bring: the oldest version, the command that installs it, and what needs it."""
 
 
 def run() -> list[Check]:

@@ -79,7 +79,7 @@ def train(
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace import launch, summary
 
-    mode = config.mode or "custom"
+    mode = launch.mode_of(config)
     stop = launch.StopRequest()
     outcome = run_async(
         json_,

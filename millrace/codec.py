@@ -9,6 +9,10 @@ from typing import Any
 import msgspec
 
 _CODES = {"i": 4, "f": 4}
+_INTEGER = 1
+"""The msgpack extension for an integer that 64 bits cannot hold: big-endian two's complement."""
+_SMALL = range(-(2**63), 2**64)
+"""The integers that msgpack itself holds."""
 
 
 def _encode_hook(value: Any) -> Any:
@@ -29,18 +33,40 @@ def _decode_hook(kind: type, value: Any) -> Any:
     return decoded
 
 
+def _extension_hook(code: int, data: memoryview) -> int:
+    if code != _INTEGER:
+        raise ValueError(f"cannot decode a msgpack extension of type {code}")
+    return int.from_bytes(data, "big", signed=True)
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _json_encoder = msgspec.json.Encoder(enc_hook=_encode_hook)
 
 
 def pack(value: Any) -> bytes:
-    """Any of the nouns, or plain data, as msgpack."""
-    return _encoder.encode(value)
+    """Any of the nouns, or plain data, as msgpack. Integers may have any size, except as keys."""
+    try:
+        return _encoder.encode(value)
+    except OverflowError:  # rare, so only such a value pays for the copy
+        copy = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_encode_hook)
+        return _encoder.encode(_extended(copy))
+
+
+def _extended(value: Any) -> Any:
+    """Replace each large integer in built-in types by an extension."""
+    if type(value) is dict:
+        return {key: _extended(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return [_extended(part) for part in value]
+    if type(value) is int and value not in _SMALL:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
+        return msgspec.msgpack.Ext(_INTEGER, data)
+    return value
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """A reusable decoder for values of type `kind`."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook)
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_extension_hook)
 
 
 def to_json(value: Any) -> bytes:

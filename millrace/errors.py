@@ -71,7 +71,10 @@ def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
 
 def bad_row(where: str, value: object, rule: str, fix: str) -> DataError:
     """A DataError in the one form that all of them have; `where` is file and row."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # Python writes no integer of over 4300 digits
+        shown = f"a value of type {type(value).__name__}"
     return DataError(
         f"{where}: {shown if len(shown) <= 120 else shown[:117] + '...'}: {rule}. Fix: {fix}."
     )

@@ -36,6 +36,7 @@ from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run_dir import RunDir, open_eval_dir, open_run_dir, release
 from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import name_of
 from millrace.types import SamplingParams
 
 
@@ -344,7 +345,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             sink.close()
     return Outcome(
         run_dir=s.run.path,
-        mode=s.config.mode or "custom",
+        mode=mode_of(s.config),
         versions=ledger.version,
         optimizer_steps=s.config.schedule.optimizer_steps(
             ledger.retired, s.config.actor.ppo_epochs
@@ -417,3 +418,8 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
         "val": result.values,
         "complete": True,
     }
+
+
+def mode_of(config: Config) -> str:
+    """Return the name of what the run's Schedule does, which overrides may have changed from `config.mode`."""
+    return name_of(config.schedule, config.mode)

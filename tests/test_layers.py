@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"ports", "schedule", "algorithms"},
     "observe": {"ports", "config"},
     "pipeline": {"ports", "schedule", "rollout", "observe"},
-    "simulate": {"ports", "schedule", "pipeline"},
+    "simulate": {"ports"},
     "engines": {"ports", "config", "algorithms", "beside"},
     "sync": {"ports", "config", "beside"},
     "worker": {"config", "engines", "sync"},
@@ -44,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         *(
             "assemble",
             "config",
+            
             "problems",
             "run_dir",
             "pipeline",
@@ -115,6 +117,21 @@ def test_imports_point_down(path: Path) -> None:
         return
     above = imports(path) - GROUND - ALLOWED[layer] - {layer}
     assert not above, f"{path.relative_to(PACKAGE)} imports {sorted(above)}"
+
+
+def test_the_arrows_of_the_architecture_are_imports() -> None:
+    """Every layer at the head of an arrow is imported by one at its tail."""
+    _, _, text = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("Imports point down")
+    arrows = [line for line in text.splitlines() if line.startswith("    ") and " -> " in line]
+    lines = [line.strip().partition("    ")[0] for line in arrows]
+    assert lines
+    for line in lines:
+        groups = [[name.strip() for name in group.split(",")] for group in line.split(" -> ")]
+        for tails, heads in itertools.pairwise(groups):
+            used: set[str] = set()
+            for path in PACKAGE.rglob("*.py"):
+                used |= imports(path) if layer_of(path) in tails else set()
+            assert set(heads) <= used, f"{line}: nothing in {tails} imports {set(heads) - used}"
 
 
 def test_the_layers_have_no_cycle() -> None:

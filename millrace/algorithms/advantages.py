@@ -20,7 +20,7 @@ from torch import Tensor
 from millrace.algorithms.ragged import sequence_sums
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
     """Group-relative advantages: (r_i - mean_g) / (std_g + eps), the std unbiased (GRPO, arXiv 2402.03300, eq. 4).
 
     `norm_by_std=False` leaves the division out (Dr.GRPO, arXiv 2503.20783).
@@ -32,9 +32,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: floa
     return g.result(centered / (g.std()[g.index] + eps) if norm_by_std else centered)
 
 
-def grpo_passk(
-    rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
     """Pass@k: the best of a group gets (r_1st - r_2nd) / (std_g + eps), the others 0 (arXiv 2503.19595).
 
     Two that share the best reward have no gap between them: all 0. A group of one gives 0, for pass@k needs a second best; verl
@@ -91,8 +89,8 @@ def gdpo(
     components: Mapping[str, Tensor],
     groups: Tensor,
     *,
-    weights: Mapping[str, float] | None = None,
-    norm_by_std: bool = True,
+    weights: Mapping[str, float] | None,
+    norm_by_std: bool,
 ) -> Tensor:
     """sum_k w_k grpo(r_k): each reward normalised within its group before they are added (GDPO, arXiv 2601.05242).
 

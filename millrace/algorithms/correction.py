@@ -7,11 +7,11 @@ the policy that is being trained. Weights multiply token losses; they and what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from millrace.algorithms.correction_plan import CorrectionOptions
 from millrace.algorithms.rejection import (
     Ratios,
     accept,
@@ -21,48 +21,10 @@ from millrace.algorithms.rejection import (
     share,
     spread,
 )
-from millrace.algorithms.rules import RejectionRule, check_band
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Perplexities are reported up to e^100."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionOptions:
-    """What `correct` does. Raises ValueError for values out of range and for two rules of one name."""
-
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Weight of a token: its own ratio, or the product of its sequence's ratios; None gives 1."""
-    rollout_is_threshold: float | tuple[float, float] = 2.0
-    """A number C truncates, min(r, C) (TIS); a pair keeps lo <= r <= hi and gives 0 outside (IcePop, arXiv 2510.18855)."""
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean."""
-    rollout_rs: tuple[RejectionRule, ...] = ()
-    """A token must be accepted by all of them."""
-    rollout_token_veto_threshold: float | None = None
-    """A whole sequence is rejected if one token's ratio is below this."""
-
-    def __post_init__(self) -> None:
-        if self.rollout_is not in ("token", "sequence", None):
-            raise ValueError(f"rollout_is must be token, sequence or None, got {self.rollout_is!r}")
-        check_band(*self.band)
-        names = [rule.name for rule in self.rollout_rs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
-        if (
-            self.rollout_token_veto_threshold is not None
-            and not self.rollout_token_veto_threshold > 0
-        ):
-            raise ValueError(
-                f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}"
-            )
-
-    @property
-    def band(self) -> tuple[float, float]:
-        """Bounds of the weights; of a truncation, 0 and C."""
-        bounds = self.rollout_is_threshold
-        return bounds if isinstance(bounds, tuple) else (0.0, bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +53,8 @@ def correct(
     others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
     float32; everything is computed in float64.
 
-    l = log_probs_a - log_probs_b clamped to +-20, r = e^l; a sequence's ratio is e^clamp(sum l, +-20) over its included tokens.
+    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the product of those of its included
+    tokens, e^clamp(sum l, +-20): the clamp is of the sum alone.
 
     1. Rejection: a token is kept if the veto and every rule accept it; each looks at all included tokens. A
        ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
@@ -225,7 +188,7 @@ def drift(
 
     kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
     k3_kl                      mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
-    chi2_token, chi2_seq       mean of r^2 over tokens, of the squared product of ratios over sequences; minus 1
+    chi2_token, chi2_seq       mean of r^2 over tokens, and of the squared ratio over sequences; minus 1
     training_log_ppl           mean over sequences of -(mean over tokens of log a); rollout_log_ppl: of log b
     training_ppl, rollout_ppl  mean over sequences of the perplexity e^(log ppl), at most e^100
     log_ppl_diff               mean over sequences of log ppl of a - log ppl of b; log_ppl_abs_diff, log_ppl_diff_max, _min

@@ -80,17 +80,17 @@ class AdvantageBatch:
 class AdvantageOptions:
     """What an estimator can be told; each reads its own and ignores the rest."""
 
-    norm_by_std: bool = True
+    norm_by_std: bool
     """grpo, grpo_passk, gdpo: divide by the standard deviation of the group."""
-    gamma: float = 1.0
+    gamma: float
     """gae, reinforce_plus_plus: discount of rewards, 0 to 1."""
-    lam: float = 1.0
+    lam: float
     """gae: 0 trusts the critic, 1 the rewards."""
-    component_weights: dict[str, float] | None = None
+    component_weights: dict[str, float] | None
     """gdpo: weight of each component, 1 if not named."""
-    bootstrap_truncated: bool = False
+    bootstrap_truncated: bool
     """gae: the end of a truncated trajectory has the value of its last state, and its score does not count."""
-    whiten: bool = True
+    whiten: bool
     """gae: whiten the advantages over all tokens. The other estimators whiten where that is part of their definition."""
 
     def __post_init__(self) -> None:

@@ -64,23 +64,23 @@ class LossInput:
 class LossOptions:
     """Numbers of all modes; each reads its own. Raises ValueError for one that is out of range."""
 
-    clip_low: float = 0.2
+    clip_low: float
     """How far below 1 a ratio counts. dppo_tv: fall of the token's probability; dppo_kl: binary KL where A < 0; geo_mean: of
     the log-ratio (its paper has 0.4). gspo's paper has 3e-4."""
-    clip_high: float = 0.2
+    clip_high: float
     """How far above 1 a ratio counts. dppo_tv: rise of the token's probability; dppo_kl: binary KL where A > 0; geo_mean: of
     the log-ratio (its paper has 0.4). gspo's paper has 4e-4."""
-    clip_c: float = 3.0
+    clip_c: float
     """vanilla: bound on the ratio where A < 0."""
-    tau_pos: float = 1.0
+    tau_pos: float
     """sapo: temperature where A > 0."""
-    tau_neg: float = 1.05
+    tau_neg: float
     """sapo: temperature elsewhere."""
-    dro_beta: float = 0.05
-    """dro: weight of the squared log-ratio, on the scale of the advantages. Tinker's default; verl has none."""
-    ppo_kl_coef: float = 0.1
+    dro_beta: float
+    """dro: weight of the squared log-ratio, on the scale of the advantages. Tinker has 0.05; verl has no default."""
+    ppo_kl_coef: float
     """kl_cov: weight of |log-ratio| on selected tokens."""
-    dppo_clip_c: float = 20.0
+    dppo_clip_c: float
     """dppo_tv, dppo_kl: bound on the ratio as a weight. verl means 20, but its clip_ratio_c = 3 always overrides that."""
 
     def __post_init__(self) -> None:

@@ -56,5 +56,9 @@ TRUST_REGION = USES_OLD - {"kl_cov"}
 
 
 def default_aggregation(mode: str) -> AggMode:
-    """The aggregation that a mode's paper has: verl forces it for three of them, and ignores the one that was asked for."""
+    """Return the aggregation of a mode's paper.
+
+    verl 0.9.1 forces it for sapo alone. There gspo has token-mean unless loss_agg_mode says otherwise, and geo_mean is a plain
+    mean over the micro-batch.
+    """
     return "seq-mean-token-mean" if mode in ("gspo", "sapo", "geo_mean") else "token-mean"

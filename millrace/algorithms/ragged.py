@@ -21,12 +21,6 @@ def sequence_sums(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
     return values.new_zeros(num_sequences).index_add(0, ids, values)
 
 
-def sequence_means(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
-    """Mean over the tokens of each trajectory, [num_sequences]; 0 where it has none."""
-    count = sequence_sums(torch.ones_like(values), ids, num_sequences)
-    return sequence_sums(values, ids, num_sequences) / count.clamp(min=1)
-
-
 def last_tokens(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Position of the last token of each trajectory that has one, and the numbers of those trajectories."""
     has = (lengths > 0).nonzero().squeeze(-1)

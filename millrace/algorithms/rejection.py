@@ -1,7 +1,8 @@
 """Rejection rules: which tokens, and which whole sequences, are left out of a loss because their policies are too far apart.
 
-All of them look at l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64 and clamped to +-20: a
-bound beyond e^20 or under e^-20 never acts. A rule sees every included token, whatever other rules say of it.
+All of them look at l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64. A token's l is clamped to
++-20, and so is the sum or mean of a sequence's l, which is taken before any clamp of its tokens. A bound beyond e^20 or under
+e^-20 never acts. A rule sees every included token, whatever other rules say of it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ EDGE = 1e-12
 class Ratios:
     """The log-ratios of the included tokens, M of T."""
 
+    raw: Tensor
+    """l [M] float64; 0 where it is not finite."""
     log: Tensor
-    """l [M] float64, clamped to +-20; 0 where it is not finite."""
+    """The same, clamped to +-20."""
     finite: Tensor
     """[M] bool."""
     ids: Tensor
@@ -47,16 +50,22 @@ class Ratios:
         finite = delta.isfinite()
         num_finite = sequence_sums(finite.double(), ids, len(lengths))
         counts = sequence_sums(torch.ones_like(delta), ids, len(lengths))
-        log = torch.where(finite, delta, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(log, finite, ids, counts, (counts > 0) & (num_finite == counts))
+        raw = torch.where(finite, delta, 0.0)
+        log = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return cls(raw, log, finite, ids, counts, (counts > 0) & (num_finite == counts))
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the tokens of each sequence, [N], of values [M]."""
         return sequence_sums(values, self.ids, len(self.counts))
 
     def sequence_logs(self) -> Tensor:
-        """Log of the product of each sequence's ratios, clamped to +-20, [N] float64."""
-        return self.sums(self.log).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        """Return the log of the product of each sequence's ratios, clamped to +-20, [N] float64."""
+        return self.sums(self.raw).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def sequence_means(self) -> Tensor:
+        """Return the log of the geometric mean of each sequence's ratios, clamped to +-20, [N] float64."""
+        means = self.sums(self.raw) / self.counts.clamp(min=1)
+        return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
@@ -111,6 +120,8 @@ def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
         return largest, ratios.whole
     if rule.name == "seq_sum_k1":
         return ratios.sequence_logs(), ratios.whole
+    if rule.name == "seq_mean_k1":
+        return ratios.sequence_means(), ratios.whole
     sums = ratios.sums(tokens)
     return (sums if level == "seq_sum" else sums / ratios.counts.clamp(min=1)), ratios.whole
 

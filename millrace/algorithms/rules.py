@@ -21,7 +21,7 @@ class RejectionRule:
     name         statistic                                                   bounds
     token_k1     r = e^l                                                     lower <= r <= upper
     seq_sum_k1   product of the sequence's ratios, its log clamped to +-20   lower <= . <= upper
-    seq_mean_k1  geometric mean of the sequence's ratios                     lower <= . <= upper
+    seq_mean_k1  geometric mean of them, its log clamped to +-20             lower <= . <= upper
     *_k2         l^2 / 2; its sum, mean or max over the sequence             . <= upper, `lower` is None
     *_k3         e^l - 1 - l; its sum, mean or max over the sequence         . <= upper, `lower` is None
 

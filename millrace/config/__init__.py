@@ -14,7 +14,6 @@ from millrace.config.algorithm_keys import (
     KlType,
     OptimConfig,
     PolicyLossConfig,
-    rejection_options,
 )
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
 from millrace.config.keys import Config, Derived
@@ -53,5 +52,4 @@ __all__ = [
     "SyncConfig",
     "TrainerConfig",
     "ValidationConfig",
-    "rejection_options",
 ]

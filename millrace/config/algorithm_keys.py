@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.algorithms.correction_plan import CorrectionOptions, CorrectionPlan, Proximal
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from millrace.config.section import Section
@@ -158,7 +159,7 @@ class CorrectionConfig(Section):
 
     def check(self) -> None:
         prefix = "algorithm.rollout_correction"
-        rejection_options(self)
+        self.plan(bypass=False)
         if self.rollout_is_batch_normalize and not self.rollout_is:
             raise bad_value(
                 f"{prefix}.rollout_is_batch_normalize",
@@ -183,8 +184,30 @@ class CorrectionConfig(Section):
                 f"{prefix}.proximal=recompute",
             )
 
+    def plan(self, *, bypass: bool) -> CorrectionPlan:
+        """Return what this section asks for. `bypass` is async_training.use_rollout_log_probs.
 
-def rejection_options(
+        Raises ConfigError if a threshold or a rule cannot be parsed.
+        """
+        threshold, rules = _rejection(self)
+        options = CorrectionOptions(
+            rollout_is=self.rollout_is,
+            rollout_is_threshold=threshold,
+            rollout_is_batch_normalize=self.rollout_is_batch_normalize,
+            rollout_rs=rules,
+            rollout_token_veto_threshold=self.rollout_token_veto_threshold,
+        )
+        interpolated = self.proximal == "interpolate"
+        decoupled = Proximal.INTERPOLATED if interpolated else Proximal.RECOMPUTED
+        return CorrectionPlan(
+            options=options,
+            proximal=Proximal.ROLLOUT if bypass else decoupled,
+            max_token_age=self.max_token_age,
+            before_baseline=self.reject_before_baseline,
+        )
+
+
+def _rejection(
     correction: CorrectionConfig,
 ) -> tuple[float | tuple[float, float], tuple[RejectionRule, ...]]:
     """Return the parsed threshold of the importance weights, and the rejection rules.

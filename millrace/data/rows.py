@@ -78,13 +78,14 @@ def problem(
         ),
         None,
     )
+    plain_truth = _plain(f"{where}, ground truth", truth)
     columns = {k: v for k, v in row.items() if k not in _TAKEN and k != used}
     if not isinstance(prompt, str):
         columns["prompt"] = prompt
     return Problem(
         prompt=prompt,
         data_source=source,
-        ground_truth=_plain(f"{where}, ground truth", truth),
+        ground_truth=plain_truth,
         answer=answer if answer is not None else "" if truth is None else _text(truth),
         extra_info=_plain(f"{where}, extra_info", extra),
         columns={k: _plain(f"{where}, {k}", v) for k, v in columns.items()},
@@ -117,7 +118,7 @@ def texts(rows: Rows, *, prompt_key: str = "prompt", limit: int = 2000) -> Itera
 
 def plain(value: Any) -> Any:
     """`value` in JSON's types: what it is after a checkpoint, from the start. Tuples become lists, numpy's types Python's."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, float, bool):
         return value
     return json.loads(msgspec.json.encode(value, enc_hook=_hook))
 

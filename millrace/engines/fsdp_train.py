@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.engines import lora, train_state
+from millrace.engines.arrived import arrived
 from millrace.engines.attention import Ints
 from millrace.engines.critic import PackedCritic, copy_weights
 from millrace.engines.device import pick
@@ -27,6 +28,7 @@ from millrace.engines.lora import StartPolicy
 from millrace.engines.meter import Meter
 from millrace.engines.mini_batch import MiniBatch, settle
 from millrace.engines.model import DTYPES
+from millrace.engines.options import step_options
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
@@ -76,6 +78,7 @@ class FsdpTrainEngine:
         if self.adapted and config.needs_reference:
             self.reference = StartPolicy(self.actor)
         self.config = config
+        self.options = step_options(config)
         self.model_folder = model_folder
         self.rank = rank
         self.world_size = world_size
@@ -94,7 +97,7 @@ class FsdpTrainEngine:
         start from them.
         """
         self.actor.begin(optim, horizon)
-        self.kl_coef = self.config.algorithm.kl_ctrl.kl_coef
+        self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:
             self._critic.start_from(
                 dict(lora.merged_weights(self.policy.model.base_model, self.scale))
@@ -118,23 +121,21 @@ class FsdpTrainEngine:
         actor/rejected_steps   optimizer steps skipped because the mini-batch had no token to train: all were rejected
         train/tokens           prompt and response tokens of the trajectories that were trained, each epoch
         """
-        models = Models(self.actor, self.critic, self.reference)
-        data = make_experience(batch.samples, batch.version, models, self.config, self.kl_coef)
+        options, models = self.options, Models(self.actor, self.critic, self.reference)
+        data = make_experience(arrived(batch, options.algorithm), models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         corrections: list[dict[str, float]] = []
         first_tokens, rejected = torch.zeros_like(data.include), 0
-        for k, members in enumerate(
-            self._mini_batches(data, len(batch.samples)) * self.config.actor.ppo_epochs
-        ):
+        for k, members in enumerate(self._mini_batches(data) * options.actor.ppo_epochs):
             mini = self._settle(data, members, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
             if k == 0:
                 first_tokens = mini.mask
-            first_pass = k * self.config.actor.ppo_mini_batch_size < len(batch.samples)
+            first_pass = k * options.actor.ppo_mini_batch_size < data.num_samples
             if self.critic is not None:
                 self._step(self.critic, data, mini, CriticLoss, critic_meter, first_pass)
-            if self.actor.steps >= self.config.trainer.critic_warmup:
+            if self.actor.steps >= options.critic_warmup:
                 self._step(self.actor, data, mini, PolicyLoss, meter, first_pass)
             else:
                 self.actor.skip_step(meter)
@@ -142,16 +143,14 @@ class FsdpTrainEngine:
         seen = self.actor.reduce(
             meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM
         ).cpu()
-        metrics = sampler_metrics(
-            seen, data, self.config, same_weights=first_tokens if fresh else None
-        )
-        metrics |= policy_metrics(meter, data, corrections, self.config)
+        metrics = sampler_metrics(seen, data, options, same_weights=first_tokens if fresh else None)
+        metrics |= policy_metrics(meter, data, corrections, options)
         if self.critic is not None:
             metrics |= critic_metrics(critic_meter, data)
-        if self.config.algorithm.use_kl_in_reward:
+        if options.algorithm.use_kl_in_reward:
             metrics |= self._steer_kl(data)
         totals = {
-            "train/tokens": float(data.rows.lengths.sum() * self.config.actor.ppo_epochs),
+            "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),
         }
@@ -188,7 +187,7 @@ class FsdpTrainEngine:
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         """log p(token) at the training temperature, for each trajectory of each sample, in order."""
         rows = rows_of_samples(samples)
-        flat = self.actor.tokens(rows, temperature=self.config.rollout.temperature)[0]
+        flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
 
     async def save(self, folder: str, staged: bool = False) -> None:
@@ -249,10 +248,10 @@ class FsdpTrainEngine:
 
     # One mini-batch ---------------------------------------------------------------------------------------------------
 
-    def _mini_batches(self, data: Experience, num_samples: int) -> list[Ints]:
+    def _mini_batches(self, data: Experience) -> list[Ints]:
         """Rows of each mini-batch."""
-        first_row = data.rows.first_row
-        edges = [*range(0, num_samples, self.config.actor.ppo_mini_batch_size), num_samples]
+        first_row, size = data.rows.first_row, self.options.actor.ppo_mini_batch_size
+        edges = [*range(0, data.num_samples, size), data.num_samples]
         return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
 
     def _settle(self, data: Experience, members: Ints, *, untouched: bool) -> MiniBatch:
@@ -261,12 +260,10 @@ class FsdpTrainEngine:
         def current() -> Tensor:
             if untouched and data.arrival is not None:
                 return data.arrival
-            return self.actor.tokens(
-                data.rows, members, temperature=self.config.rollout.temperature
-            )[0]
+            return self.actor.tokens(data.rows, members, temperature=self.options.temperature)[0]
 
-        generator = torch.Generator().manual_seed(self.config.trainer.seed + self.actor.steps)
-        return settle(data, members, self.config, current=current, generator=generator)
+        generator = torch.Generator().manual_seed(self.options.seed + self.actor.steps)
+        return settle(data, members, self.options, current=current, generator=generator)
 
     def _step(
         self,
@@ -283,15 +280,15 @@ class FsdpTrainEngine:
         model.accumulate(
             data.rows,
             mini.members,
-            self.config.rollout.temperature,
-            loss(data, mini, self.config),
+            self.options.temperature,
+            loss(data, mini, self.options),
             meter,
         )
         model.optimizer_step(meter, first_pass=first_pass)
 
     def _steer_kl(self, data: Experience) -> dict[str, float]:
         """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
-        ctrl, used = self.config.algorithm.kl_ctrl, self.kl_coef
+        ctrl, used = self.options.algorithm.kl_ctrl, self.kl_coef
         if ctrl.type == "adaptive":
             self.kl_coef = adapt(
                 used,

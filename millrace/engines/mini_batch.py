@@ -13,15 +13,14 @@ from torch import Tensor
 
 from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
+from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.modes import SELECTS
-from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.ragged import sequence_sums
-from millrace.config import Config
 from millrace.engines.attention import Ints
-from millrace.engines.experience import Experience, corrects_whole_batch
-from millrace.engines.options import aggregation, correction_options, loss_scale
+from millrace.engines.experience import Experience
+from millrace.engines.options import StepOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,79 +46,50 @@ class MiniBatch:
 def settle(
     data: Experience,
     members: Ints,
-    config: Config,
+    options: StepOptions,
     *,
     current: Callable[[], Tensor],
     generator: torch.Generator,
 ) -> MiniBatch:
     """`current` gives the log-probs [K] of the policy as it is now; a forward pass, so it is called only where needed."""
-    mode = config.actor.policy_loss.loss_mode
+    plan, selects = options.correction, options.actor.policy_loss.loss_mode in SELECTS
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
     row[torch.from_numpy(members)] = True
     mask = data.include & row[data.ids]
-    weights, metrics = None, dict[str, float]()
-    if data.correction is not None:
-        mask = mask & data.correction.keep
-        weights = (
-            data.correction.weights if config.algorithm.rollout_correction.rollout_is else None
-        )
-    now = current() if mode in SELECTS or _corrects_here(config) else None
-    if now is not None and _corrects_here(config):
-        proximal = now if config.async_training.use_rollout_log_probs else proximal_of(data, now)
-        found = correct(
-            proximal, data.rollout, data.lengths, correction_options(config), include=mask
-        )
-        mask, metrics = found.keep, found.metrics
-        weights = found.weights if config.algorithm.rollout_correction.rollout_is else None
-    selected = (
-        None if now is None or mode not in SELECTS else _select(data, now, mask, config, generator)
-    )
+    now = current() if selects or plan.place is Place.MINI_BATCH else None
+    found, metrics = data.correction, dict[str, float]()
+    if now is not None and plan.place is Place.MINI_BATCH:
+        proximal = data.interpolated(now) if plan.proximal is Proximal.INTERPOLATED else now
+        found = correct(proximal, data.rollout, data.lengths, plan.options, include=mask)
+        metrics = found.metrics
+    if found is not None:
+        mask = mask & found.keep
+    selected = _select(data, now, mask, options, generator) if selects and now is not None else None
     kept = sequence_sums(mask.double(), data.ids, len(data.lengths))
     tokens = int(mask.sum())
     factors = token_weights(
-        aggregation(config),
+        options.aggregation,
         sequence_ids=data.ids,
         sequence_lengths=kept,
         total_tokens=tokens,
         total_sequences=int((kept > 0).sum()),
-        scale=loss_scale(config),
+        scale=options.loss_scale,
+        dtype=kept.dtype,
     )
+    weights = found.weights if found is not None and plan.weighs else None
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
 
 
-def corrects_in_passing(config: Config) -> bool:
-    """Whether weights can be made of the very pass that is trained: nothing about them is of the whole mini-batch."""
-    correction = config.algorithm.rollout_correction
-    of_all = (
-        correction.rollout_rs
-        or correction.rollout_token_veto_threshold
-        or correction.rollout_is_batch_normalize
-    )
-    return bool(correction.rollout_is) and not corrects_whole_batch(config) and not of_all
-
-
-def proximal_of(data: Experience, current: Tensor) -> Tensor:
-    """[K] interpolated proximal log-probs, from the current ones and each token's age."""
-    return interpolate(data.rollout, current, -data.ages, 0)
-
-
-def _corrects_here(config: Config) -> bool:
-    correction = config.algorithm.rollout_correction
-    wanted = (
-        correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
-    )
-    return bool(wanted) and not corrects_whole_batch(config) and not corrects_in_passing(config)
-
-
 def _select(
-    data: Experience, now: Tensor, mask: Tensor, config: Config, generator: torch.Generator
+    data: Experience, now: Tensor, mask: Tensor, options: StepOptions, generator: torch.Generator
 ) -> Tensor:
-    loss = config.actor.policy_loss
+    """The tokens that covariance chooses, [K] bool."""
+    actor, loss = options.actor, options.actor.policy_loss
     if loss.loss_mode == "kl_cov":
         return kl_cov_tokens(now, data.advantages, mask, ratio=loss.kl_cov_ratio)
-    actor, old, clipped = config.actor, data.old, None
-    if old is None and config.algorithm.rollout_correction.proximal == "interpolate":
-        old = proximal_of(data, now)
+    old, clipped = data.old, None
+    if old is None and options.correction.proximal is Proximal.INTERPOLATED:
+        old = data.interpolated(now)
     if old is not None:
         _, stats = ppo_clip(
             now,

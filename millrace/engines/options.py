@@ -1,16 +1,61 @@
-"""What a configuration says to the functions of `millrace.algorithms`."""
+"""What a configuration says to a step, computed once."""
 
 from __future__ import annotations
 
-from millrace.algorithms.correction import CorrectionOptions
+from dataclasses import dataclass
+
+from millrace.algorithms.correction_plan import CorrectionPlan
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import AggMode, default_aggregation
-from millrace.config import Config, rejection_options
+from millrace.config import ActorConfig, AlgorithmConfig, Config
 
 
-def loss_options(config: Config) -> LossOptions:
-    actor, own = config.actor, config.actor.policy_loss
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Everything that the functions of a step read, but the batch and the models."""
+
+    actor: ActorConfig
+    algorithm: AlgorithmConfig
+    correction: CorrectionPlan
+    loss: LossOptions
+    advantages: AdvantageOptions
+    aggregation: AggMode
+    loss_scale: float
+    """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
+    cliprange_value: float
+    """The critic's."""
+    critic_warmup: int
+    """Optimizer steps in which the critic learns alone."""
+    temperature: float
+    """The one at which rollouts are sampled."""
+    lag_bound: int
+    seed: int
+
+
+def step_options(config: Config) -> StepOptions:
+    """Return the options of `config`."""
+    actor, algorithm = config.actor, config.algorithm
+    return StepOptions(
+        actor=actor,
+        algorithm=algorithm,
+        correction=algorithm.rollout_correction.plan(
+            bypass=config.async_training.use_rollout_log_probs
+        ),
+        loss=_loss(actor),
+        advantages=_advantages(algorithm),
+        aggregation=actor.loss_agg_mode or default_aggregation(actor.policy_loss.loss_mode),
+        loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
+        cliprange_value=config.critic.cliprange_value,
+        critic_warmup=config.trainer.critic_warmup,
+        temperature=config.rollout.temperature,
+        lag_bound=config.schedule.lag_bound,
+        seed=config.trainer.seed,
+    )
+
+
+def _loss(actor: ActorConfig) -> LossOptions:
+    own = actor.policy_loss
     return LossOptions(
         clip_low=actor.clip_ratio_low,
         clip_high=actor.clip_ratio_high,
@@ -23,29 +68,7 @@ def loss_options(config: Config) -> LossOptions:
     )
 
 
-def aggregation(config: Config) -> AggMode:
-    return config.actor.loss_agg_mode or default_aggregation(config.actor.policy_loss.loss_mode)
-
-
-def loss_scale(config: Config) -> float:
-    """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
-    return config.actor.loss_scale_factor or float(config.rollout.max_response_length)
-
-
-def correction_options(config: Config) -> CorrectionOptions:
-    correction = config.algorithm.rollout_correction
-    threshold, rules = rejection_options(config.algorithm.rollout_correction)
-    return CorrectionOptions(
-        rollout_is=correction.rollout_is,
-        rollout_is_threshold=threshold,
-        rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
-        rollout_rs=rules,
-        rollout_token_veto_threshold=correction.rollout_token_veto_threshold,
-    )
-
-
-def advantage_options(config: Config) -> AdvantageOptions:
-    algorithm = config.algorithm
+def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
     weights = dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False))
     return AdvantageOptions(
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
@@ -53,4 +76,5 @@ def advantage_options(config: Config) -> AdvantageOptions:
         lam=algorithm.lam,
         component_weights=weights or None,
         bootstrap_truncated=algorithm.bootstrap_truncated,
+        whiten=True,
     )

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import correct
+from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.kl import KL
 from millrace.algorithms.loss_input import LossInput
 from millrace.algorithms.policy_losses import POLICY_LOSSES
 from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.value import value_loss
-from millrace.config import Config
 from millrace.engines.experience import Experience
-from millrace.engines.mini_batch import MiniBatch, corrects_in_passing
-from millrace.engines.options import correction_options, loss_options
+from millrace.engines.mini_batch import MiniBatch
+from millrace.engines.options import StepOptions
 from millrace.engines.packing import MicroBatch
 from millrace.engines.trainable import Outputs
 
@@ -37,17 +37,14 @@ CRITIC_SUMS = ("loss", "tokens", "clipped")
 class PolicyLoss:
     """Loss = aggregated policy loss + kl_loss_coef x aggregated KL - entropy_coeff x aggregated entropy, of one mini-batch."""
 
-    def __init__(self, data: Experience, mini: MiniBatch, config: Config) -> None:
+    def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         self.data = data
         self.mini = mini
-        self.actor = config.actor
-        self.lose = POLICY_LOSSES[config.actor.policy_loss.loss_mode]
-        self.options = loss_options(config)
-        self.interpolated = (
-            data.old is None and config.algorithm.rollout_correction.proximal == "interpolate"
-        )
-        self.bypass = config.async_training.use_rollout_log_probs
-        self.correction = correction_options(config) if corrects_in_passing(config) else None
+        self.actor = options.actor
+        self.lose = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
+        self.options = options.loss
+        self.plan = options.correction
+        self.interpolated = data.old is None and self.plan.proximal is Proximal.INTERPOLATED
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached. `outputs` are log-probs and entropy [M]."""
@@ -69,7 +66,7 @@ class PolicyLoss:
         )
         weights = (
             self._weights_in_passing(at, log_probs, old, micro)
-            if self.correction
+            if self.plan.place is Place.PASSING
             else at.get("weights")
         )
         pg_loss = ((losses if weights is None else losses * weights) * at["factors"]).sum()
@@ -130,21 +127,20 @@ class PolicyLoss:
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
     ) -> Tensor:
         """Importance weights of current or interpolated policy over rollout: a micro-batch holds whole rows."""
-        assert self.correction is not None
         lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
-        numerator = log_probs.detach() if self.bypass else old
+        numerator = old if self.interpolated else log_probs.detach()
         return correct(
-            numerator, at["rollout"], lengths, self.correction, include=at["mask"] > 0
+            numerator, at["rollout"], lengths, self.plan.options, include=at["mask"] > 0
         ).weights.to(log_probs.dtype)
 
 
 class CriticLoss:
     """Aggregated value loss of one mini-batch."""
 
-    def __init__(self, data: Experience, mini: MiniBatch, config: Config) -> None:
+    def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         assert data.values is not None and data.returns is not None
         self.columns = (mini.factors, mini.mask.double(), data.values, data.returns)
-        self.cliprange = config.critic.cliprange_value
+        self.cliprange = options.cliprange_value
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached. `outputs` are values [M]."""

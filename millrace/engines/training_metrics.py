@@ -6,19 +6,18 @@ from torch import Tensor
 
 from millrace.algorithms.by_age import by_age
 from millrace.algorithms.correction import correct, drift
+from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.kl import k3
-from millrace.config import Config
 from millrace.engines.experience import Experience
 from millrace.engines.meter import Meter
-from millrace.engines.mini_batch import corrects_in_passing, proximal_of
-from millrace.engines.options import correction_options
+from millrace.engines.options import StepOptions
 
 MAX_AGE_BINS = 8
 """Ages that have metrics of their own; older tokens share the last bin."""
 
 
 def policy_metrics(
-    meter: Meter, data: Experience, corrections: list[dict[str, float]], config: Config
+    meter: Meter, data: Experience, corrections: list[dict[str, float]], options: StepOptions
 ) -> dict[str, float]:
     """Of all optimizer steps of the batch together; means of tokens are over trained ones. Without a step there is no actor/*.
 
@@ -38,7 +37,7 @@ def policy_metrics(
     metrics = {
         "train/zero_advantage_share": data.zero_variance_share,
         "train/trained_token_share": meter.sums["tokens"]
-        / max(len(data.rollout) * config.actor.ppo_epochs, 1),
+        / max(len(data.rollout) * options.actor.ppo_epochs, 1),
     }
     if meter.finite:
         metrics |= {
@@ -50,7 +49,7 @@ def policy_metrics(
             **meter.step_means("actor/"),
         }
         metrics |= (
-            {"actor/kl_loss": meter.sums["kl_loss"] / steps} if config.actor.use_kl_loss else {}
+            {"actor/kl_loss": meter.sums["kl_loss"] / steps} if options.actor.use_kl_loss else {}
         )
     told = (
         [found for found in corrections if found]
@@ -63,7 +62,7 @@ def policy_metrics(
 
 
 def sampler_metrics(
-    seen: Tensor, data: Experience, config: Config, *, same_weights: Tensor | None
+    seen: Tensor, data: Experience, options: StepOptions, *, same_weights: Tensor | None
 ) -> dict[str, float]:
     """How far the policy under training is from the one that drew the tokens, in the first pass over the batch; without a step
     in it there is train/pad_share alone.
@@ -96,16 +95,14 @@ def sampler_metrics(
     if same_weights is not None:
         gap = (rollout - current)[at & same_weights & (data.ages == 0)].abs()
         metrics |= {"actor/log_prob_gap_same_version": gap.mean().item()} if len(gap) else {}
-    bins = max(1, min(config.schedule.lag_bound, MAX_AGE_BINS))
+    bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
     metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
-    if corrects_in_passing(config):
-        numerator = (
-            current if config.async_training.use_rollout_log_probs else proximal_of(data, current)
-        )
-        metrics |= correct(
-            numerator, rollout, data.lengths, correction_options(config), include=at
-        ).metrics
-    elif config.algorithm.rollout_correction.active and data.correction is None:
+    plan = options.correction
+    if plan.place is Place.PASSING:
+        interpolated = plan.proximal is Proximal.INTERPOLATED
+        numerator = data.interpolated(current) if interpolated else current
+        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
+    elif plan.active and data.correction is None:
         metrics |= drift(current, rollout, data.lengths, at)
     return metrics
 

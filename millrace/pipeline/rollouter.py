@@ -4,8 +4,8 @@
     waits for a free slot; the gate, while rollouts are held still
     produces  READY samples; drops, with a reason, those whose reward failed or whose outcomes are all equal
 
-It knows two things of the Schedule: whether running trajectories are awaited or interrupted when it is held still, and
-nothing else. Modes are values.
+It reads two values of the Schedule: `on_sync` says what happens to running trajectories at a sync, and `placement` whether
+the devices are shared. It knows no mode.
 """
 
 from __future__ import annotations

@@ -35,8 +35,10 @@ def exact(
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if math-verify finds the completion's last answer equal to the ground truth (of GSM8K: what follows ####).
+    """1 if math-verify finds the completion's answer equal to the ground truth (of GSM8K: what follows ####).
 
+    The answer is the first of these that the completion has: a formula after "final answer is", all of its boxes, its last
+    formula or number. Several boxes are one answer, the set of their contents, so that 2 is not equal to 1 and 2.
     Its own deadlines are off: they need signals, and the pool has one that also stops what ignores them.
     """
     from math_verify import parse, verify

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from millrace.schedule.schedule import OnSync, Placement
+from millrace.schedule.schedule import OnSync, Placement, Schedule
 
 ModeName = Literal[
     "colocate_sync",
@@ -115,3 +115,22 @@ _TABLE: dict[ModeName, Mode] = {
 
 MODES: Mapping[str, Mode] = MappingProxyType({name: _TABLE[name] for name in get_args(ModeName)})
 """Every mode by its name."""
+
+
+def name_of(schedule: Schedule, asked: str | None = None) -> str:
+    """Return the name of the mode that `schedule` is, or "custom".
+
+    A mode with a default staleness needs a staleness_threshold over 0. Where several modes fit, the result is `asked`, the mode that the run started from, or else the mode that
+    sets most. Where none fits, the result names `asked`: "custom (from async_partial)".
+    """
+    fitting = [name for name, mode in MODES.items() if _fits(schedule, mode)]
+    if asked in fitting:
+        return str(asked)
+    if not fitting:
+        return f"custom (from {asked})" if asked else "custom"
+    return max(fitting, key=lambda name: len(MODES[name].fixed))
+
+
+def _fits(schedule: Schedule, mode: Mode) -> bool:
+    stale = mode.default_staleness is None or schedule.staleness_threshold > 0
+    return stale and all(getattr(schedule, key) == value for key, value in mode.fixed.items())

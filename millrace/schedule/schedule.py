@@ -28,7 +28,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Counts are in samples. See DESIGN in ARCHITECTURE.md for the table of modes."""
+    """The numbers of one run, in samples. README.md has the table of modes."""
 
     ppo_mini_batch_size: int
     """Samples in one optimizer step."""

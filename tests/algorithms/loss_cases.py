@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from millrace.algorithms.loss_input import LossInput, LossOptions
+from millrace.algorithms.aggregate import token_weights
+from millrace.algorithms.loss_input import LossInput
+from tests.algorithms.options import loss_options
 
 LOG_PROB = st.floats(-30, 0)
 NEAR = st.tuples(st.floats(-3, 0), st.floats(-0.7, 0.7)).map(
@@ -18,6 +20,14 @@ ADVANTAGE = st.one_of(st.just(0.0), st.floats(-4, 4))
 TOKEN = st.tuples(PAIR, ADVANTAGE, st.booleans(), st.booleans(), st.floats(0, 2))
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=5)
 """Sequences, some empty, of ((new, old), advantage, trained, selected, weight in the sum)."""
+
+
+def aggregate(loss, mask, sequence_ids, mode, *, scale=1.0, **counts):
+    """The weighted sum of token losses, as the train engine takes it."""
+    weights = token_weights(
+        mode, sequence_ids=sequence_ids, scale=scale, dtype=loss.dtype, **counts
+    )
+    return (loss.masked_fill(mask == 0, 0.0) * weights).sum()
 
 
 def build(sequences, dtype=torch.float64):
@@ -192,8 +202,8 @@ TOKEN_RULES = {
 }
 
 OPTIONS = [
-    LossOptions(),
-    LossOptions(
+    loss_options(),
+    loss_options(
         clip_low=0.1,
         clip_high=0.5,
         clip_c=1.2,
@@ -203,5 +213,5 @@ OPTIONS = [
         ppo_kl_coef=1.0,
         dppo_clip_c=1.5,
     ),
-    LossOptions(clip_low=3e-4, clip_high=4e-4),
+    loss_options(clip_low=3e-4, clip_high=4e-4),
 ]

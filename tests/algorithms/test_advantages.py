@@ -131,14 +131,22 @@ def opo_of_ones(rewards, groups):
 
 
 def gdpo_of_one(rewards, groups):
-    return gdpo({"one": rewards}, groups, weights={"one": 3.0})
+    return gdpo({"one": rewards}, groups, weights={"one": 3.0}, norm_by_std=True)
+
+
+def plain_grpo(rewards, groups):
+    return grpo(rewards, groups, norm_by_std=True)
+
+
+def plain_passk(rewards, groups):
+    return grpo_passk(rewards, groups, norm_by_std=True)
 
 
 def dr_grpo(rewards, groups):
     return grpo(rewards, groups, norm_by_std=False)
 
 
-ALL = [grpo, dr_grpo, grpo_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
+ALL = [plain_grpo, dr_grpo, plain_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
 
 
 @pytest.mark.parametrize("estimator", ALL)
@@ -215,6 +223,6 @@ def test_opo_defines_what_has_no_tokens():
 def test_gdpo_refuses_what_it_cannot_weigh():
     groups = torch.tensor([0, 0])
     with pytest.raises(ValueError, match=r"unknown ones: \['b'\]"):
-        gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0})
+        gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0}, norm_by_std=True)
     with pytest.raises(ValueError, match="needs components"):
-        gdpo({}, groups)
+        gdpo({}, groups, weights=None, norm_by_std=True)

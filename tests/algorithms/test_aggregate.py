@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import aggregate
+from millrace.algorithms.aggregate import token_weights
+from tests.algorithms.loss_cases import aggregate
 
 MODES = [
     "token-mean",
@@ -51,6 +52,34 @@ def flat(sequences):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lengths", [[3, 7], [16_777_217, 33_554_433]])
+def test_factors_have_the_precision_of_the_loss_whatever_counts_are(mode, dtype, lengths):
+    sequences, tokens = len(lengths), sum(lengths)
+    exact = {
+        "token-mean": [1 / tokens] * sequences,
+        "token-sum": [1.0] * sequences,
+        "seq-mean-token-sum": [1 / sequences] * sequences,
+        "seq-mean-token-mean": [1 / (sequences * length) for length in lengths],
+        "seq-mean-token-sum-norm": [1 / (sequences * SCALE)] * sequences,
+    }[mode]
+    for counts in (torch.tensor(lengths), torch.tensor(lengths, dtype=torch.float64)):
+        factors = token_weights(
+            mode,
+            sequence_ids=torch.arange(sequences),
+            sequence_lengths=counts,
+            total_tokens=tokens,
+            total_sequences=sequences,
+            scale=SCALE,
+            dtype=dtype,
+        )
+        assert factors.dtype == dtype
+        np.testing.assert_array_equal(
+            factors.numpy(), np.array(exact).astype(factors.numpy().dtype)
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
 @given(sequences=SEQUENCES)
 def test_aggregate_matches_numpy(mode, sequences):
     loss, mask, ids, counts = flat(sequences)
@@ -87,6 +116,7 @@ def test_a_masked_token_may_be_infinite():
         sequence_lengths=torch.tensor([1]),
         total_tokens=1,
         total_sequences=1,
+        scale=1.0,
     )
     assert value.item() == 1.0
 

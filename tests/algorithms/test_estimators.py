@@ -16,6 +16,7 @@ from millrace.algorithms.estimators import (
     Advantages,
     estimate,
 )
+from tests.algorithms.options import advantage_options
 
 ROWS = st.lists(
     st.tuples(
@@ -39,7 +40,7 @@ RELATIVE = [
     "reinforce_plus_plus_baseline",
     "optimal_token_baseline",
 ]
-PLAIN = AdvantageOptions()
+PLAIN = advantage_options()
 
 
 def make(rows, seed, token_rewards=False):
@@ -302,7 +303,7 @@ def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group():
     batch = AdvantageBatch(
         scores=torch.tensor([1.0, 0.0]), groups=torch.tensor([5, 5]), lengths=torch.tensor([2, 0])
     )
-    assert estimate("grpo", batch, AdvantageOptions(norm_by_std=False)).tokens.tolist() == [
+    assert estimate("grpo", batch, advantage_options(norm_by_std=False)).tokens.tolist() == [
         0.5,
         0.5,
     ]
@@ -317,7 +318,7 @@ def test_the_score_of_a_truncated_trajectory_does_not_count_when_its_value_does(
         values=torch.tensor([0.25, 0.75, 0.5]),
         truncated=torch.tensor([True, False]),
     )
-    raw = AdvantageOptions(whiten=False)
+    raw = advantage_options(whiten=False)
     assert estimate("gae", batch, raw).tokens.tolist() == [-5.25, -5.75, 0.5]
     got = estimate("gae", batch, dataclasses.replace(raw, bootstrap_truncated=True))
     assert got.tokens.tolist() == [0.5, 0.0, 0.5] and got.returns.tolist() == [0.75, 0.75, 1.0]
@@ -352,7 +353,7 @@ def test_what_cannot_be_estimated_is_refused():
         estimate(
             "gae",
             dataclasses.replace(batch, truncated=None),
-            AdvantageOptions(bootstrap_truncated=True),
+            advantage_options(bootstrap_truncated=True),
         )
     with pytest.raises(ValueError, match="values is not finite"):
         estimate("gae", dataclasses.replace(batch, values=torch.tensor([0.0, torch.inf])), PLAIN)
@@ -361,4 +362,4 @@ def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(ValueError, match=r"components\['a'\] has shape"):
         dataclasses.replace(batch, components={"a": torch.zeros(3)})
     with pytest.raises(ValueError, match="gamma and lam"):
-        AdvantageOptions(gamma=1.5)
+        advantage_options(gamma=1.5)

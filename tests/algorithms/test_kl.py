@@ -110,3 +110,11 @@ def test_what_would_ruin_the_coefficient_is_refused():
         kl.adapt(0.1, 0.1, 0.0, 1000, 100)
     with pytest.raises(ValueError, match="too short"):
         kl.adapt(0.1, 0.1, 0.1, 100, 500)
+
+
+def test_k3_is_clamped_where_its_docstring_says():
+    x = torch.tensor([2.610, 2.612, -10.9999, -11.001], dtype=torch.float64, requires_grad=True)
+    value = kl.k3(-x, torch.zeros_like(x))
+    value.sum().backward()
+    np.testing.assert_array_equal((value == 10).numpy(), [False, True, False, True])
+    np.testing.assert_array_equal((x.grad != 0).numpy(), [True, False, True, False])

@@ -8,13 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import aggregate
 from millrace.algorithms.divergence_losses import binary_kl
-from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.modes import SELECTS, TRUST_REGION, USES_OLD, default_aggregation
 from millrace.algorithms.policy_losses import POLICY_LOSSES
-from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, TOKEN_RULES, build, by_token, check
+from tests.algorithms.loss_cases import (
+    OPTIONS,
+    SEQUENCES,
+    TOKEN_RULES,
+    aggregate,
+    build,
+    by_token,
+    check,
+)
+from tests.algorithms.options import loss_options
 
 MODES = sorted(POLICY_LOSSES)
 
@@ -225,12 +232,12 @@ def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage
     ratio = torch.tensor((log_ratio - 1.0) - -1.0, dtype=torch.float64).exp().item()
     edge = abs(ratio - 1)
     _, grad, stats = one_token(
-        mode, log_ratio, advantage, LossOptions(clip_low=edge, clip_high=edge)
+        mode, log_ratio, advantage, loss_options(clip_low=edge, clip_high=edge)
     )
     assert grad == pytest.approx(-advantage * ratio) and stats["clipped"] == 0.0
     tight = np.nextafter(edge, 0) - 1e-15
     _, grad, stats = one_token(
-        mode, log_ratio, advantage, LossOptions(clip_low=tight, clip_high=tight)
+        mode, log_ratio, advantage, loss_options(clip_low=tight, clip_high=tight)
     )
     pushed_out = (advantage > 0) == (ratio > 1)
     assert stats["clipped"] == float(pushed_out or mode == "cispo")
@@ -240,13 +247,13 @@ def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage
 def test_a_ratio_on_the_dual_clip_keeps_its_gradient():
     d = np.log(3.0)
     ratio = torch.tensor((d - 1.0) - -1.0, dtype=torch.float64).exp().item()
-    loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio))
+    loss, grad, stats = one_token("vanilla", d, -2.0, loss_options(clip_c=ratio))
     assert (loss, grad, stats["clipped_lower"]) == (
         pytest.approx(2 * ratio),
         pytest.approx(2 * ratio),
         0.0,
     )
-    loss, grad, stats = one_token("vanilla", d, -2.0, LossOptions(clip_c=ratio - 1e-12))
+    loss, grad, stats = one_token("vanilla", d, -2.0, loss_options(clip_c=ratio - 1e-12))
     assert (loss, grad, stats["clipped_lower"]) == (pytest.approx(2 * ratio), 0.0, 1.0)
 
 
@@ -256,7 +263,7 @@ def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage, log_ratio):
     shift = abs(new.exp() - torch.tensor(-1.0, dtype=torch.float64).exp()).item()
     for bound, kept in ((shift, True), (np.nextafter(shift, 0), False)):
         _, grad, stats = one_token(
-            "dppo_tv", log_ratio, advantage, LossOptions(clip_low=bound, clip_high=bound)
+            "dppo_tv", log_ratio, advantage, loss_options(clip_low=bound, clip_high=bound)
         )
         assert (grad != 0.0) == kept and stats["clipped"] == float(not kept)
 
@@ -280,7 +287,7 @@ def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones():
 
 
 def test_dro_and_kl_cov_pull_back_from_any_distance():
-    options = LossOptions(dro_beta=0.1, ppo_kl_coef=0.5)
+    options = loss_options(dro_beta=0.1, ppo_kl_coef=0.5)
     inputs, _ = build([[((-1.0, -101.0), 0.0, True, True, 1.0)]])
     for mode, pull in (("dro", 10.0), ("kl_cov", 0.5)):
         inputs.log_probs.grad = None
@@ -301,7 +308,7 @@ def test_options_and_shapes_out_of_range_are_refused():
         "ppo_kl_coef": -1.0,
     }.items():
         with pytest.raises(ValueError, match=name):
-            LossOptions(**{name: value})
+            loss_options(**{name: value})
     inputs, _ = build([[((-1.0, -1.0), 1.0, True, True, 1.0)] * 2])
     with pytest.raises(ValueError, match="advantages has shape"):
         run("vanilla", replace(inputs, advantages=inputs.advantages[:1]))

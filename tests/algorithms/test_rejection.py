@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.algorithms.correction import correct
 from millrace.algorithms.rejection import Ratios, accept
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
+from tests.algorithms.options import correction_options
 
 
 def double(values):
@@ -202,3 +205,30 @@ def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_ar
     assert min(at_the_edge) < 1 and max(at_the_edge) > 0
     for upper in (2.0, 3.0, 5.0, 7.0):
         assert kept(-4e-6, upper).all() and not kept(4e-6, upper).any()
+
+
+SEQUENCES = st.lists(st.lists(st.floats(-60, 60), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def ratios_of_sequences(sequences):
+    logs = double([log for s in sequences for log in s])
+    return logs, torch.zeros_like(logs), torch.tensor([len(s) for s in sequences])
+
+
+@given(SEQUENCES)
+def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences):
+    """The clamp is of the product: a token of e^30 and one of e^-25 make e^5."""
+    logs, zeros, lengths = ratios_of_sequences(sequences)
+    products = np.clip([np.sum(np.float64(s)) for s in sequences], -20, 20)
+    means = np.clip([np.mean(np.float64(s)) for s in sequences], -20, 20)
+    shown = Ratios.of(logs, zeros, lengths, None)
+    np.testing.assert_allclose(shown.sequence_logs().numpy(), products, rtol=1e-9, atol=1e-12)
+    for name, expected in (("seq_sum_k1", products), ("seq_mean_k1", means)):
+        _, metrics = accept(RejectionRule(name, 0.0, math.inf), shown)
+        np.testing.assert_allclose(metrics["mean"].item(), np.exp(expected).mean(), rtol=1e-9)
+    options = correction_options(rollout_is="sequence", rollout_is_threshold=math.inf)
+    found = correct(logs, zeros, lengths, options)
+    expected = np.repeat(np.exp(products), [len(s) for s in sequences])
+    np.testing.assert_allclose(found.weights.numpy(), expected, rtol=1e-9)
+    chi2 = found.metrics["rollout_corr/chi2_seq"]
+    np.testing.assert_allclose(chi2, np.exp(2 * products).mean() - 1, rtol=1e-9, atol=1e-9)

@@ -6,10 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import aggregate
-from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.sequence_losses import geo_mean, gspo
-from tests.algorithms.loss_cases import OPTIONS, SEQUENCES, build, check, clamped, surrogate
+from tests.algorithms.loss_cases import (
+    OPTIONS,
+    SEQUENCES,
+    aggregate,
+    build,
+    check,
+    clamped,
+    surrogate,
+)
+from tests.algorithms.options import loss_options
 
 
 def trained_of(inputs, sequence):
@@ -102,7 +109,7 @@ def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences):
     """Plain GSPO: clip s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i), differentiated through all tokens."""
     same = [[(pair, s[0][1], trained, sel, w) for pair, _, trained, sel, w in s] for s in sequences]
     inputs, _ = build(same)
-    value, grad = objective(gspo, inputs, LossOptions())
+    value, grad = objective(gspo, inputs, loss_options())
     leaf = inputs.log_probs.detach().requires_grad_()
     want = leaf.sum() * 0
     for i in range(inputs.num_sequences):
@@ -125,7 +132,7 @@ def test_geo_mean_is_the_mean_over_sequences_however_long():
             [token(0.3, -1.0), token(-0.3, -1.0), token(0.05, -1.0), token(0.5, -1.0, False)],
         ]
     )
-    value, grad = objective(geo_mean, inputs, LossOptions(clip_low=0.2, clip_high=0.2))
+    value, grad = objective(geo_mean, inputs, loss_options(clip_low=0.2, clip_high=0.2))
     first, second = 2 * np.exp(0.1), -np.exp((0.3 - 0.2 + 0.05) / 3)
     assert value == pytest.approx(-(first + second) / 2)
     assert grad.tolist() == pytest.approx([-first / 2, -second / 6, 0.0, -second / 6, 0.0])
@@ -136,7 +143,7 @@ def test_a_log_ratio_on_geo_means_edge_is_inside(advantage, sign):
     # 0.25 and -1 are exact in binary, so the log-ratio is exactly the edge.
     for edge, clipped in ((0.25, 0.0), (np.nextafter(0.25, 0), 1.0)):
         inputs, _ = build([[((-1.0 + sign * 0.25, -1.0), advantage, True, False, 1.0)]])
-        loss, stats = geo_mean(inputs, LossOptions(clip_low=edge, clip_high=edge))
+        loss, stats = geo_mean(inputs, loss_options(clip_low=edge, clip_high=edge))
         loss.sum().backward()
         assert stats["clipped"].item() == clipped
         assert (inputs.log_probs.grad.item() == 0.0) == bool(clipped)
@@ -154,7 +161,7 @@ def test_gspo_keeps_the_digits_of_a_small_clip_in_float32():
     want = np.exp(
         np.mean((inputs.log_probs.detach().double() - inputs.old_log_probs.double()).numpy())
     )
-    loss, stats = gspo(inputs, LossOptions(clip_low=3e-4, clip_high=3e-4))
+    loss, stats = gspo(inputs, loss_options(clip_low=3e-4, clip_high=3e-4))
     assert loss[0].item() == pytest.approx(-want, abs=1e-6)
     assert loss.unique().numel() == 1
     assert not stats["clipped"].any()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.config import Config
+from millrace.engines.arrived import arrived
 from millrace.engines.critic import PackedCritic
 from millrace.engines.experience import Experience, Models, make_experience
 from millrace.engines.fsdp_train import FsdpTrainEngine
@@ -90,10 +91,9 @@ def experience(
     engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION
 ) -> Experience:
     return make_experience(
-        samples,
-        version,
+        arrived(TrainBatch(samples, version), engine.options.algorithm),
         Models(engine.actor, engine.critic, engine.reference),
-        engine.config,
+        engine.options,
         engine.kl_coef,
     )
 

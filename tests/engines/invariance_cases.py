@@ -10,14 +10,17 @@ import torch.distributed as dist
 
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.config import Config
+from millrace.engines.arrived import arrived
 from millrace.engines.critic import PackedCritic
 from millrace.engines.experience import Models, make_experience
 from millrace.engines.fsdp_train import FsdpTrainEngine
 from millrace.engines.meter import Meter
 from millrace.engines.optim import gradients_of
+from millrace.engines.options import step_options
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.engines.sharding import mesh_of, shard
+from millrace.ports import TrainBatch
 from tests.engines import train_cases
 from tests.engines.train_cases import CPU, OPTIM
 from tests.engines.train_samples import random_samples
@@ -155,14 +158,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[str, Any]:
     """Sums and gradients of one mini-batch, and the numbers of tokens that were trained."""
-    config = engine.config = config_of(case)
+    config = config_of(case)
+    options = engine.options = step_options(config)
     critic = engine.critic if config.needs_critic else None
     for model in (engine.actor, engine.critic, engine.reference):
         model.limit = cut
     data = make_experience(
-        SAMPLES, VERSION, Models(engine.actor, critic, engine.reference), config, engine.kl_coef
+        arrived(TrainBatch(SAMPLES, VERSION), options.algorithm),
+        Models(engine.actor, critic, engine.reference),
+        options,
+        engine.kl_coef,
     )
-    (members,) = engine._mini_batches(data, len(SAMPLES))
+    (members,) = engine._mini_batches(data)
     mini = engine._settle(data, members, untouched=True)
     found: dict[str, Any] = {"tokens": mini.tokens, "metrics": mini.metrics}
     for model, loss, names in (
@@ -171,7 +178,7 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     ):
         if model is not None:
             meter = Meter(names)
-            model.accumulate(data.rows, members, 0.8, loss(data, mini, config), meter)
+            model.accumulate(data.rows, members, 0.8, loss(data, mini, options), meter)
             found[f"{model.name} sums"] = model.reduce(meter.take(), dist.ReduceOp.SUM)
             found[f"{model.name} gradients"] = [whole(g) for g in gradients_of(model.parameters)]
             for parameter in model.parameters:

@@ -318,7 +318,7 @@ def test_clip_cov_draws_by_seed_and_step_alone(folder: str) -> None:
         engine.actor.steps = steps
         torch.manual_seed(steps + 17 * seed)  # of no effect
         data = experience(engine, samples_of())
-        (members,) = engine._mini_batches(data, len(samples_of()))
+        (members,) = engine._mini_batches(data)
         selected = engine._settle(data, members, untouched=True).selected
         assert selected is not None
         return [i for i, chosen in enumerate(selected.tolist()) if chosen]

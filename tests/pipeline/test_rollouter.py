@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
 from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline import rollouter
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -169,3 +172,13 @@ def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
             train("async_partial", 64, Broken(lambda index, call: False), max_error_share=1.0)
         )
     assert isinstance(leaf(caught.value), LookupError)
+
+
+def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone():
+    tree = ast.parse(Path(rollouter.__file__).read_text())
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("schedule")
+    }
+    assert read == {"on_sync", "colocated"}

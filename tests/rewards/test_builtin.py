@@ -64,3 +64,17 @@ def test_reasoning_gym_rows_of_a_file_name_their_data_set():
     assert default("file", " 4", "4", row) == 1
     with pytest.raises(RewardError, match="source_dataset"):
         reasoning_gym("file", "4", "4", {})
+
+
+@pytest.mark.parametrize(
+    ("said", "truth", "score"),
+    [
+        ("\\boxed{1}, no: \\boxed{2}", "2", 0),
+        ("\\boxed{1}, no: \\boxed{2}", "\\boxed{1, 2}", 1),
+        ("\\boxed{2}, and the answer is 3", "2", 1),
+        ("\\boxed{7}. So the final answer is $8$.", "8", 1),
+        ("I think 4. No, 5", "5", 1),
+    ],
+)
+def test_math_takes_all_boxes_as_one_answer(said, truth, score):
+    assert math("d", said, truth, {}) == score

@@ -1,43 +1,45 @@
-"""The table of modes: what a mode sets, what it fills in, and what it leaves alone."""
+"""A run is called what its Schedule does, whatever mode its overrides began with."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-from typing import get_args
-
 import pytest
 
-from millrace.schedule.modes import MODES, ModeName
-from millrace.schedule.schedule import Schedule
+from millrace.config import recipe
+from millrace.schedule.modes import MODES, name_of
+from millrace.schedule.schedule import Placement, Schedule
 
 
-def test_the_table_is_frozen_and_has_every_name() -> None:
-    assert tuple(MODES) == get_args(ModeName)
-    with pytest.raises(TypeError):
-        MODES["mine"] = MODES["async_swap"]  # type: ignore[index]
-    with pytest.raises(FrozenInstanceError):
-        MODES["async_swap"].lookahead = 2  # type: ignore[misc]
+def name(*overrides: str) -> str:
+    config = recipe.load("quickstart", overrides)
+    return name_of(config.schedule, config.mode)
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_alone_makes_a_schedule(name: str) -> None:
-    keys = MODES[name].over({})
-    schedule = Schedule(ppo_mini_batch_size=4, **keys)
-    assert schedule.colocated == MODES[name].colocated
-    assert MODES[name].fixed.items() <= keys.items()
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_without_overrides_keeps_its_name(mode: str) -> None:
+    assert name(f"mode={mode}") == mode
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_keeps_the_keys_that_it_does_not_set(name: str) -> None:
-    mode = MODES[name]
-    below = {"staleness_threshold": 0.75, "trigger_parameter_sync_step": 3, "require_batches": 2}
-    before = dict(below)
-    after = mode.over(below | {"lookahead": 9, "partial_rollout": True})
-    assert after == below | mode.fixed and below == before
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("on_sync=drain staleness_threshold=0 trigger_parameter_sync_step=1", "on_policy_pipeline"),
+        (
+            "on_sync=drain staleness_threshold=0 trigger_parameter_sync_step=4",
+            "stream_off_policy",
+        ),
+        ("on_sync=drain", "async_staleness"),
+        ("on_sync=swap", "async_swap"),
+        ("staleness_threshold=2 trigger_parameter_sync_step=3", "async_partial"),
+        ("staleness_threshold=0", "custom (from async_partial)"),
+    ],
+)
+def test_overrides_of_a_mode_may_make_another_one(overrides: str, expected: str) -> None:
+    keys = [f"async_training.{override}" for override in overrides.split()]
+    assert name("mode=async_partial", *keys) == expected
 
 
-def test_a_default_counts_only_where_no_layer_has_a_value() -> None:
-    assert MODES["async_swap"].over({"staleness_threshold": 0.0})["staleness_threshold"] == 0.5
-    trigger = "trigger_parameter_sync_step"
-    assert MODES["stream_off_policy"].over({trigger: 1})[trigger] == 4
-    assert MODES["stream_off_policy"].over({trigger: 2})[trigger] == 2
+def test_a_schedule_that_started_from_no_mode_is_custom_or_a_mode() -> None:
+    schedule = recipe.load("quickstart", ["mode=async_partial"]).schedule
+    assert name_of(schedule) == "async_partial"
+    shared = Schedule(ppo_mini_batch_size=1, placement=Placement.COLOCATED, staleness_threshold=1.0)
+    assert name_of(shared) == "custom"

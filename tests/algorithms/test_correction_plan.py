@@ -1,0 +1,56 @@
+"""Where a correction is made follows from what it is and which policy it is made with."""
+
+import pytest
+
+from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
+from millrace.algorithms.rules import RejectionRule
+from tests.algorithms.options import correction_options
+
+RULE = {"rollout_rs": (RejectionRule("seq_mean_k1", 0.5, 2.0),)}
+VETO = {"rollout_token_veto_threshold": 1e-4}
+WEIGHTS = {"rollout_is": "token"}
+NORMALISED = WEIGHTS | {"rollout_is_batch_normalize": True}
+
+
+def plan(proximal, *, age=None, before=False, **keys):
+    return CorrectionPlan(
+        options=correction_options(**keys),
+        proximal=proximal,
+        max_token_age=age,
+        before_baseline=before,
+    )
+
+
+@pytest.mark.parametrize("keys", [WEIGHTS, NORMALISED, RULE, VETO, WEIGHTS | RULE])
+def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys):
+    assert plan(Proximal.RECOMPUTED, **keys).place is Place.ARRIVAL
+
+
+@pytest.mark.parametrize("proximal", [Proximal.ROLLOUT, Proximal.INTERPOLATED])
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ({}, Place.NOWHERE),
+        (WEIGHTS, Place.PASSING),
+        (NORMALISED, Place.MINI_BATCH),
+        (RULE, Place.MINI_BATCH),
+        (VETO, Place.MINI_BATCH),
+        (WEIGHTS | VETO, Place.MINI_BATCH),
+    ],
+)
+def test_else_it_is_made_in_passing_where_it_is_of_single_sequences(proximal, keys, place):
+    assert plan(proximal, **keys).place is place
+
+
+def test_baselines_without_rejected_sequences_need_it_at_arrival():
+    assert plan(Proximal.ROLLOUT, before=True, **RULE).place is Place.ARRIVAL
+
+
+@pytest.mark.parametrize(
+    ("proximal", "place"),
+    [(Proximal.RECOMPUTED, Place.ARRIVAL), (Proximal.ROLLOUT, Place.NOWHERE)],
+)
+def test_a_limit_on_age_is_active_without_weights_or_rejection(proximal, place):
+    shown = plan(proximal, age=2)
+    assert shown.active and not shown.weighs and shown.place is place
+    assert not plan(proximal).active and plan(proximal).place is Place.NOWHERE
