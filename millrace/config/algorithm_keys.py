@@ -54,7 +54,8 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = 5.0
     """clip_cov: largest covariance of a token that may be detached."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """kl_cov: share of the mini-batch's tokens, those of largest covariance, that get a KL penalty."""
+    """kl_cov: share of the mini-batch's tokens, those of largest covariance, that get a KL
+    penalty."""
     ppo_kl_coef: float = Field(0.1, ge=0)
     """kl_cov: weight of that penalty."""
     dppo_clip_c: float = Field(20.0, gt=1)
@@ -73,14 +74,16 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Which loss, and what belongs to it alone."""
     clip_ratio_low: float = Field(0.2, gt=0, le=1)
-    """PPO clip below 1; gspo, cispo and geo_mean clip their own ratios by it, dppo_* differences of probabilities or KL."""
+    """PPO clip below 1; gspo, cispo and geo_mean clip their own ratios by it, dppo_* differences of
+    probabilities or KL."""
     clip_ratio_high: float = Field(0.2, gt=0)
     """PPO clip above 1; larger than clip_ratio_low is DAPO's clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: bound on the ratio for negative advantages."""
     loss_agg_mode: AggMode | None = None
-    """How token losses become one number, always over the global mini-batch and what rejection leaves of it; null is
-    seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for the others."""
+    """How token losses become one number, always over the global mini-batch and what rejection
+    leaves of it; null is seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for the
+    others."""
     loss_scale_factor: float = Field(0.0, ge=0)
     """Divisor of seq-mean-token-sum-norm; 0 takes rollout.max_response_length."""
     entropy_coeff: float = 0.0
@@ -90,7 +93,8 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that KL."""
     kl_loss_type: KlType = "low_var_kl"
-    """Its estimator; a + takes the value of the one and the gradient of k2, which is that of the KL."""
+    """Its estimator; a + takes the value of the one and the gradient of k2, which is that of the
+    KL."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
 
@@ -99,7 +103,8 @@ class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The critic's optimizer; its schedule has the actor's horizon."""
     cliprange_value: float = Field(0.5, gt=0)
-    """Values may move this far from those of the batch's arrival before the value loss stops to reward it."""
+    """Values may move this far from those of the batch's arrival before the value loss stops to
+    reward it."""
 
 
 class KlCtrlConfig(Section):
@@ -115,29 +120,32 @@ class KlCtrlConfig(Section):
 
 class FilterGroupsConfig(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO): a sample whose trajectories all have the same outcome is dropped, counted as `equal_outcomes`,
-    and another prompt takes its slot at once."""
+    """Dynamic sampling (DAPO): a sample whose trajectories all have the same outcome is dropped,
+    counted as `equal_outcomes`, and another prompt takes its slot at once."""
     metric: str = "score"
-    """What is compared: score (of the reward function, before any shaping), reward (what is trained on), or the name of a
-    component that the reward function returns, such as acc."""
+    """What is compared: score (of the reward function, before any shaping), reward (what is trained
+    on), or the name of a component that the reward function returns, such as acc."""
     max_num_gen_batches: int = Field(20, ge=0)
-    """The run fails if more than this many windows of samples are dropped for one version; 0 sets no limit."""
+    """The run fails if more than this many windows of samples are dropped for one version; 0 sets
+    no limit."""
 
 
 class CorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights of the policy that the loss is taken against over the one that drew the tokens: of each token, or of
-    whole responses. Without use_rollout_log_probs that is the trainer's own policy over the rollout's; with it, and a loss
-    without a ratio (gpg, reinforce), the current one's over the rollout's."""
+    """Importance weights of the policy that the loss is taken against over the one that drew the
+    tokens: of each token, or of whole responses. Without use_rollout_log_probs that is the
+    trainer's own policy over the rollout's; with it, and a loss without a ratio (gpg, reinforce),
+    the current one's over the rollout's."""
     rollout_is_threshold: float | str = 2.0
     """A number truncates weights to it (TIS); "lo_hi" sets those outside to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide weights, after truncation, by their mean over the batch."""
     rollout_rs: str | None = None
-    """Rejection, a comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3: all must accept."""
+    """Rejection, a comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3,
+    seq_max_k2|k3: all must accept."""
     rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
-    """Bounds, one for each of rollout_rs or one for all: "lo_hi" on the ratio for k1 (u alone means 1/u to u), an upper bound
-    on the divergence for k2 and k3."""
+    """Bounds, one for each of rollout_rs or one for all: "lo_hi" on the ratio for k1 (u alone means
+    1/u to u), an upper bound on the divergence for k2 and k3."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0)
     """Reject whole responses in which one token's ratio is under this."""
     max_token_age: int | None = Field(None, ge=0)
@@ -145,8 +153,9 @@ class CorrectionConfig(Section):
     reject_before_baseline: bool = False
     """Responses that are rejected whole are in no group's baseline either."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The policy that PPO's ratio is taken against without use_rollout_log_probs: the trainer's at the batch's arrival, which
-    takes a forward pass, or interpolated between rollout and current log-probs by each token's version, which takes none."""
+    """The policy that PPO's ratio is taken against without use_rollout_log_probs: the trainer's at
+    the batch's arrival, which takes a forward pass, or interpolated between rollout and current
+    log-probs by each token's version, which takes none."""
 
     @property
     def active(self) -> bool:
@@ -270,13 +279,16 @@ class AlgorithmConfig(Section):
     lam: float = Field(1.0, ge=0, le=1)
     """gae's lambda."""
     bootstrap_truncated: bool = False
-    """gae: a response that the length limit cut ends in the critic's value, not in its score (T-PPO's EGAE)."""
+    """gae: a response that the length limit cut ends in the critic's value, not in its score
+    (T-PPO's EGAE)."""
     gdpo_reward_keys: tuple[str, ...] = ()
-    """gdpo: components of the reward, by the names that the reward function returns; empty takes all of them."""
+    """gdpo: components of the reward, by the names that the reward function returns; empty takes
+    all of them."""
     gdpo_reward_weights: tuple[float, ...] = ()
     """gdpo: their weights; empty is 1 for each."""
     use_kl_in_reward: bool = False
-    """Subtract kl_ctrl's coefficient times the KL to the reference policy from the reward of each token."""
+    """Subtract kl_ctrl's coefficient times the KL to the reference policy from the reward of each
+    token."""
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that KL."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()

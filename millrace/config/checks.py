@@ -215,12 +215,9 @@ def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncCo
 
 
 def _check_trust(c: Config) -> None:
-    """More than one version of lag needs something that holds the policy near the one that drew the tokens."""
-    correction, mode, lag = (
-        c.algorithm.rollout_correction,
-        c.actor.policy_loss.loss_mode,
-        c.schedule.lag_bound,
-    )
+    """Refuse more than one version of lag unless something bounds what stale tokens can push."""
+    correction, mode = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode
+    lag = c.schedule.lag_bound
     bypass = c.async_training.use_rollout_log_probs
     trusted = bypass and mode in TRUST_REGION
     if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
@@ -228,7 +225,10 @@ def _check_trust(c: Config) -> None:
     if bypass:
         why = f"actor.policy_loss.loss_mode={mode} bounds no ratio"
     elif mode in USES_OLD:
-        why = "the ratio is taken against the trainer's own policy, and nothing accounts for the one that drew the tokens"
+        why = (
+            "the ratio is taken against the trainer's own policy, and nothing accounts for the one "
+            "that drew the tokens"
+        )
     else:
         why = f"{mode} takes no ratio, and nothing accounts for the policy that drew the tokens"
     ordered = c.async_training.staleness_threshold > 0

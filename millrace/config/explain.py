@@ -50,7 +50,8 @@ def example(key: str) -> str:
 
 
 def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
-    """The closest name, or nothing; by its last part first: users forget sections more often than they misspell them."""
+    """The closest name, or nothing; by its last part first: users forget sections more often than
+    they misspell them."""
     names = list(right)
     last = wrong.rsplit(".", 1)[-1]
     section = wrong.split(".", 1)[0]
@@ -88,7 +89,8 @@ def explain(error: ErrorDetails) -> str:
 
 
 def _valid(key: str, value: object, field: Any) -> str:
-    """A setting of `key` that would be taken: the choice that `value` is nearest to, else the type and the default."""
+    """A setting of `key` that would be taken: the choice that `value` is nearest to, else the type
+    and the default."""
     kind, default = _type_name(field.annotation), _shown(_default(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
@@ -118,7 +120,8 @@ def _type_name(annotation: Any) -> str:
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every key, for --help-config; type and default are empty for sections."""
+    """(key, type, default, meaning) of every key, for --help-config; type and default are empty for
+    sections."""
     for key, field in all_keys():
         meaning = " ".join((field.description or "").split())
         if section_of(field.annotation):

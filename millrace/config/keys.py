@@ -1,7 +1,7 @@
 """The whole configuration: its sections, and the numbers that follow from them.
 
-Each section has a file of its own. Every key has a docstring under it, and every default stands there.
-"""
+Each section has a file of its own. Every key has a docstring under it, and every default stands
+there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Config(Section):
     name: str = Field("run", pattern=r"^\w[\w.-]*$")
     """Name of the recipe: the run folder's prefix."""
     mode: ModeName | None = None
-    """A name for settings of async_training; see the README's table. Keys set beside or after it override it."""
+    """A name for settings of async_training; see the README's table. Keys set beside or after it
+    override it."""
     trainer: TrainerConfig = TrainerConfig()
     """The training side, and the run as a whole."""
     rollout: RolloutConfig = RolloutConfig()
@@ -43,7 +44,8 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     """Policy loss and optimizer."""
     critic: CriticConfig = CriticConfig()
-    """The value model of adv_estimator=gae: the policy's architecture and start weights with a scalar head."""
+    """The value model of adv_estimator=gae: the policy's architecture and start weights with a
+    scalar head."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, KL and off-policy correction."""
     async_training: AsyncConfig = AsyncConfig()

@@ -53,30 +53,36 @@ class ModelShape(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Folder or hub id of a Hugging Face causal model with its tokenizer; empty makes a Qwen2-shaped one on the spot."""
+    """Folder or hub id of a Hugging Face causal model with its tokenizer; empty makes a
+    Qwen2-shaped one on the spot."""
     shape: ModelShape = ModelShape()
     """Shape of the model that is made on the spot, with random weights."""
     tokenizer: Literal["chars", "bpe"] = "chars"
-    """Tokenizer of a model made on the spot: the training data's characters, or byte pairs learned from it."""
+    """Tokenizer of a model made on the spot: the training data's characters, or byte pairs learned
+    from it."""
     tokenizer_vocab_size: int = Field(512, ge=8)
     """Most tokens of a bpe tokenizer made on the spot."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the rollout engine's weights and of the train engine's computation. Master weights are always float32."""
+    """Dtype of the rollout engine's weights and of the train engine's computation. Master weights
+    are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_share: float = Field(1.0, gt=0, le=1)
-    """Share of the decoder layers that do so; the others keep theirs. The less, the faster, as far as memory goes."""
+    """Share of the decoder layers that do so; the others keep theirs. The less, the faster, as far
+    as memory goes."""
     compile: bool = False
-    """torch.compile each decoder layer, and the log-probs' passes over the vocabulary, for training. The first step waits for it."""
+    """torch.compile each decoder layer, and the log-probs' passes over the vocabulary, for
+    training. The first step waits for it."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     lora_rank: int = Field(0, ge=0)
-    """Train low-rank adapters of this rank and leave the model's own weights as they are; 0 trains all weights. Needs the extra
-    millrace[lora]."""
+    """Train low-rank adapters of this rank and leave the model's own weights as they are; 0 trains
+    all weights. Needs the extra millrace[lora]."""
     lora_alpha: float = Field(16.0, gt=0)
     """What adapters add is scaled by lora_alpha / lora_rank."""
     target_modules: Annotated[tuple[str, ...], OneOrMore] = ("all-linear",)
-    """Which linear modules of the decoder layers get adapters: all-linear, or ends of their names, such as [q_proj, v_proj]."""
+    """Which linear modules of the decoder layers get adapters: all-linear, or ends of their names,
+    such as [q_proj, v_proj]."""
 
     @property
     def lora_scale(self) -> float:
@@ -115,6 +121,8 @@ class SftConfig(Section):
     lr_warmup_steps: int = Field(20, ge=0)
     """Steps of linear warm-up."""
     messiness: float = Field(0.0, ge=0, le=1)
-    """Share of demonstrations that are corrupted: the model then knows the form but not the answer, and RL has work."""
+    """Share of demonstrations that are corrupted: the model then knows the form but not the answer,
+    and RL has work."""
     files: Sources = ()
-    """Sources of demonstrations; empty takes data.train_files, whose rows must have an `answer` or a ground truth."""
+    """Sources of demonstrations; empty takes data.train_files, whose rows must have an `answer` or
+    a ground truth."""

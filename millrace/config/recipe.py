@@ -119,13 +119,15 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not read all else as it wrote it."""
+    """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not
+    read all else as it wrote it."""
     text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     return text
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]  # PyYAML has no types
-    """Quotes what begins like a number: recipes are read by rules that know more numbers than PyYAML's own, such as 0E0."""
+    """Quotes what begins like a number: recipes are read by rules that know more numbers than
+    PyYAML's own, such as 0E0."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

@@ -23,35 +23,40 @@ class ValidationConfig(Section):
 
 class DrawnLengthsConfig(Section):
     enable: bool = False
-    """Workloads without weights: each response ends at a length drawn from a log-normal distribution, whatever the model says,
-    and rollout.max_response_length cuts it. Training only; the same lengths in every mode."""
+    """Workloads without weights: each response ends at a length drawn from a log-normal
+    distribution, whatever the model says, and rollout.max_response_length cuts it. Training only;
+    the same lengths in every mode."""
     median: float = Field(0.0, ge=0)
     """Tokens."""
     sigma: float = Field(1.0, ge=0)
-    """Standard deviation of the lengths' natural logarithm: 0 makes all alike, 1 has 5 % over five medians."""
+    """Standard deviation of the lengths' natural logarithm: 0 makes all alike, 1 has 5 % over five
+    medians."""
 
 
 class RolloutConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the rollout side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes. A replica of the engine takes
-    tensor_model_parallel_size of them."""
+    """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes. A replica of the
+    engine takes tensor_model_parallel_size of them."""
     engine: Literal["torch", "vllm"] = "torch"
-    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs vLLM (docs/vllm.md)."""
+    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs vLLM
+    (docs/vllm.md)."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Devices of one replica, over which the model is split; above 1 with engine=vllm alone."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """vllm: share of a GPU's memory for weights and KV cache. Staged weights of the next version come on top."""
+    """vllm: share of a GPU's memory for weights and KV cache. Staged weights of the next version
+    come on top."""
     enforce_eager: bool = False
     """vllm: no CUDA graphs."""
     enable_prefix_caching: bool = True
-    """vllm: requests of one policy version share the KV cache of equal prefixes; siblings of a sample read their prompt once."""
+    """vllm: requests of one policy version share the KV cache of equal prefixes; siblings of a
+    sample read their prompt once."""
     max_num_batched_tokens: int = Field(8192, ge=1)
     """vllm: tokens of one engine step, prefill and decode together."""
     free_cache_engine: bool = True
-    """vllm, colocated: weights and KV cache give their memory back while training runs. false keeps them on the GPU: no time is
-    lost, and gpu_memory_utilization must leave room for training."""
+    """vllm, colocated: weights and KV cache give their memory back while training runs. false keeps
+    them on the GPU: no time is lost, and gpu_memory_utilization must leave room for training."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vllm: further arguments of its AsyncEngineArgs."""
     n: int = Field(8, ge=1, le=65536)
@@ -59,7 +64,8 @@ class RolloutConfig(Section):
     total_rollout_steps: int = Field(100, ge=1)
     """Samples that the run trains in all. Dropped samples are replaced and do not count."""
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations; the same key as trainer.test_freq, which it fills where that is 0."""
+    """Versions between two validations; the same key as trainer.test_freq, which it fills where
+    that is 0."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of sampling; log-probs are those of this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -79,7 +85,8 @@ class RolloutConfig(Section):
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
     """Responses of lengths drawn from a distribution."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """KV caches of running requests when on_sync=swap changes the weights: kept, or read again with the new weights."""
+    """KV caches of running requests when on_sync=swap changes the weights: kept, or read again with
+    the new weights."""
     val_kwargs: ValidationConfig = ValidationConfig()
     """Sampling of validation."""
 

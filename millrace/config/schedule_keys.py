@@ -11,26 +11,32 @@ from millrace.schedule.schedule import OnSync, Placement
 
 class AsyncConfig(Section):
     require_batches: int = Field(1, ge=1)
-    """Mini-batches in one local step: what the trainer takes at once. Each is an optimizer step (times ppo_epochs)."""
+    """Mini-batches in one local step: what the trainer takes at once. Each is an optimizer step
+    (times ppo_epochs)."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
     """Local steps between two weight syncs."""
     staleness_threshold: float = Field(0.0, ge=0, le=1000)
-    """Samples under way beyond one window, as a share of it: capacity = (1 + this) x window. 0 is on-policy by window."""
+    """Samples under way beyond one window, as a share of it: capacity = (1 + this) x window. 0 is
+    on-policy by window."""
     partial_rollout: bool = False
     """true means on_sync: interrupt."""
     on_sync: OnSync = OnSync.DRAIN
     """What happens to running trajectories at a sync: drain, interrupt or swap."""
     placement: Placement = Placement.SEPARATE
-    """Whether both sides have devices of their own (separate) or take turns on the same ones (colocated)."""
+    """Whether both sides have devices of their own (separate) or take turns on the same ones
+    (colocated)."""
     overlap_sync: bool = False
-    """Go on training while a version is on its way to the rollouts: each trainer rank keeps a copy of its share of the weights until they
-    are sent. Needs devices of the trainer's own and a staleness_threshold over 0. Versions that are checkpointed are awaited."""
+    """Go on training while a version is on its way to the rollouts: each trainer rank keeps a copy
+    of its share of the weights until they are sent. Needs devices of the trainer's own and a
+    staleness_threshold over 0. Versions that are checkpointed are awaited."""
     lookahead: int = Field(0, ge=0)
-    """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission; 0 is one window
-    where there is staleness, and 1 elsewhere and in deterministic runs."""
+    """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of
+    admission; 0 is one window where there is staleness, and 1 elsewhere and in deterministic
+    runs."""
     use_rollout_log_probs: bool = True
-    """true (bypass): the old log-probs of PPO are those of the rollout; false (decoupled): the trainer's own, by
-    algorithm.rollout_correction.proximal. algorithm.rollout_correction.bypass_mode says the same."""
+    """true (bypass): the old log-probs of PPO are those of the rollout; false (decoupled): the
+    trainer's own, by algorithm.rollout_correction.proximal.
+    algorithm.rollout_correction.bypass_mode says the same."""
 
     @property
     def colocated(self) -> bool:

@@ -14,45 +14,58 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the training side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices (GPUs; processes on a CPU) of the training side on each of its nodes: the ranks of the train engine."""
+    """Devices (GPUs; processes on a CPU) of the training side on each of its nodes: the ranks of
+    the train engine."""
     fsdp_size: int = Field(0, ge=0)
-    """Ranks that share one copy of the model, its gradients and its moments, each holding a part; 0 is all ranks. Fewer make several
-    copies, each on consecutive ranks (HSDP): between copies gradients alone are exchanged, once for each mini-batch."""
+    """Ranks that share one copy of the model, its gradients and its moments, each holding a part; 0
+    is all ranks. Fewer make several copies, each on consecutive ranks (HSDP): between copies
+    gradients alone are exchanged, once for each mini-batch."""
     gpus_in_node: int = Field(0, ge=0)
-    """Devices that one node has. Where both sides' devices fit one node, they share nodes; elsewhere each side has its own.
-    0 means 8, but a Ray cluster is asked: sides share as many nodes as its nodes' sizes allow."""
+    """Devices that one node has. Where both sides' devices fit one node, they share nodes;
+    elsewhere each side has its own. 0 means 8, but a Ray cluster is asked: sides share as many
+    nodes as its nodes' sizes allow."""
     runtime: Literal["local", "ray"] = "local"
     """Where engines live: processes on this machine, or Ray actors in a placement group."""
     ray_address: str = ""
-    """HOST:PORT of a running Ray cluster, or auto to find it; empty starts one on this machine. `--address` sets both keys."""
+    """HOST:PORT of a running Ray cluster, or auto to find it; empty starts one on this machine.
+    `--address` sets both keys."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     threads: int = Field(0, ge=0)
-    """Torch threads of each engine process; 0 shares a node's cores among its devices (sides that share devices take turns)."""
+    """Torch threads of each engine process; 0 shares a node's cores among its devices (sides that
+    share devices take turns)."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the model, the order of the data and every random stream of sampling."""
     deterministic: bool = False
-    """Same seed, same bits, whatever the timing: fixed shapes, one thread. Needs on_sync=drain; slower."""
+    """Same seed, same bits, whatever the timing: fixed shapes, one thread. Needs on_sync=drain;
+    slower."""
     total_epochs: int = Field(0, ge=0)
-    """At most so many samples are trained as that many passes over the training data have; for a sample that is dropped a later one is
-    trained. 0 sets no limit (rollout.total_rollout_steps does)."""
+    """At most so many samples are trained as that many passes over the training data have; for a
+    sample that is dropped a later one is trained. 0 sets no limit (rollout.total_rollout_steps
+    does)."""
     save_freq: int = Field(0, ge=0)
-    """Versions between two checkpoints; 0 saves at the end alone. A run that is told to stop always saves."""
+    """Versions between two checkpoints; 0 saves at the end alone. A run that is told to stop always
+    saves."""
     async_save: bool = True
-    """Write checkpoints while the next versions train: the trainer stands still for a copy to host memory, which takes as much of
-    it as the state has until it is written: for each copy of the model 12 bytes a parameter, as many of a critic's, 4 of the
-    reference's. From GPUs it takes up to twice that, which is kept for the next one: pinned memory comes in powers of two. false
-    stands still for the writing and needs none of it. So does the last save of a run, which nothing trains after."""
+    """Write checkpoints while the next versions train: the trainer stands still for a copy to host
+    memory, which takes as much of it as the state has until it is written: for each copy of the
+    model 12 bytes a parameter, as many of a critic's, 4 of the reference's. From GPUs it takes up
+    to twice that, which is kept for the next one: pinned memory comes in powers of two. false
+    stands still for the writing and needs none of it. So does the last save of a run, which nothing
+    trains after."""
     save_last: bool = True
-    """Save a checkpoint when the run is complete. Without it there is nothing to export: for benchmarks."""
+    """Save a checkpoint when the run is complete. Without it there is nothing to export: for
+    benchmarks."""
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations; 0 validates on the final weights alone. rollout.test_freq says the same."""
+    """Versions between two validations; 0 validates on the final weights alone. rollout.test_freq
+    says the same."""
     val_before_train: bool = True
     """Validate the start weights too: the "before" of every comparison."""
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Checkpoints kept; the oldest goes first."""
     resume: str = "never"
-    """never, auto (the newest whole checkpoint of run_dir, if there is one), or the folder of a checkpoint."""
+    """never, auto (the newest whole checkpoint of run_dir, if there is one), or the folder of a
+    checkpoint."""
     run_dir: str = ""
     """Folder of the run; empty makes runs/<recipe>-<number>."""
     logger: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
@@ -60,15 +73,18 @@ class TrainerConfig(Section):
     critic_warmup: int = Field(0, ge=0)
     """First optimizer steps in which the critic alone is trained."""
     offload: bool = True
-    """Colocated, on GPUs: weights and optimizer state wait in host memory while rollouts run. false leaves them on the GPU: no
-    time is lost, and rollout.gpu_memory_utilization must leave room for them."""
+    """Colocated, on GPUs: weights and optimizer state wait in host memory while rollouts run. false
+    leaves them on the GPU: no time is lost, and rollout.gpu_memory_utilization must leave room for
+    them."""
     offload_policy: bool = False
-    """On GPUs: weights, gradients and optimizer state live in host memory, 16 to 24 bytes a parameter (pinned blocks come in powers
-    of two); a layer's weights come to the GPU for its passes, and AdamW steps on the CPU. Slower: for models that do not fit otherwise."""
+    """On GPUs: weights, gradients and optimizer state live in host memory, 16 to 24 bytes a
+    parameter (pinned blocks come in powers of two); a layer's weights come to the GPU for its
+    passes, and AdamW steps on the CPU. Slower: for models that do not fit otherwise."""
     wait_deadline_s: float = Field(1800.0, gt=0)
     """Seconds any wait may take before the run fails and names who waited for what."""
     stop_grace_s: float = Field(8.0, ge=0)
-    """Seconds that a run which is told to stop may spend on finishing its window before it syncs early and saves."""
+    """Seconds that a run which is told to stop may spend on finishing its window before it syncs
+    early and saves."""
 
     @property
     def ranks(self) -> int:
@@ -126,9 +142,11 @@ class SyncConfig(Section):
 
 class GuardConfig(Section):
     enable: bool = True
-    """Watch the metrics of each version; an alarm says what is wrong, why and what to change, and is `alarm/<name>` in them."""
+    """Watch the metrics of each version; an alarm says what is wrong, why and what to change, and
+    is `alarm/<name>` in them."""
     max_zero_variance_share: float = Field(0.95, ge=0)
-    """zero_variance: a larger train/zero_advantage_share. Groups that were dropped before training are not in it."""
+    """zero_variance: a larger train/zero_advantage_share. Groups that were dropped before training
+    are not in it."""
     max_clip_ratio: float = Field(0.5, ge=0)
     """truncation: a larger response_length/clip_ratio."""
     min_entropy_share: float = Field(0.02, ge=0)
@@ -146,8 +164,9 @@ class GuardConfig(Section):
     min_grad_rows: int = Field(5, ge=1)
     """Rows that it needs."""
     max_log_prob_gap: float = Field(0.01, ge=0)
-    """log_prob_gap: a larger actor/log_prob_gap_same_version, the mean |trainer's - rollout's log-prob| of tokens that the live
-    version drew, in the first optimizer step: the same weights, so engines alone differ."""
+    """log_prob_gap: a larger actor/log_prob_gap_same_version, the mean |trainer's - rollout's
+    log-prob| of tokens that the live version drew, in the first optimizer step: the same weights,
+    so engines alone differ."""
     equal_reward_versions: int = Field(3, ge=1)
     """equal_rewards: reward/std of 0 in this many versions in a row."""
 

@@ -21,7 +21,8 @@ SETTINGS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.free_cache_engine",
 }
-"""Arguments of vLLM's AsyncEngineArgs that have a key, which other parts read as well, and that key."""
+"""Arguments of vLLM's AsyncEngineArgs that have a key, which other parts read as well, and that
+key."""
 
 OWN = {
     "skip_tokenizer_init": "tokens go in and come out",
