@@ -374,6 +374,9 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 
 async def supervise(config: Config, progress: Progress) -> dict[str, Any]:
     """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
+        rule = "has a supervised model in its folder sft"
+        raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
     async with open_session(config, progress, rollout=False) as s:
         start = time.perf_counter()
         loss = await warm_up(s)

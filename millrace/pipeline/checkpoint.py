@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace import codec
+from millrace import codec, ownership
 from millrace.errors import CheckpointError
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
@@ -65,7 +65,7 @@ class Checkpoints:
             *self.folder.glob(".writing-*"),
             *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all()),
         ]:
-            shutil.rmtree(left)  # what a crash has left
+            ownership.remove(left)  # what a crash has left
         folder = self._beside(snapshot) / "engine"
         folder.mkdir(parents=True)
         await engine.save(str(folder), staged)
@@ -107,9 +107,9 @@ class Checkpoints:
         beside.rename(final)
         _sync(self.folder)
         _write_atomically(self.folder / "LATEST", final.name)
-        shutil.rmtree(_aside(final), ignore_errors=True)
+        ownership.remove(_aside(final))
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+            ownership.remove(old)
         return final
 
     def all(self) -> list[Path]:
