@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.schedule.schedule import OnSync, Placement, Schedule
@@ -276,7 +283,8 @@ class ModelConfig(Section):
 
 class SftConfig(Section):
     steps: int = Field(0, ge=0)
-    """Supervised optimizer steps before RL; 0 skips the warm-up."""
+    """Supervised optimizer steps before RL; 0 skips the warm-up. A model.path that is set over them
+    makes them 0."""
     batch_size: int = Field(128, ge=1)
     """Demonstrations in one step."""
     lr: float = Field(5e-3, gt=0)
@@ -568,6 +576,17 @@ class Config(Section):
     """Weight sync."""
     guard: GuardConfig = GuardConfig()
     """The guard on learning: limits, far outside of what a run that learns shows."""
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how the recipe was read."""
+        return self._notes
+
+    def with_notes(self, *notes: str) -> Config:
+        copy = self.model_copy()
+        copy._notes = (*self._notes, *notes)
+        return copy
 
     @model_validator(mode="after")
     def _cross_check(self) -> Config:

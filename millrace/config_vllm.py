@@ -79,3 +79,28 @@ def check_vllm(c: Config) -> None:
             rule,
             "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
         )
+
+
+UNREAD = (
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "max_num_batched_tokens",
+    "free_cache_engine",
+)
+"""Keys of rollout that vLLM alone reads."""
+
+
+def check_unread(c: Config) -> None:
+    """Raise ConfigError for what the torch engine would ignore. Only for what a user wrote:
+    checkpoints of earlier versions may have it.
+    """
+    if c.rollout.engine == "vllm":
+        return
+    for name in UNREAD:
+        value, default = getattr(c.rollout, name), type(c.rollout).model_fields[name].default
+        if value != default:
+            shown = str(default).lower() if isinstance(default, bool) else default
+            rule = "engine=torch does not read it"
+            fix = f"rollout.engine=vllm, or rollout.{name}={shown}"
+            raise bad_value(f"rollout.{name}", value, rule, fix)

@@ -22,7 +22,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import MarkedYAMLError, YAMLError
 
+from millrace import warm_up
 from millrace.config import MODES, Config
+from millrace.config_vllm import check_unread
 from millrace.errors import ConfigError, bad_value
 
 PREFIX = "actor_rollout_ref."
@@ -53,15 +55,18 @@ Tree = dict[str, Any]
 _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
-def load(recipe: str | Path, *overrides: Sequence[str]) -> Config:
+def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = False) -> Config:
     """The Config of a recipe file and `key=value` overrides, each sequence of them a layer of its own. Raises ConfigError before
-    anything is built.
+    anything is built. `keep_warm_up`: the warm-up is what the command is for.
     """
     path = Path(recipe)
     layers = [*_file_layers(path, ()), *map(_override_layer, overrides)]
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
-    return parse(tree)
+    note = "" if keep_warm_up else warm_up.dropped(tree, layers)
+    config = parse(tree)
+    check_unread(config)
+    return config.with_notes(note) if note else config
 
 
 def parse(tree: Tree) -> Config:
