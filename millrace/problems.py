@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace import model_checks
 from millrace.config import Config
 from millrace.data import hub
 from millrace.data.chat import Chat
@@ -171,6 +172,8 @@ def _check_model(config: Config) -> None:
             raise bad_value(
                 "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
             )
+        if error := model_checks.refusal(path, hub.model_config(path), config.rollout.engine):
+            raise error
         return
     if not folder.is_dir():
         there = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
@@ -196,14 +199,17 @@ def _check_model(config: Config) -> None:
             f"model.path={inside[0]}" if inside and not checkpoint else fix,
         )
     try:
-        kind = json.loads(shape.read_bytes()).get("model_type")
-    except (ValueError, AttributeError, OSError) as error:
+        found = json.loads(shape.read_bytes())
+        kind = found.get("model_type")
+    except (ValueError, AttributeError, OSError) as problem:
         raise bad_value(
             "model.path",
             path,
-            f"its config.json cannot be read: {error}",
+            f"its config.json cannot be read: {problem}",
             "the model's own config.json",
         ) from None
+    if error := model_checks.refusal(path, found, config.rollout.engine):
+        raise error
     if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
         # transformers would make a tokenizer without a token of it, and not say a word
         raise bad_value(
