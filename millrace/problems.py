@@ -183,7 +183,12 @@ def _check_model(config: Config) -> None:
             there,
             "the folder of a Hugging Face causal model, or a hub id (owner/name)",
         )
-    shape = folder / "config.json"
+    _check_model_folder(config, folder)
+
+
+def _check_model_folder(config: Config, folder: Path) -> None:
+    """Raises ConfigError if the folder has no model, or one that cannot work."""
+    path, shape = config.model.path, folder / "config.json"
     if not shape.is_file():
         inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
         checkpoint = (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
