@@ -121,7 +121,7 @@ async def open_session(
             run is None
         ):  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
             run = await asyncio.to_thread(open_run_dir, config)
-        for note in run.notes:
+        for note in (*config.notes, *run.notes):
             progress.note(note)
         try:
             problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
@@ -375,6 +375,9 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 
 async def supervise(config: Config, progress: Progress) -> dict[str, Any]:
     """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
+        rule = "has a supervised model in its folder sft"
+        raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
     async with open_session(config, progress, rollout=False) as s:
         start = time.perf_counter()
         loss = await warm_up(s)
@@ -401,8 +404,6 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
             "there is nothing to evaluate on",
             "data.val_files=[task:sort_digits?split=val&size=256]",
         )
-    if config.model.path:  # the recipe's warm-up would change the model that is asked about
-        config = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 0})})
     run = open_eval_dir(config)
     async with open_session(config, progress, run=run) as s:
         ledger = await start_state(s)

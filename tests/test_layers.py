@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "beside": set(),
+    "ownership": set(),
     "codec": set(),
     "ports": set(),
     "schedule": set(),
@@ -37,15 +38,16 @@ ALLOWED: dict[str, set[str]] = {
     "sync": {"ports", "config", "beside"},
     "worker": {"config", "engines", "sync"},
     "runtime": {"ports", "config", "worker"},
-    "problems": {"config", "data", "engines"},
-    "run_dir": {"config", "pipeline"},
+    "model_checks": set(),
+    "problems": {"config", "data", "engines", "model_checks"},
+    "resume_checks": {"config"},
+    "run_dir": {"config", "pipeline", "resume_checks"},
     "exporting": {"config", "pipeline", "engines", "problems"},
     "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
         *(
             "assemble",
             "config",
-            
             "problems",
             "run_dir",
             "pipeline",
