@@ -421,5 +421,5 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
 
 
 def mode_of(config: Config) -> str:
-    """Return the name of what the run's Schedule does, which overrides may have changed from `config.mode`."""
+    """Return the mode of the run's Schedule. Overrides may have changed it from `config.mode`."""
     return name_of(config.schedule, MODES, config.mode)

@@ -1,4 +1,4 @@
-"""The name of what a Schedule does: a mode of the table, or custom."""
+"""Name a Schedule: a mode of the table, or custom."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from millrace.schedule.schedule import Schedule
 def name_of(
     schedule: Schedule, table: Mapping[str, Mapping[str, Any]], asked: str | None = None
 ) -> str:
-    """Return the name of the mode in `table` that `schedule` is, or "custom".
+    """Return the mode in `table` whose values `schedule` has, or "custom".
 
-    `table` has the values that each mode fixes, by the names of Schedule's fields. A mode that fixes no staleness_threshold
-    needs one over 0. Where several modes fit, the result is `asked`, the mode that the run started from, or else the mode that
-    fixes most. Where none fits, the result names `asked`: "custom (from async_partial)".
+    `table` has the values that each mode fixes, by the names of Schedule's fields. A mode that fixes
+    no staleness_threshold needs one over 0. `asked` is the mode that the configuration names. If
+    several modes fit, the result is `asked`, or else the mode that fixes most values. If no mode
+    fits, the result mentions `asked`: "custom (from async_partial)".
     """
     fitting = [name for name, fixed in table.items() if _fits(schedule, fixed)]
     if asked in fitting or not fitting:

@@ -34,7 +34,7 @@ LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
 class Trainable:
     """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments.
 
-    `actor` has the token limit of a micro-batch and the first optimizer settings; `dtype` is that of the model's passes.
+    `actor` has the token limit of a micro-batch. `dtype` is that of the model's passes.
     """
 
     def __init__(
