@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from millrace.config import Config, recipe
+from millrace.config.explain import all_keys, section_of
 from millrace.engines import fsdp_train
 from millrace.engines.model import write_shape
 from millrace.errors import ConfigError
@@ -19,7 +20,7 @@ from tests.test_run_dir import checkpoint_of, config_of
 
 
 def leaves() -> list[str]:
-    return [key for key, field in recipe.all_keys() if not recipe._section(field.annotation)]
+    return [key for key, field in all_keys() if not section_of(field.annotation)]
 
 
 def test_every_key_is_decided_once() -> None:

@@ -4,8 +4,8 @@
     waits for a free slot; the gate, while rollouts are held still
     produces  READY samples; drops, with a reason, those whose reward failed or whose outcomes are all equal
 
-It reads two values of the Schedule: `on_sync` says what happens to running trajectories at a sync, and `placement` whether
-the devices are shared. It knows no mode.
+It reads two values of the Schedule. `on_sync` says what happens to running trajectories at a sync.
+`placement` says whether the devices are shared. It knows no mode.
 """
 
 from __future__ import annotations
