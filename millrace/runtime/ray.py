@@ -17,6 +17,7 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
+from millrace.runtime.address import listening_at
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.rpc import Peer
@@ -44,7 +45,7 @@ class RayHost:
     def __init__(self, role: str, loopback: bool, gpus: list[str]) -> None:
         if gpus:  # nothing has looked at CUDA yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        os.environ["MILLRACE_HOST"] = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
         self._root = make_worker(role)
         self._host: Host | None = None
         self._frames: list[bytes] = []
@@ -261,9 +262,7 @@ class RayRuntime:
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}",
             scheduling_strategy=self._bundle(node),
-            runtime_env={
-                "env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {})
-            },
+            runtime_env={"env_vars": variables},
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
         ).remote(role, self._loopback, gpus)
