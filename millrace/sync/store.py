@@ -23,6 +23,6 @@ def bound_store(
             listener.bind(where)
             listener.listen()
             port = listener.getsockname()[1]
-            # torch closes it, also where the next line raises.
+            # From here on torch owns it, and closes it.
             options |= {"master_listen_fd": listener.detach(), "use_libuv": True}
     return TCPStore(host_name, port, is_master=is_master, **options)
