@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from millrace.config import Config
 
@@ -144,16 +144,19 @@ class RolloutWorker(Worker):
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver
 
-            join = VllmReceiver.join(
-                self.engine, self._meet(address, resolved), address, replica, config, resolved
-            )  # type: ignore[arg-type]
-            self.receiver = await join
+            engine = cast("VllmRolloutEngine", self.engine)
+            self.receiver = await VllmReceiver.join(
+                engine, self._meet(address, resolved), address, replica, config, resolved
+            )
         else:
             from millrace.sync.collective import Receiver
 
             self.receiver = await Receiver.join(
-                self.engine, self._meet(address, resolved), replica, resolved
-            )  # type: ignore[arg-type]
+                cast("TorchRolloutEngine", self.engine),
+                self._meet(address, resolved),
+                replica,
+                resolved,
+            )
 
 
 def _vllm_environment(model_folder: str) -> None:

@@ -14,7 +14,9 @@ def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, int, str]]
     found = []
     for process in processes:
         for one in process.net_connections(kind="inet"):
-            if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
+            if one.status == psutil.CONN_LISTEN or (
+                one.type == socket.SOCK_DGRAM and not one.raddr
+            ):
                 found.append((one.laddr.ip, one.laddr.port, " ".join(process.cmdline())[:120]))
     return found
 

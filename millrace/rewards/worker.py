@@ -14,13 +14,17 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 from millrace.errors import ConfigError, RewardError
 from millrace.rewards.functions import Function, failure, load_function
 from millrace.rewards.wire import Call, Frames, Hello, Reply, calls_decoder, frame
 
 _PR_SET_PDEATHSIG = 1
-_STOP_SIGNALS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+_STOP_SIGNALS: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 """Each with the reaction of a process that is new."""
 _forking = threading.local()
 """`mask`: the signals that this thread blocked before its fork."""

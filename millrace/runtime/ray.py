@@ -11,6 +11,8 @@ import asyncio
 import itertools
 import math
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,24 @@ async def _knock(address: str) -> None:
         writer.close()
 
 
+def _join(options: dict[str, Any]) -> None:
+    """Call ray.init. What Ray starts here inherits the blocked SIGTERM, and Ray blocks SIGINT.
+
+    Both reach every process of a run, and the driver alone decides what they mean.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        ray.init(**options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _take_sigterm_back() -> None:
+    """Install the driver's own handler again: ray.init replaces it by one that aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
@@ -162,7 +182,8 @@ class RayRuntime:
                 "the HOST:PORT that `ray start --head` printed",
             ) from error
         try:
-            await asyncio.to_thread(ray.init, **options)
+            await asyncio.to_thread(_join, options)
+            _take_sigterm_back()
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
             raise bad_value(

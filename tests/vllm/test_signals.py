@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.test_failures import Chain
 from tests.e2e.test_group_signals import signal_all
@@ -29,11 +30,9 @@ def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: 
         assert chain.end(60) == 143, "\n".join(chain.said())
         _, left = psutil.wait_procs(under, timeout=10)
         assert not left
-        chain.start(*settings, "rollout.total_rollout_steps=200", versions=0)
-        assert chain.end(180) == 0, "\n".join(chain.said())
     finally:
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
-    found_at_end = runs.audit(chain.folder)
-    assert found_at_end["complete"] and found_at_end["trained"] == 200
-    assert (found_at_end["lost"], found_at_end["trained_twice"]) == (0, 0)
+    assert Checkpoints(chain.folder, keep=2).newest()[0] is not None
+    said = runs.audit(chain.folder)
+    assert (said["lost"], said["trained_twice"], said["dropped"]) == (0, 0, {})
