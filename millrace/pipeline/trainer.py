@@ -110,11 +110,15 @@ class Trainer:
                 async with self._turn():
                     await self._window()
                 if not self._arriving:
-                    self.observer.validate(ledger.version)
+                    self._validate(ledger.version)
 
     async def stop(self) -> None:
-        """Save the state of a run that is done or was told to stop: the trainer holds no sample."""
+        """Save the state of a run that is done or was told to stop: no sample is with the trainer.
+
+        A validation ends first: whoever asked for the stop has cancelled it.
+        """
         ledger = self.queue.ledger
+        await self.observer.validated()
         async with self.rollouter.parked("trainer"):
             if ledger.schedule.colocated:
                 await self.rollouter.pool.sleep()
@@ -123,6 +127,11 @@ class Trainer:
             if ledger.schedule.colocated:
                 await self.engine.sleep()
                 await self.rollouter.pool.wake()
+
+    def _validate(self, version: PolicyVersion) -> None:
+        """Start a validation that is due, unless the run is stopping: the resumed run makes it."""
+        if not self.queue.stopping:
+            self.observer.validate(version)
 
     async def _wait_for_samples(self, or_else: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
@@ -187,7 +196,7 @@ class Trainer:
         """The trainer's time is that of its next steps: none of it is for this."""
         synced = await self._bring(version, lambda name: nullcontext())
         self._write_row(version, row(synced=synced))
-        self.observer.validate(version)
+        self._validate(version)
 
     async def _arrived(self) -> None:
         """Until no version is on its way. A failure is the task group's."""
