@@ -49,7 +49,7 @@ class Saves:
     saved: LedgerSnapshot | None = None
 
     async def begin(self, snapshot: LedgerSnapshot, engine: object, *, staged: bool) -> None:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
 
     async def finish(self, snapshot: LedgerSnapshot, engine: object) -> None:
         await asyncio.sleep(0.4)
