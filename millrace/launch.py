@@ -28,6 +28,7 @@ from millrace.pipeline.run import run_pipeline, settle
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Result, Validator
 from millrace.problems import Problems
 from millrace.rewards.pool import RewardPool
@@ -315,7 +316,9 @@ async def _train_to_end(
     derived = s.config.derived(len(s.problems.train))
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s)
     rollouter = make_rollouter(s, queue)
-    trainer = Trainer(queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock))
+    train, pool = s.engines.train, s.engines.pool
+    turns = turns_of(s.config.schedule.colocated, pool, train)
+    trainer = Trainer(queue, rollouter, train, turns, s.engines.sync, record, Stopwatch(clock))
     s.progress.phase("first weight sync")
     await trainer.begin()
     if 0 in done:

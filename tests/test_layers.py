@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "problems": {"config", "data", "engines"},
     "run_dir": {"config", "recipe", "pipeline"},
     "exporting": {"config", "pipeline", "engines", "problems"},
-    "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
+    "assemble": {"config", "pipeline", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
         *(
             "assemble",

@@ -22,6 +22,7 @@ from millrace.pipeline.run import run_pipeline, settle
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Validator
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -117,7 +118,8 @@ async def _run(
             tasks=tasks,
         )
         sync = SimWeightSync(COST, replicas)
-        trainer = Trainer(queue, rollouter, engine, sync, record, Stopwatch(loop.time))
+        turns = turns_of(schedule.colocated, pool, engine)
+        trainer = Trainer(queue, rollouter, engine, turns, sync, record, Stopwatch(loop.time))
         await trainer.begin()
         stop.attach(queue, grace_s, record.abandon_validation)
         if stop_at is not None:
