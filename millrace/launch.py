@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace import problems as problems_
 from millrace.assemble import Engines, build_engines, open_runtime
+from millrace.beside import abandonable
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import ConfigError, MillraceError, bad_value
@@ -84,20 +85,19 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Check the data and the reward function, then make the folder, the prompts and the engines. Ends all of it."""
     problems_.check_machine(config)
-    sources = problems_.load(config)
+    # In threads that are left behind: Ctrl-C is the event loop's, and ends a long load at once.
+    sources = await abandonable(problems_.load, config)
     reward = RewardPool(config.reward)
     try:
         if rollout:
             await reward.start()
         trains = run is None
-        if (
-            run is None
-        ):  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
-            run = await asyncio.to_thread(open_run_dir, config)
+        if run is None:  # every byte of a checkpoint is read
+            run = await abandonable(open_run_dir, config)
         for note in run.notes:
             progress.note(note)
         try:
-            problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
+            problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 _check_end(config, config.derived(len(problems.train)).samples, run.resume_from)
         except MillraceError:

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {
         *(
             "assemble",
+            "beside",
             "config",
             "problems",
             "run_dir",
