@@ -43,10 +43,11 @@ ALLOWED: dict[str, set[str]] = {
     "resume_checks": {"config"},
     "run_dir": {"config", "pipeline", "resume_checks"},
     "exporting": {"config", "pipeline", "engines", "problems"},
-    "assemble": {"config", "ports", "problems", "rollout", "run_dir", "runtime"},
+    "assemble": {"config", "pipeline", "ports", "problems", "rollout", "run_dir", "runtime"},
     "launch": {
         *(
             "assemble",
+            "beside",
             "config",
             "problems",
             "run_dir",
