@@ -17,15 +17,15 @@ from millrace import config
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.algorithms.rules import RULES
 from millrace.config import Config, GuardConfig, OptimConfig, recipe, verl
-from millrace.engines import fsdp_train
 from millrace.errors import ConfigError
 from millrace.observe.guard import CAUSES, Guard
 from millrace.ports import TrainBatch
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.runtime.placement import choose
-from tests.engines.rollout_helpers import folder
-from tests.engines.train_samples import random_samples
+from millrace.train.fsdp import engine as fsdp_train
+from tests.decode.helpers import folder
 from tests.observe import test_metrics
+from tests.train.samples import random_samples
 
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()

@@ -20,11 +20,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from millrace.beside import Beside
 from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
+from millrace.sync.background import Beside
 from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
 from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, told_specs, wire_device

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millrace.config import Config, ModelShape
-from millrace.engines.model import write_shape
+from millrace.models.model import write_shape
 from millrace.ports import RolloutEngine
 from millrace.rollout.pool import RolloutPool
 from millrace.runtime.local import LocalRuntime

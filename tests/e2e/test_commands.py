@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace import cli
+from millrace.cli import main as cli
 from millrace.config import Config
 from millrace.data.chat import Chat
-from millrace.engines import fsdp_train
-from millrace.engines.model import load_model
+from millrace.models.model import load_model
+from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,15 +11,15 @@ import yaml
 from safetensors.torch import load_file
 
 from millrace.config import ModelShape, recipe
-from millrace.engines import fsdp_train
-from millrace.engines.model import write_shape
-from millrace.exporting import export
+from millrace.models.model import write_shape
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.ports import TransferReport
+from millrace.run.export import export
 from millrace.runtime.remote import all_of
 from millrace.schedule.ledger import Ledger
 from millrace.sync.buckets import ALIGN
+from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)

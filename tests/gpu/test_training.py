@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines import attention, fsdp_train, sharding
-from millrace.engines.fsdp_train import FsdpTrainEngine
-from millrace.engines.logprob import log_probs_and_entropy
-from millrace.engines.model import write_shape
+from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
-from tests.engines.train_samples import VOCAB, random_samples
+from millrace.train.fsdp import engine as fsdp_train
+from millrace.train.fsdp import packed_attention as attention
+from millrace.train.fsdp import sharding
+from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.fsdp.log_probs import log_probs_and_entropy
+from tests.train.samples import VOCAB, random_samples
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

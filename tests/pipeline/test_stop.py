@@ -20,12 +20,12 @@ from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline, settle
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Validator
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
+from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate import clock

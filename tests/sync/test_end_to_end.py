@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.config import Config, ModelShape
-from millrace.engines import fsdp_train, torch_rollout
-from millrace.engines.model import eos_ids, load_model, write_shape
-from millrace.engines.torch_rollout import TorchRolloutEngine
+from millrace.decode import engine as torch_rollout
+from millrace.decode.engine import TorchRolloutEngine
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SyncError
+from millrace.models.model import eos_ids, load_model, write_shape
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -29,6 +29,7 @@ from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender
+from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from millrace import testing
-from millrace.engines.model import write_shape
 from millrace.errors import ConfigError, SyncError, WorkerError
+from millrace.models.model import write_shape
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from tests.vllm.processes import engine_cores
@@ -364,7 +364,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
 
 
 def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path: Path) -> None:
-    from millrace.engines import vllm_rollout
+    from millrace.vllm import engine as vllm_rollout
 
     wrong = replica.config.model_copy(
         update={
@@ -413,7 +413,7 @@ def test_logits_are_float32_whatever_the_models_dtype(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
     """Rounded to bf16 they are no longer those of the train engine."""
-    from millrace.engines import vllm_rollout
+    from millrace.vllm import engine as vllm_rollout
 
     before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
