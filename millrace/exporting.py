@@ -53,7 +53,7 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     import yaml
     from transformers.utils import logging
 
-    from millrace.engines import fsdp_train
+    from millrace.engines.factory import train_engine
 
     logging.disable_progress_bar()
 
@@ -69,9 +69,9 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
             if config.model.lora_rank
             else str(checkpoint / "model")
         )
-        engine = fsdp_train.build(config, source, rank=0, world_size=1)
+        engine = train_engine(config, source, rank=0, world_size=1)
         try:
-            engine.begin(config.actor.optim, 1)
+            await engine.begin("rl", 1)
             await engine.load(str(checkpoint / "engine"))
             await engine.export(str(folder))
             return sum(math.prod(shape) for _, shape, *_ in engine.shards())

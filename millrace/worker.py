@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from millrace.config import Config
 
 if TYPE_CHECKING:
-    from millrace.engines.fsdp_train import FsdpTrainEngine
     from millrace.engines.torch_rollout import TorchRolloutEngine
     from millrace.engines.vllm_rollout import VllmRolloutEngine
+    from millrace.ports import TrainRank
     from millrace.sync.collective import Receiver, Sender, Silent
     from millrace.sync.ipc import IpcSender
     from millrace.sync.vllm_receiver import VllmReceiver
@@ -57,15 +57,15 @@ class TrainWorker(Worker):
     """One rank of a train engine, and its end of the weight sync."""
 
     config: Config
-    engine: FsdpTrainEngine
+    engine: TrainRank
     sender: Sender | Silent | IpcSender
 
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
-        from millrace.engines import fsdp_train
+        """Join the train engine's process group and build this rank. Returns its configuration."""
         from millrace.engines.device import join_group, prepare
+        from millrace.engines.factory import train_engine
 
         resolved = Config.model_validate(config)
         world_size = resolved.trainer_ranks
@@ -73,22 +73,8 @@ class TrainWorker(Worker):
         if world_size > 1:
             join_group(self._meet(address, resolved), rank, world_size, resolved)
         self.config = resolved
-        self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
-        return self.engine.config.model_dump(mode="json")
-
-    async def begin(self, phase: str, horizon: int) -> None:
-        """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
-        optim = self.config.actor.optim
-        if phase == "sft":
-            sft = self.config.sft
-            shape = {
-                "lr": sft.lr,
-                "lr_warmup_steps": sft.lr_warmup_steps,
-                "lr_scheduler_type": "linear",
-                "min_lr_ratio": 0.0,
-            }
-            optim = optim.model_copy(update=shape)
-        self.engine.begin(optim, horizon)
+        self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+        return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every replica."""
@@ -141,16 +127,17 @@ class RolloutWorker(Worker):
         if resolved.rollout.engine == "vllm":
             from millrace.sync.vllm_receiver import VllmReceiver
 
-            join = VllmReceiver.join(
-                self.engine, self._meet(address, resolved), address, replica, config, resolved
-            )  # type: ignore[arg-type]
-            self.receiver = await join
+            engine: Any = self.engine
+            store = self._meet(address, resolved)
+            self.receiver = await VllmReceiver.join(
+                engine, store, address, replica, config, resolved
+            )
         else:
             from millrace.sync.collective import Receiver
 
-            self.receiver = await Receiver.join(
-                self.engine, self._meet(address, resolved), replica, resolved
-            )  # type: ignore[arg-type]
+            holder: Any = self.engine
+            store = self._meet(address, resolved)
+            self.receiver = await Receiver.join(holder, store, replica, resolved)
 
 
 def _vllm_environment(model_folder: str) -> None:

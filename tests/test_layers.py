@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": {"ports", "schedule", "pipeline"},
     "engines": {"ports", "config", "algorithms", "beside"},
     "sync": {"ports", "config", "beside"},
-    "worker": {"config", "engines", "sync"},
+    "worker": {"config", "engines", "ports", "sync"},
     "runtime": {"ports", "config", "worker"},
     "problems": {"config", "data", "engines"},
     "run_dir": {"config", "recipe", "pipeline"},

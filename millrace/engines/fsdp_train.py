@@ -27,6 +27,7 @@ from millrace.engines.lora import StartPolicy
 from millrace.engines.meter import Meter
 from millrace.engines.mini_batch import MiniBatch, settle
 from millrace.engines.model import DTYPES
+from millrace.engines.options import optim_of
 from millrace.engines.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.engines.policy import PackedPolicy
 from millrace.engines.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
@@ -39,14 +40,14 @@ from millrace.engines.training_metrics import (
     policy_metrics,
     sampler_metrics,
 )
-from millrace.ports import StepReport, TrainBatch
+from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.types import Sample, Tokens
 
 
 class FsdpTrainEngine:
-    """A policy under training, with the critic and the reference that its algorithm asks for. Satisfies ports.TrainEngine.
+    """A policy under training, with the critic and the reference that its algorithm needs.
 
-    Call `begin` before the first step.
+    Satisfies ports.TrainRank.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class FsdpTrainEngine:
         self.owns_group = False
         self._seen_version: int | None = None
 
-    def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """Fresh optimizers and LR schedules for `horizon` optimizer steps; the policy's weights stay, and critic and reference
-        start from them.
-        """
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        self.restart(optim_of(self.config, phase), horizon)
+
+    def restart(self, optim: OptimConfig, horizon: int) -> None:
+        """Begin a phase with the policy's optimizer as `optim` says."""
         self.actor.begin(optim, horizon)
         self.kl_coef = self.config.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:

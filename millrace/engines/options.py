@@ -1,4 +1,4 @@
-"""What a configuration says to the functions of `millrace.algorithms`."""
+"""A configuration as options: of the functions of `millrace.algorithms`, and of an optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ from millrace.algorithms.correction import CorrectionOptions
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import AggMode, default_aggregation
-from millrace.config import Config
+from millrace.config import Config, OptimConfig
 from millrace.config_checks import rejection_options
+from millrace.ports import Phase
+
+
+def optim_of(config: Config, phase: Phase) -> OptimConfig:
+    """The policy's optimizer in a phase."""
+    optim, sft = config.actor.optim, config.sft
+    if phase == "rl":
+        return optim
+    shape = {
+        "lr": sft.lr,
+        "lr_warmup_steps": sft.lr_warmup_steps,
+        "lr_scheduler_type": "linear",
+        "min_lr_ratio": 0.0,
+    }
+    return optim.model_copy(update=shape)
 
 
 def loss_options(config: Config) -> LossOptions:

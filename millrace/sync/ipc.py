@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
-from millrace.ports import TransferReport
+from millrace.ports import TransferReport, WeightSource
 from millrace.sync.buckets import Bucket, Spec, plan
-from millrace.sync.collective import WeightSource, tell_specs
+from millrace.sync.collective import tell_specs
 from millrace.sync.groups import finish, make_group, receive, start_send, wait_for_device
 from millrace.types import PolicyVersion
 

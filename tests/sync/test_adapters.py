@@ -316,7 +316,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
 
     async def main() -> None:
         engine = fsdp_train.build(config, str(tmp_path), rank=0, world_size=1)
-        engine.begin(config.actor.optim, 9)
+        engine.restart(config.actor.optim, 9)
         replica, store = torch_rollout.build(config, str(tmp_path)), dist.HashStore()
         sender, receiver = await asyncio.gather(
             Sender.join(engine, store, 0, config), Receiver.join(replica, store, 0, config)
