@@ -187,7 +187,7 @@ def step_metrics(case: dict[str, Any], version: int) -> set[str]:
         async_training=case.get("async_training", {}),
     )
     engine = fsdp_train.build(c, str(folder()), rank=0, world_size=1)
-    engine.begin(OptimConfig(lr=1e-3), 10)
+    engine.restart(OptimConfig(lr=1e-3), 10)
     report = asyncio.run(engine.step(TrainBatch(random_samples(3, [4, 1, 3, 5, 2]), version)))
     return set(report.metrics) | set(report.totals)
 

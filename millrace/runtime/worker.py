@@ -14,9 +14,9 @@ from millrace.config import Config
 
 if TYPE_CHECKING:
     from millrace.decode.engine import TorchRolloutEngine
+    from millrace.ports import TrainRank
     from millrace.sync.collective import Receiver, Sender, Silent
     from millrace.sync.ipc import IpcSender
-    from millrace.train.fsdp.engine import FsdpTrainEngine
     from millrace.vllm.engine import VllmRolloutEngine
     from millrace.vllm.receiver import VllmReceiver
 
@@ -60,15 +60,15 @@ class TrainWorker(Worker):
     """One rank of a train engine, and its end of the weight sync."""
 
     config: Config
-    engine: FsdpTrainEngine
+    engine: TrainRank
     sender: Sender | Silent | IpcSender
 
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """Join the train engine's process group and build this rank. Returns the configuration that its engine has."""
+        """Join the train engine's process group and build this rank. Returns its configuration."""
         from millrace.models.device import join_group, prepare
-        from millrace.train.fsdp import engine as fsdp_train
+        from millrace.train.factory import train_engine
 
         resolved = Config.model_validate(config)
         world_size = resolved.trainer_ranks
@@ -77,22 +77,8 @@ class TrainWorker(Worker):
             store = self._meet(address, resolved.trainer.wait_deadline_s)
             join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
-        self.engine = fsdp_train.build(resolved, model_folder, rank=rank, world_size=world_size)
-        return self.engine.config.model_dump(mode="json")
-
-    async def begin(self, phase: str, horizon: int) -> None:
-        """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
-        optim = self.config.actor.optim
-        if phase == "sft":
-            sft = self.config.sft
-            shape = {
-                "lr": sft.lr,
-                "lr_warmup_steps": sft.lr_warmup_steps,
-                "lr_scheduler_type": "linear",
-                "min_lr_ratio": 0.0,
-            }
-            optim = optim.model_copy(update=shape)
-        self.engine.begin(optim, horizon)
+        self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+        return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Join the weight sync's process group, together with every replica."""

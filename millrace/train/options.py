@@ -8,7 +8,8 @@ from millrace.algorithms.correction_plan import CorrectionPlan
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import AggMode, default_aggregation
-from millrace.config import ActorConfig, AlgorithmConfig, Config
+from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig
+from millrace.ports import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +79,17 @@ def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
         bootstrap_truncated=algorithm.bootstrap_truncated,
         whiten=True,
     )
+
+
+def optim_of(config: Config, phase: Phase) -> OptimConfig:
+    """Return the policy's optimizer settings in a phase."""
+    optim, sft = config.actor.optim, config.sft
+    if phase == "rl":
+        return optim
+    shape = {
+        "lr": sft.lr,
+        "lr_warmup_steps": sft.lr_warmup_steps,
+        "lr_scheduler_type": "linear",
+        "min_lr_ratio": 0.0,
+    }
+    return optim.model_copy(update=shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -51,8 +52,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "max_num_batched_tokens": max(
             rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len
         ),
-        # A seeded request whose prompt is read in pieces kills vLLM on a CPU: it turns the request's generator back, and torch's for CPUs
-        # cannot be.
+        # On a CPU, a seeded request whose prompt is read in pieces kills vLLM: vLLM turns the
+        # request's generator back, and torch's generators for CPUs cannot do that.
         "enable_chunked_prefill": on_gpu,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager or not on_gpu,
@@ -64,8 +65,18 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
+    _check_known(rollout.engine_kwargs)
+    # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
+    overrides = {
+        "hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})
+    }
+    return arguments | rollout.engine_kwargs | overrides
+
+
+def _check_known(engine_kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that the installed vLLM does not have."""
     known = {f.name for f in fields(AsyncEngineArgs)}
-    for key in rollout.engine_kwargs:
+    for key in engine_kwargs:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             raise bad_value(
@@ -74,11 +85,6 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
                 "no argument of vLLM's engine",
                 near[0] if near else "leave it out",
             )
-    # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
-    overrides = {
-        "hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})
-    }
-    return arguments | rollout.engine_kwargs | overrides
 
 
 def _check_heads(model_folder: str, trust: bool) -> None:

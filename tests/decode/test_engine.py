@@ -8,7 +8,7 @@ from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
 from millrace.decode.engine import build
 from millrace.decode.kv_cache import NAME
 from millrace.errors import DataError, MillraceError, SyncError, WorkerError
-from millrace.testing import check_rollout_engine, joined
+from millrace.testing import check_replica, joined
 from millrace.types import SamplingParams, Stop, tokens_of
 from tests.decode.helpers import (
     EOS,
@@ -41,7 +41,7 @@ def test_the_engine_conforms_to_its_port(changes):
     async def make():
         return engine(**changes)
 
-    asyncio.run(check_rollout_engine(make))
+    asyncio.run(check_replica(make))
 
 
 @pytest.mark.parametrize("make_model", [qwen, llama])

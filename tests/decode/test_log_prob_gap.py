@@ -59,7 +59,7 @@ class Pair:
         )
 
     async def step(self, lr: float, version: int = 0) -> StepReport:
-        self.train.begin(OptimConfig(lr=lr, clip_grad=0.0), 100)
+        self.train.restart(OptimConfig(lr=lr, clip_grad=0.0), 100)
         return await self.train.step(TrainBatch(await self.samples(), version))
 
 
@@ -97,7 +97,7 @@ def test_the_gap_is_measured_on_tokens_of_the_live_version_before_any_step_alone
     async def main() -> None:
         pair = Pair(1.0)
         batch = TrainBatch(await pair.samples(), 0)
-        pair.train.begin(OptimConfig(lr=1e-3), 100)
+        pair.train.restart(OptimConfig(lr=1e-3), 100)
         reports = [
             await pair.train.step(batch),
             await pair.train.step(batch),

@@ -38,7 +38,7 @@ def test_one_process_exports_what_copies_in_bfloat16_have_saved(tmp_path: Path) 
     write_shape(str(tmp_path / "model"), shape, vocab_size=32, eos_token_id=0)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     engine = fsdp_train.build(alone, str(tmp_path / "model"), rank=0, world_size=1)
-    engine.begin(alone.actor.optim, 1)
+    engine.restart(alone.actor.optim, 1)
     checkpoint = asyncio.run(
         Checkpoints(tmp_path, keep=1).save(Ledger(config.schedule).snapshot(), engine)
     )

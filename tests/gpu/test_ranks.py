@@ -73,7 +73,7 @@ def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTr
         "actor": tree["actor"] | actor | sections.get("actor", {}),
     }
     engine = fsdp_train.build(Config.model_validate(tree), folder, rank=rank, world_size=ranks)
-    engine.begin(OPTIM, 10)
+    engine.restart(OPTIM, 10)
     return engine
 
 

@@ -47,7 +47,7 @@ def built(folder: str, device: str = "cuda", **sections: Any) -> FsdpTrainEngine
     config = Config.model_validate(tree | {"trainer": {"device": device}} | sections)
     torch.manual_seed(0)
     engine = fsdp_train.build(config, folder, rank=0, world_size=1)
-    engine.begin(OPTIM, 10)
+    engine.restart(OPTIM, 10)
     return engine
 
 

@@ -324,7 +324,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
 
     async def main() -> None:
         engine = fsdp_train.build(config, str(tmp_path), rank=0, world_size=1)
-        engine.begin(config.actor.optim, 9)
+        engine.restart(config.actor.optim, 9)
         replica, store = (
             torch_rollout.build(config.sides, config.model, str(tmp_path)),
             dist.HashStore(),

@@ -119,7 +119,7 @@ async def train(
 ) -> tuple[Record, list[TorchRolloutEngine]]:
     """A run with two replicas, the second one of class `second`."""
     engine = fsdp_train.build(c, folder, rank=0, world_size=1)
-    engine.begin(c.actor.optim, samples)
+    engine.restart(c.actor.optim, samples)
     model = load_model(
         folder, seed=9, dtype="float32"
     )  # other weights than the trainer's, which the first sync brings

@@ -77,7 +77,7 @@ def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
         critic=PackedCritic(model().model) if config.needs_critic else None,
         reference=model().requires_grad_(False) if config.needs_reference else None,
     )
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     return engine
 
 

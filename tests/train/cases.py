@@ -120,7 +120,7 @@ def engine_of(case, folder, rank, layout="1"):
     engine = FsdpTrainEngine(
         policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
     )
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     return engine
 
 
@@ -399,7 +399,7 @@ def run_loaded(folder, rank, layout):
         for m in (built.actor.module, built.critic.module, built.reference.module)
     ]
     loaded = {"weights": dict(built.full_weights()), "buffers": buffers}
-    built.begin(OPTIM, HORIZON)
+    built.restart(OPTIM, HORIZON)
     return loaded | {"metrics": asyncio.run(built.step(batches_of({})[0])).metrics}
 
 

@@ -145,7 +145,7 @@ def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> Fs
         critic=shard(PackedCritic(model().model), *sections, mesh, CPU),
         reference=shard(model().requires_grad_(False), *sections, mesh, CPU),
     )
-    engine.begin(OPTIM, 10)
+    engine.restart(OPTIM, 10)
     with torch.no_grad():
         for parameter in engine.reference.module.parameters():
             parameter.mul_(1.2)

@@ -220,7 +220,7 @@ def test_the_adaptive_coefficient_moves_and_is_in_a_checkpoint(folder: str, tmp_
     )
     asyncio.run(engine.save(str(tmp_path)))
     assert step(engine, samples).metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(moved)
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     assert engine.kl_coef == 0.5
     asyncio.run(engine.load(str(tmp_path)))
     assert engine.kl_coef == pytest.approx(moved)
@@ -302,7 +302,7 @@ def test_the_reference_is_the_policy_at_begin_and_stays(folder: str) -> None:
     assert any(
         not torch.equal(weight, start[name]) for name, weight in weights(engine.policy).items()
     )
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     now = weights(engine.policy)
     assert all(
         torch.equal(weight, now[name]) for name, weight in weights(engine.reference.module).items()

@@ -57,7 +57,7 @@ def engine_of(overrides: dict[str, Any], rank: int = 0, world_size: int = 1) -> 
     lengths = {"max_prompt_length": 8, "max_response_length": 25}
     config = Config(trainer={"device": "cpu"}, rollout=lengths, **overrides)
     engine = fsdp_train.build(config, str(model_folder()), rank=rank, world_size=world_size)
-    engine.begin(OptimConfig(lr=1e-2), 10)
+    engine.restart(OptimConfig(lr=1e-2), 10)
     return engine
 
 

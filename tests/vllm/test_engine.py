@@ -58,7 +58,7 @@ def test_conformance(
         return replica.engine
 
     monkeypatch.setattr(replica.engine, "close", keep_open)
-    runner.run(testing.check_rollout_engine(make, RolloutCase(exact_resume=False, length=200)))
+    runner.run(testing.check_replica(make, RolloutCase(exact_resume=False, length=200)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -123,7 +123,7 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
             asyncio.create_task(replica.engine.generate(tokens_of(PROMPT[: 20 + i]), p, str(i)))
             for i, p in enumerate(params)
         ]
-        await testing._drawing(replica.engine, 300, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
         core = replica.engine._llm.engine_core
         honest = core.get_output_async
@@ -351,7 +351,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
                 tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s"
             )
         )
-        await testing._drawing(replica.engine, 2, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
         with pytest.raises(WorkerError, match=r"sleep\(\) with 1 requests under way"):
             await replica.engine.sleep()
         await task
@@ -460,7 +460,7 @@ def test_an_engine_that_dies_fails_its_requests_and_its_sync(
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
-        await testing._drawing(replica.engine, 2, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
         (core,) = engine_cores()
         core.suspend()
         interrupt = asyncio.create_task(replica.engine.interrupt())

@@ -20,7 +20,7 @@ from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
 from millrace.models.model import DTYPES
-from millrace.ports import StepReport, TrainBatch
+from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.train.arrived import arrived
 from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp import lora
@@ -39,7 +39,7 @@ from millrace.train.metrics import (
     sampler_metrics,
 )
 from millrace.train.mini_batch import MiniBatch, settle
-from millrace.train.options import step_options
+from millrace.train.options import optim_of, step_options
 from millrace.train.packing import MicroBatch, rows_of_examples, rows_of_samples
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.train.state_writer import StateWriter
@@ -47,9 +47,9 @@ from millrace.types import Sample, Tokens
 
 
 class FsdpTrainEngine:
-    """A policy under training, with the critic and the reference that its algorithm asks for. Satisfies ports.TrainEngine.
+    """A policy under training, with the critic and the reference that its algorithm needs.
 
-    Call `begin` before the first step.
+    Satisfies ports.TrainRank.
     """
 
     def __init__(
@@ -96,10 +96,11 @@ class FsdpTrainEngine:
         self.owns_group = False
         self._seen_version: int | None = None
 
-    def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """Fresh optimizers and LR schedules for `horizon` optimizer steps; the policy's weights stay, and critic and reference
-        start from them.
-        """
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        self.restart(optim_of(self.config, phase), horizon)
+
+    def restart(self, optim: OptimConfig, horizon: int) -> None:
+        """Begin a phase with the policy's optimizer as `optim` says."""
         self.actor.begin(optim, horizon)
         self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:

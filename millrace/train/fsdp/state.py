@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
+from millrace.config import Config
 from millrace.errors import CheckpointError
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.optim import apply_settings
 from millrace.train.fsdp.trainable import Trainable
-from millrace.train.state_writer import expect_one_process
-
-if TYPE_CHECKING:
-    from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.state_writer import StateWriter, expect_one_process
 
 SKIPPED_FILES = ("config.json", "generation_config.json")
 """Files of a model folder that save_pretrained writes itself."""
@@ -33,7 +32,52 @@ SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 """Weights, which are not those of the export."""
 
 
-def save(engine: FsdpTrainEngine, folder: str, *, staged: bool) -> None:
+class Restorable(Protocol):
+    """What a train engine shows of itself to be saved, loaded and exported."""
+
+    kl_coef: float
+
+    @property
+    def actor(self) -> Trainable: ...
+
+    @property
+    def critic(self) -> Trainable | None: ...
+
+    @property
+    def reference(self) -> Trainable | StartPolicy | None: ...
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and the base is frozen."""
+        ...
+
+    @property
+    def base_sum(self) -> int | None:
+        """The sum over the bits of a frozen base."""
+        ...
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def model_folder(self) -> str: ...
+
+    @property
+    def policy(self) -> Any: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def writer(self) -> StateWriter: ...
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def save(engine: Restorable, folder: str, *, staged: bool) -> None:
     """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
     one; the reference's weights; the KL coefficient; rank 0's random state. Of a policy with adapters, these alone, and a sum
     over the base's bits. `staged`: a copy of all this is written after the return.
@@ -41,7 +85,7 @@ def save(engine: FsdpTrainEngine, folder: str, *, staged: bool) -> None:
     (engine.writer.start if staged else engine.writer.write)(_state(engine), folder)
 
 
-def load(engine: FsdpTrainEngine, folder: str) -> None:
+def load(engine: Restorable, folder: str) -> None:
     """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state.
     The optimizer's settings and a fixed KL coefficient stay those of `begin`.
 
@@ -78,12 +122,12 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
     torch.set_rng_state(state["random"])
 
 
-def _under_training(engine: FsdpTrainEngine) -> list[tuple[Trainable, str]]:
+def _under_training(engine: Restorable) -> list[tuple[Trainable, str]]:
     """With the keys of their states; the policy's is on top."""
     return [(engine.actor, "")] + ([(engine.critic, "critic")] if engine.critic is not None else [])
 
 
-def _state(engine: FsdpTrainEngine) -> dict[str, Any]:
+def _state(engine: Restorable) -> dict[str, Any]:
     state: dict[str, Any] = {
         "random": torch.get_rng_state(),
         "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64),
@@ -133,7 +177,7 @@ def _with_moments(model: Trainable) -> torch.optim.AdamW:
     return optimizer
 
 
-def export(engine: FsdpTrainEngine, folder: str) -> None:
+def export(engine: Restorable, folder: str) -> None:
     """Weights in the serving dtype, config, generation config, and the tokenizer's files of the folder it started from."""
     weights: dict[str, Tensor] = {}
     for name, tensor in engine.full_weights():

@@ -46,7 +46,7 @@ def engine_of(case, folder, rank, layout):
     engine = FsdpTrainEngine(
         policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
     )
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     return engine
 
 
@@ -93,7 +93,7 @@ def with_reference(folder, rank=0, layout="1", **sections):
         **({"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}} | sections),
     )
     engine = build(config, f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0])
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     return engine
 
 

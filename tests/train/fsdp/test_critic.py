@@ -57,7 +57,7 @@ def test_a_constant_return_is_learned(folder: str) -> None:
         critic={"optim": {"lr": 3e-3}},
     )
     engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
-    engine.begin(OptimConfig(lr=0.0), 100)
+    engine.restart(OptimConfig(lr=0.0), 100)
     group = tuple(
         sample(i, *(trajectory(-2.0, -2.5, -2.2, score=1.0) for _ in range(2))) for i in range(4)
     )
@@ -75,7 +75,7 @@ def test_returns_that_prompts_explain_are_learned(folder: str) -> None:
         critic={"optim": {"lr": 3e-3}},
     )
     engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
-    engine.begin(OptimConfig(lr=0.0), 100)
+    engine.restart(OptimConfig(lr=0.0), 100)
     group = tuple(
         sample(i, *(trajectory(-2.0, -2.5, score=float(i % 2)) for _ in range(2))) for i in range(6)
     )
@@ -258,7 +258,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(warmup: int, folder: str, tmp_
     saved = state(first)
     second = engine_of(folder, config)
     step(second, samples_of(7))  # what it was is forgotten
-    second.begin(OPTIM, train_cases.HORIZON)
+    second.restart(OPTIM, train_cases.HORIZON)
     asyncio.run(second.load(str(tmp_path)))
     assert equal(state(second), saved) and second.steps == 2
     for batch in batches[1:]:
@@ -282,7 +282,7 @@ def test_saving_changes_nothing_of_what_comes_after(folder: str, tmp_path: Path)
 def test_critic_and_reference_begin_with_the_policys_weights(folder: str) -> None:
     engine = engine_of(folder, config_of(**EVERYTHING))
     step(engine, samples_of())
-    engine.begin(OPTIM, train_cases.HORIZON)
+    engine.restart(OPTIM, train_cases.HORIZON)
     policy, critic = weights(engine.policy.model.base_model), critic_of(engine)
     assert (
         equal(weights(critic.body), policy)

@@ -14,7 +14,7 @@ from millrace.errors import CheckpointError, ConfigError, MillraceError
 from millrace.models.model import load_model, write_shape
 from millrace.ports import TrainBatch
 from millrace.sync.buckets import Spec, rows_of
-from millrace.testing import TrainCase, check_train_engine
+from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp import log_probs as logprob
 from millrace.train.fsdp.optim import lr_at
@@ -237,7 +237,7 @@ def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on
 def built(folder, optim=None, horizon=60, **overrides):
     config = Config(trainer={"device": "cpu"}, **overrides)
     engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
-    engine.begin(optim or OptimConfig(lr=1e-2), horizon)
+    engine.restart(optim or OptimConfig(lr=1e-2), horizon)
     return engine
 
 
@@ -245,7 +245,7 @@ def test_conformance(folder):
     async def make():
         return built(folder, actor={"ppo_mini_batch_size": 4})
 
-    asyncio.run(check_train_engine(make, TrainCase(mini_batch_size=4, vocab_size=VOCAB)))
+    asyncio.run(check_sleeping_train_engine(make, TrainCase(mini_batch_size=4, vocab_size=VOCAB)))
 
 
 def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder):

@@ -188,7 +188,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
     engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
-    engine.begin(OptimConfig(lr=1e-2), HORIZON)
+    engine.restart(OptimConfig(lr=1e-2), HORIZON)
     samples = train_cases.batches_of({})[0].samples
     temperature = engine.options.temperature
     rows = rows_of_samples(samples)
@@ -222,7 +222,7 @@ def test_the_critic_starts_from_the_adapted_policy(folder):
     engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
-    engine.begin(OPTIM, HORIZON)
+    engine.restart(OPTIM, HORIZON)
     merged = dict(engine.full_weights())
     for name, parameter in engine.critic.module.body.named_parameters():
         assert torch.equal(parameter, merged[f"model.{name}"]) and parameter.requires_grad

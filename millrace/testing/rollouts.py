@@ -1,34 +1,23 @@
-"""Conformance suites: what every implementation of a port must do, embedded, simulated, remote or third-party.
-
-`asyncio.run(check_rollout_engine(make))` raises AssertionError with what is wrong. Each check makes its own engine.
-"""
+"""What every rollout engine must do, and every replica that shares its device."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
-import tempfile
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from millrace.ports import RolloutEngine, TrainBatch, TrainEngine
+from millrace.ports import Replica, RolloutEngine
 from millrace.types import (
     Author,
-    Prompt,
-    Sample,
     SamplingParams,
-    Score,
     Segment,
     Stop,
     Tokens,
-    Trajectory,
-    floats_of,
     tokens_of,
 )
-
-# --- RolloutEngine ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +45,24 @@ class RolloutCase:
 async def check_rollout_engine(
     make: Callable[[], Awaitable[RolloutEngine]], case: RolloutCase | None = None
 ) -> None:
-    """Run every check on a fresh engine of `make`."""
-    case = case or RolloutCase()
-    for check in _ROLLOUT_CHECKS:
+    """Run every check of a RolloutEngine, each on a fresh engine of `make`."""
+    await _check_rollouts(_ROLLOUT_CHECKS, make, case or RolloutCase())
+
+
+async def check_replica(
+    make: Callable[[], Awaitable[Replica]], case: RolloutCase | None = None
+) -> None:
+    """Run the checks of a RolloutEngine, and those of sharing a device."""
+    await check_rollout_engine(make, case)
+    await _check_rollouts((_sleep_and_wake,), make, case or RolloutCase())
+
+
+async def _check_rollouts(
+    checks: Sequence[Callable[[Any, RolloutCase], Awaitable[None]]],
+    make: Callable[[], Awaitable[RolloutEngine]],
+    case: RolloutCase,
+) -> None:
+    for check in checks:
         engine = await make()
         try:
             await asyncio.wait_for(check(engine, case), case.timeout_s)
@@ -271,7 +275,7 @@ async def _cancel_frees_slots(engine: RolloutEngine, case: RolloutCase) -> None:
     assert extra <= count, f"{extra} tokens were drawn for cancelled requests"
 
 
-async def _sleep_and_wake(engine: RolloutEngine, case: RolloutCase) -> None:
+async def _sleep_and_wake(engine: Replica, case: RolloutCase) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     before = joined(await _generate(engine, case.prompts[0], params))
     await engine.sleep()
@@ -291,228 +295,4 @@ _ROLLOUT_CHECKS = (
     _resume_goes_on,
     _stats_move,
     _cancel_frees_slots,
-    _sleep_and_wake,
-)
-
-
-# --- TrainEngine -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainCase:
-    """What a train engine is asked during its checks."""
-
-    mini_batch_size: int = 4
-    """The engine's ppo_mini_batch_size; its ppo_epochs must be 1, its temperature 1, and its learning rate large enough that
-    `learn_steps` steps show."""
-    vocab_size: int = 8
-    """Token ids below this are in the model's vocabulary."""
-    learn_steps: int = 8
-    exact: bool = True
-    """Whether the same calls on a fresh engine give the same bits."""
-    tolerance: float = 1e-4
-    """Largest difference between log-probs of one trajectory in different batches."""
-
-
-async def check_train_engine(
-    make: Callable[[], Awaitable[TrainEngine]], case: TrainCase | None = None
-) -> None:
-    """Run every check on fresh engines of `make`, which all start from the same weights."""
-    case = case or TrainCase()
-    for check in _TRAIN_CHECKS:
-        engine, other = await make(), await make()
-        try:
-            await check(engine, other, case)
-        finally:
-            await engine.close()
-            await other.close()
-
-
-def train_samples(case: TrainCase, count: int, seed: int = 0) -> tuple[Sample, ...]:
-    """Ragged samples of 4 trajectories: the first two rewarded, every other one with a turn of the environment in it."""
-    rng = random.Random(seed)
-
-    def ids(length: int) -> Tokens:
-        return tokens_of(rng.randrange(case.vocab_size) for _ in range(length))
-
-    def said(length: int, stop: Stop | None) -> Segment:
-        log_prob = -math.log(case.vocab_size)
-        return Segment(ids(length), version=0, log_probs=floats_of([log_prob] * length), stop=stop)
-
-    def trajectory(j: int) -> Trajectory:
-        turns = (
-            (said(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
-        )
-        return Trajectory((*turns, said(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
-
-    return tuple(
-        Sample(
-            Prompt(i, ids(rng.randint(1, 4)), "", "check"), tuple(trajectory(j) for j in range(4))
-        )
-        for i in range(count)
-    )
-
-
-def _difference(a: list[list[float]], b: list[list[float]]) -> float:
-    assert [len(x) for x in a] == [len(x) for x in b], (
-        "log_probs of the same samples have different shapes"
-    )
-    return max(
-        (
-            abs(x - y)
-            for row, other in zip(a, b, strict=True)
-            for x, y in zip(row, other, strict=True)
-        ),
-        default=0.0,
-    )
-
-
-async def _optimizer_steps_are_counted(
-    engine: TrainEngine, _: TrainEngine, case: TrainCase
-) -> None:
-    for count, steps in ((case.mini_batch_size, 1), (2 * case.mini_batch_size + 1, 3), (1, 1)):
-        report = await engine.step(TrainBatch(train_samples(case, count), 0))
-        assert report.optimizer_steps == steps, (
-            f"{count} samples by {case.mini_batch_size}: {report.optimizer_steps} steps"
-        )
-        bad = {
-            k: v
-            for k, v in report.metrics.items()
-            if not (isinstance(v, float) and math.isfinite(v))
-        }
-        assert not bad, f"metrics are finite floats, found {bad}"
-
-
-async def _log_probs_are_those_of_the_policys_tokens(
-    engine: TrainEngine, _: TrainEngine, case: TrainCase
-) -> None:
-    samples = train_samples(case, 3)
-    together = await engine.log_probs(samples)
-    own = [
-        [s for s in t.segments if s.author is Author.POLICY]
-        for x in samples
-        for t in x.trajectories
-    ]
-    assert [len(x) for x in together] == [len(joined(x)) for x in own], (
-        "one log-prob for each token of the policy, by trajectory"
-    )
-    assert all(math.isfinite(x) and x <= 1e-6 for row in together for x in row), (
-        "log-probs are finite and not positive"
-    )
-    alone = [row for sample in samples for row in await engine.log_probs((sample,))]
-    worst = _difference(together, alone)
-    assert worst <= case.tolerance, (
-        f"log-probs differ by {worst} between batches: rows see each other"
-    )
-
-
-async def _rewarded_trajectories_become_likelier(
-    engine: TrainEngine, _: TrainEngine, case: TrainCase
-) -> None:
-    samples = train_samples(case, case.mini_batch_size)
-
-    async def gap() -> float:
-        means = [sum(row) / len(row) for row in await engine.log_probs(samples)]
-        return sum(x if i % 4 < 2 else -x for i, x in enumerate(means))
-
-    before = await gap()
-    for step in range(case.learn_steps):
-        await engine.step(TrainBatch(samples, step))
-    after = await gap()
-    assert after > before, (
-        f"log-prob of rewarded over other trajectories was {before}, is {after} after training"
-    )
-
-
-async def _same_calls_same_weights(
-    engine: TrainEngine, other: TrainEngine, case: TrainCase
-) -> None:
-    samples = train_samples(case, 3)
-    results = []
-    for each in (engine, other):
-        for seed in range(3):
-            await each.step(TrainBatch(train_samples(case, case.mini_batch_size + 1, seed), seed))
-        results.append(await each.log_probs(samples))
-    worst = _difference(*results)
-    assert worst <= (0.0 if case.exact else case.tolerance), (
-        f"the same steps on two engines differ by {worst}"
-    )
-
-
-async def _a_checkpoint_goes_on_as_if_nothing_happened(
-    engine: TrainEngine, other: TrainEngine, case: TrainCase
-) -> None:
-    samples = train_samples(case, 3)
-
-    def batch(seed: int) -> TrainBatch:
-        return TrainBatch(train_samples(case, case.mini_batch_size, seed), seed)
-
-    for seed in range(2):
-        await engine.step(batch(seed))
-    with tempfile.TemporaryDirectory() as folder:
-        await engine.save(folder)
-        await other.load(folder)
-    limit = 0.0 if case.exact else case.tolerance
-    for seed in (2, 3):
-        worst = _difference(await engine.log_probs(samples), await other.log_probs(samples))
-        assert worst <= limit, (
-            f"log-probs differ by {worst} after a checkpoint and {seed - 2} more steps"
-        )
-        reports = [await each.step(batch(seed)) for each in (engine, other)]
-        if case.exact:
-            assert reports[0] == reports[1], (
-                f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
-            )
-
-
-async def _a_staged_checkpoint_is_the_state_at_its_cut(
-    engine: TrainEngine, other: TrainEngine, case: TrainCase
-) -> None:
-    """Though the engine steps on, sleeps and saves once more before it is awaited."""
-    samples, batches = (
-        train_samples(case, 3),
-        [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)],
-    )
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
-        cuts, reports = [], [await engine.step(batches[0])]
-        for k, target in enumerate((folder, later), start=1):
-            cuts.append(await engine.log_probs(samples))
-            await engine.save(target, True)
-            reports.append(await engine.step(batches[k]))
-            await engine.sleep()
-            await engine.wake()
-        await engine.saved()
-        await engine.saved()
-        for target, cut, batch, report in zip(
-            (folder, later), cuts, batches[1:], reports[1:], strict=True
-        ):
-            await other.load(target)
-            worst = _difference(cut, await other.log_probs(samples))
-            assert worst <= (0.0 if case.exact else case.tolerance), (
-                f"log-probs of a staged save differ by {worst} from its cut's"
-            )
-            found = await other.step(batch)
-            assert found == report or not case.exact, (
-                f"a step after a staged save reports {found}, the one beside it {report}"
-            )
-
-
-async def _training_sleeps_and_wakes(engine: TrainEngine, _: TrainEngine, case: TrainCase) -> None:
-    samples = train_samples(case, case.mini_batch_size)
-    await engine.step(TrainBatch(samples, 0))
-    before = await engine.log_probs(samples)
-    await engine.sleep()
-    await engine.wake()
-    assert _difference(before, await engine.log_probs(samples)) == 0.0, "log-probs changed in sleep"
-    await engine.step(TrainBatch(samples, 1))
-
-
-_TRAIN_CHECKS = (
-    _optimizer_steps_are_counted,
-    _log_probs_are_those_of_the_policys_tokens,
-    _rewarded_trajectories_become_likelier,
-    _same_calls_same_weights,
-    _a_checkpoint_goes_on_as_if_nothing_happened,
-    _a_staged_checkpoint_is_the_state_at_its_cut,
-    _training_sleeps_and_wakes,
 )
