@@ -147,7 +147,7 @@ class Arms:
         problems = replace(s.problems, train=replace(s.problems.train, seed=seed))
         own = replace(s, config=config, run=folder_of_run(config, s), problems=problems)
         derived = config.derived(len(problems.train))
-        await s.engines.trainers_turn()
+        await s.engines.turns.enter()
         await s.engines.train.begin("rl", derived.lr_horizon)
         await s.engines.train.load(str(start))
         return own, await run_training(own, Ledger(config.schedule, derived.samples), StopRequest())

@@ -37,6 +37,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
@@ -125,9 +126,9 @@ def simulate(
         )
         rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller)
         stopwatch = Stopwatch(asyncio.get_running_loop().time)
-        trainer = Trainer(
-            queue, rollouter, SimTrainEngine(cost), SimWeightSync(cost, engines), kept, stopwatch
-        )
+        train, sync = SimTrainEngine(cost), SimWeightSync(cost, engines)
+        turns = turns_of(colocated, rollouter.pool, train)
+        trainer = Trainer(queue, rollouter, train, turns, sync, kept, stopwatch)
         await trainer.begin()
         await run_pipeline(rollouter, trainer)
         return [row for row in kept.rows if "perf/time_per_version" in row]

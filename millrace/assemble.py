@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import MillraceError
+from millrace.pipeline.turns import Turns, turns_of
 from millrace.ports import TransferReport
 from millrace.problems import weights_folder
 from millrace.rollout.pool import RolloutPool
@@ -30,26 +31,18 @@ class Engines:
 
     train: RemoteTrainEngine
     pool: RolloutPool
+    turns: Turns
     sync: RemoteWeightSync
-    colocated: bool
-
-    async def trainers_turn(self) -> None:
-        """Colocated sides: the devices are the train engine's."""
-        if self.colocated:
-            await self.pool.sleep(False)
-            await self.train.wake()
 
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
-        """The train engine's weights, live on every replica: the transfer, and the seconds of pause. Colocated devices change hands."""
-        await self.trainers_turn()
-        if self.colocated:
-            await self.pool.wake_weights()
-        report = await self.sync.transfer(version)
-        pause_s = await self.sync.activate(version)
-        if self.colocated:
-            await self.train.sleep()
-            await self.pool.wake()
-        return report, pause_s
+        """Make the train engine's weights live on every replica, in a turn of the trainer.
+
+        Returns the transfer's report and the seconds of the pause.
+        """
+        async with self.turns.trainers():
+            await self.turns.make_room()
+            report = await self.sync.transfer(version)
+            return report, await self.sync.activate(version)
 
 
 @asynccontextmanager
@@ -92,9 +85,9 @@ async def build_engines(
         RemoteTrainEngine(trainers),
         RolloutPool([RemoteRolloutEngine(p) for p in rollouts]),
     )
-    engines = Engines(
-        train, pool, RemoteWeightSync(trainers, rollouts), config.schedule.colocated and rollout
-    )
+    shared = config.schedule.colocated and rollout
+    turns = turns_of(shared, pool, train)
+    engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
 
     def ours() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
@@ -102,11 +95,9 @@ async def build_engines(
     def theirs() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder) for p in rollouts]
 
-    if engines.colocated and config.rollout.engine == "vllm":
+    if shared and config.rollout.engine == "vllm":
         await first_error(trainers, ours())
-        await train.sleep()
-        await first_error(rollouts, theirs())
-        await engines.trainers_turn()
+        await turns.lend(first_error(rollouts, theirs()))
     else:
         await first_error(peers, [*ours(), *theirs()])
     if rollout:

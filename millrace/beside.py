@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do `work` in a thread of its own, and return its value.
+
+    Cancellation ends the wait at once. The work continues, but neither the loop nor the process
+    waits for it at its end, as they would for `asyncio.to_thread`.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(method: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = future.set_result, work(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - the boundary: the waiter raises it
+            outcome = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
+    return await future
 
 
 class Beside:

@@ -106,7 +106,8 @@ def sft(
     help_config: HelpConfig = False,
 ) -> None:
     """Supervised warm-up alone: next-token training on the recipe's demonstrations, then a Hugging Face model folder."""
-    config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    said = overrides_on(address, overrides)
+    config = configure(path, said, json_, dry_run, help_config, keep_warm_up=True)
     from millrace import launch
     from millrace.errors import bad_value
 

@@ -81,7 +81,13 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
 
 
 def configure(
-    path: Path | None, overrides: list[str], json_: bool, dry_run: bool, help_config: bool
+    path: Path | None,
+    overrides: list[str],
+    json_: bool,
+    dry_run: bool,
+    help_config: bool,
+    *,
+    keep_warm_up: bool = False,
 ) -> Config:
     """The Config; or print what was asked for and exit."""
     if help_config:
@@ -89,10 +95,12 @@ def configure(
         raise typer.Exit
     if path is None:
         raise typer.BadParameter("RECIPE is missing, for example quickstart")
-    config = recipe.load(path, overrides)
+    config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
     if dry_run:
         from millrace import problems
 
+        for note in config.notes:
+            typer.echo(f"note: {note}", err=True)
         derived = asdict(config.derived(len(problems.load(config).train)))
         if json_:
             print_json({"config": config.model_dump(mode="json"), "derived": derived})

@@ -35,8 +35,9 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
             str(error),
             "a folder such as RUN/checkpoints/version-000020",
         ) from None
-    if folder.exists() and any(folder.iterdir()):
-        raise bad_value("FOLDER", str(folder), "exists and is not empty", "a new folder")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        rule = "exists and is not empty" if folder.is_dir() else "is a file"
+        raise bad_value("FOLDER", str(folder), rule, "a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace import problems as problems_
 from millrace.assemble import Engines, build_engines, open_runtime
+from millrace.beside import abandonable
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import ConfigError, MillraceError, bad_value
@@ -24,9 +25,11 @@ from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
-from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.run import run_pipeline, settle
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Result, Validator
 from millrace.problems import Problems
 from millrace.rewards.pool import RewardPool
@@ -61,34 +64,6 @@ class Outcome:
     """Seconds of start, warm-up and training."""
 
 
-class StopRequest:
-    """Ctrl-C and SIGTERM, as the run sees them."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._queue: SampleQueue | None = None
-        self._grace_s = 0.0
-        self._abandon: Callable[[], None] = lambda: None
-
-    def attach(self, queue: SampleQueue, grace_s: float, abandon: Callable[[], None]) -> None:
-        """From here on a stop ends the run at its next cut; `abandon` gives up what is not worth the wait."""
-        self._queue, self._grace_s, self._abandon = queue, grace_s, abandon
-        if self.requested:
-            self.request()
-
-    def detach(self) -> None:
-        """There is nothing left to save."""
-        self._queue = None
-
-    def request(self) -> bool:
-        """Ask for a stop. Returns whether a training loop will see to it."""
-        self.requested = True
-        if self._queue is not None:
-            self._queue.stop(self._grace_s)
-            self._abandon()
-        return self._queue is not None
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
     """Everything that a run's steps have in common."""
@@ -111,20 +86,19 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Check the data and the reward function, then make the folder, the prompts and the engines. Ends all of it."""
     problems_.check_machine(config)
-    sources = problems_.load(config)
+    # In threads that are left behind: Ctrl-C is the event loop's, and ends a long load at once.
+    sources = await abandonable(problems_.load, config)
     reward = RewardPool(config.reward)
     try:
         if rollout:
             await reward.start()
         trains = run is None
-        if (
-            run is None
-        ):  # in a thread: every byte of a checkpoint is read, and Ctrl-C is the event loop's
-            run = await asyncio.to_thread(open_run_dir, config)
-        for note in run.notes:
+        if run is None:  # every byte of a checkpoint is read
+            run = await abandonable(open_run_dir, config)
+        for note in (*config.notes, *run.notes):
             progress.note(note)
         try:
-            problems = await asyncio.to_thread(problems_.prepare, config, sources, run.model)
+            problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 _check_end(config, config.derived(len(problems.train)).samples, run.resume_from)
         except MillraceError:
@@ -280,18 +254,13 @@ def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | Non
 
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
     """The RL part: from the state that `start_state` made to the end, or to a stop."""
-    trainer_config, clock = s.config.trainer, asyncio.get_running_loop().time
-    derived = s.config.derived(len(s.problems.train))
-    queue = SampleQueue(ledger, deadline_s=trainer_config.wait_deadline_s)
-    rollouter = make_rollouter(s, queue)
-    # Rows of versions that this attempt makes again go; at version 0 that is all of them.
-    # A start from version 0 goes on from nothing, unless its validation is there: then that is the "before" of this attempt too.
+    c = s.config.trainer
+    # Rows of versions that this attempt makes again go; at version 0 that is all of them. The
+    # validation of the start weights stays: it is the "before" of this attempt too.
     rows, done = (
         read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     )
-    sinks = make_sinks(
-        s.run.path, trainer_config.logger, ledger.version if ledger.version or done else -1
-    )
+    sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or done else -1)
     s.checkpoints.supersede(ledger.version)
     history = History(s.run.path, ledger.totals())
     try:
@@ -303,42 +272,16 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 validator=make_validator(s),
                 sinks=sinks,
                 progress=s.progress,
-                save_freq=trainer_config.save_freq,
-                async_save=trainer_config.async_save,
+                save_freq=c.save_freq,
+                async_save=c.async_save,
                 test_freq=s.config.test_freq,
                 guard=make_guard(s.config, rows),
-                deadline_s=trainer_config.wait_deadline_s,
+                deadline_s=c.wait_deadline_s,
                 tasks=tasks,
             )
-            trainer = Trainer(
-                queue, rollouter, s.engines.train, s.engines.sync, record, Stopwatch(clock)
-            )
-            s.progress.phase("first weight sync")
-            await trainer.begin()
-            if 0 in done:
-                record.first = Result(0, done[0], ())
-            elif ledger.version == 0 and trainer_config.val_before_train:
-                await record.validate_now(0, "validating the start weights")
-            if (
-                ledger.version and ledger.version not in done
-            ):  # the attempt before this one gave it up
-                record.validate(ledger.version)
-            s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
-            stop.attach(queue, trainer_config.stop_grace_s, record.abandon_validation)
-            start = clock()
-            complete = await run_pipeline(rollouter, trainer)
-            seconds = clock() - start
-            if complete:
-                await record.validated()
-                await record.checkpointed()
-                if trainer_config.save_last or stop.requested:
-                    await trainer.stop()
-                complete = not stop.requested
-                stop.detach()
+            complete, seconds = await _train_to_end(s, ledger, stop, record, done)
             if complete:
                 await record.validate_now(ledger.version, "validating the final weights")
-            else:
-                record.abandon_validation()
         history.end(ledger.totals(), complete)
     finally:
         for sink in sinks:
@@ -359,6 +302,40 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     )
 
 
+async def _train_to_end(
+    s: Session,
+    ledger: Ledger,
+    stop: StopRequest,
+    record: RunRecord,
+    done: dict[int, dict[str, float]],
+) -> tuple[bool, float]:
+    """Run both loops. Returns whether the run is complete, and the seconds of training.
+
+    `done` has the validations of the attempts before, by version.
+    """
+    c, clock = s.config.trainer, asyncio.get_running_loop().time
+    derived = s.config.derived(len(s.problems.train))
+    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s)
+    rollouter = make_rollouter(s, queue)
+    train, pool = s.engines.train, s.engines.pool
+    turns = turns_of(s.config.schedule.colocated, pool, train)
+    trainer = Trainer(queue, rollouter, train, turns, s.engines.sync, record, Stopwatch(clock))
+    s.progress.phase("first weight sync")
+    await trainer.begin()
+    if 0 in done:
+        record.first = Result(0, done[0], ())
+    elif ledger.version == 0 and c.val_before_train:
+        await record.validate_now(0, "validating the start weights")
+    if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
+        record.validate(ledger.version)
+    s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
+    stop.attach(queue, c.stop_grace_s, record.abandon_validation)
+    start = clock()
+    trained = await run_pipeline(rollouter, trainer)
+    seconds = clock() - start
+    return await settle(trained, trainer, record, stop, save_last=c.save_last), seconds
+
+
 async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
     """One run, or what is left of it: prepare, warm up, train, validate on the final weights."""
     begin = time.perf_counter()
@@ -375,6 +352,9 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 
 async def supervise(config: Config, progress: Progress) -> dict[str, Any]:
     """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
+        rule = "has a supervised model in its folder sft"
+        raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
     async with open_session(config, progress, rollout=False) as s:
         start = time.perf_counter()
         loss = await warm_up(s)
@@ -401,8 +381,6 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
             "there is nothing to evaluate on",
             "data.val_files=[task:sort_digits?split=val&size=256]",
         )
-    if config.model.path:  # the recipe's warm-up would change the model that is asked about
-        config = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 0})})
     run = open_eval_dir(config)
     async with open_session(config, progress, run=run) as s:
         ledger = await start_state(s)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace import model_checks
 from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
 from millrace.data import hub
 from millrace.data.chat import Chat
@@ -39,7 +40,7 @@ class Sources:
 
 def load(config: Config) -> Sources:
     """Raises ConfigError or DataError before anything heavy is imported."""
-    _check_model(config.model.path)
+    _check_model(config.model.path, config.rollout.engine)
     data, seed = config.data, config.trainer.seed
     truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
@@ -154,7 +155,7 @@ def _check_lora(model: ModelConfig) -> None:
         )
 
 
-def _check_model(path: str) -> None:
+def _check_model(path: str, rollout_engine: str) -> None:
     """Raise ConfigError if model.path is neither a model's folder nor a model of the hub."""
     if not path:
         return
@@ -165,6 +166,8 @@ def _check_model(path: str) -> None:
             raise bad_value(
                 "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
             )
+        if error := model_checks.refusal(path, hub.model_config(path), rollout_engine):
+            raise error
         return
     if not folder.is_dir():
         there = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
@@ -174,6 +177,11 @@ def _check_model(path: str) -> None:
             there,
             "the folder of a Hugging Face causal model, or a hub id (owner/name)",
         )
+    _check_model_folder(folder, path, rollout_engine)
+
+
+def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
+    """Raise ConfigError if the folder has no model, or one that cannot work."""
     shape = folder / "config.json"
     if not shape.is_file():
         inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
@@ -190,14 +198,17 @@ def _check_model(path: str) -> None:
             f"model.path={inside[0]}" if inside and not checkpoint else fix,
         )
     try:
-        kind = json.loads(shape.read_bytes()).get("model_type")
-    except (ValueError, AttributeError, OSError) as error:
+        found = json.loads(shape.read_bytes())
+        kind = found.get("model_type")
+    except (ValueError, AttributeError, OSError) as problem:
         raise bad_value(
             "model.path",
             path,
-            f"its config.json cannot be read: {error}",
+            f"its config.json cannot be read: {problem}",
             "the model's own config.json",
         ) from None
+    if error := model_checks.refusal(path, found, rollout_engine):
+        raise error
     if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
         # transformers would make a tokenizer without a token of it, and not say a word
         raise bad_value(

@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from millrace import resume_checks
 from millrace.config import Config
-from millrace.config.recipe import dump, parse
-from millrace.errors import CheckpointError, ConfigError, bad_value
+from millrace.config.recipe import dump
+from millrace.errors import CheckpointError, bad_value
+from millrace.pipeline import ownership
 from millrace.pipeline.checkpoint import Checkpoints, verify
 
 
@@ -57,34 +57,49 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     above = _missing(root)
     if resume not in ("never", "auto"):
         found = _checkpoint(resume)
-        path = path or found.parent.parent
+        path = path or ownership.home_of(found)
     elif resume == "auto":
         path, found, notes = _newest(path, root, config.name)
     if found is not None:
-        _check_same_problems(config, found)
+        notes += resume_checks.check(config, found)
+    if path is not None:
+        _check_new(config, path)
     made = _missing(path) if path else ()
     if path is None:
         path = _next(root, config.name)
         made = (path, *above)
-    if resume == "never" and (path / "history.jsonl").exists():
+        if found is not None:
+            notes.append(
+                f"{found} is not in the folder of its run: this run goes on in {path}. "
+                "trainer.run_dir=FOLDER names another folder"
+            )
+    ownership.claim(path)
+    notes += _lock(path)
+    try:
+        if not (path / "history.jsonl").exists():  # the run never began: its data may be other data
+            ownership.remove(path / "model")
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        ownership.replace_text(path / "config.yaml", dump(config))
+        _take_model(found, path)
+    except OSError as error:
+        raise ownership.unwritable(path, error) from None
+    return RunDir(path, found, tuple(notes), made)
+
+
+def _check_new(config: Config, path: Path) -> None:
+    """Raise ConfigError if the run would write over another run, or over a user's files."""
+    if config.trainer.resume == "never" and (path / "history.jsonl").exists():
         raise bad_value(
             "trainer.run_dir",
             str(path),
             "a run is already there",
             "trainer.resume=auto to go on with it, or another folder",
         )
-    notes += _lock(path)
-    try:
-        if not (path / "history.jsonl").exists() and (path / "config.yaml").is_file():
-            shutil.rmtree(
-                path / "model", ignore_errors=True
-            )  # of a run that never began, perhaps with other data
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(dump(config))
-        _take_model(found, path)
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    return RunDir(path, found, tuple(notes), made)
+    ownership.check(path)
+    model = Path(config.model.path)
+    if config.model.path and model.exists() and model.resolve() == (path / "model").resolve():
+        rule = f"is the run's own model folder in trainer.run_dir = {str(path)!r}"
+        raise bad_value("model.path", config.model.path, rule, "another trainer.run_dir")
 
 
 def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
@@ -102,8 +117,9 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         found = _checkpoint(resume)
     above = _missing(root)
     path = _next(root, f"{config.name}-eval")
+    ownership.claim(path)
     (path / "logs").mkdir()
-    (path / "config.yaml").write_text(dump(config))
+    ownership.replace_text(path / "config.yaml", dump(config))
     _take_model(found, path)
     return RunDir(path, found, made=(path, *above))
 
@@ -112,47 +128,6 @@ def _take_model(checkpoint: Path | None, path: Path) -> None:
     """A checkpoint's tokens mean what its own tokenizer says: a folder that goes on from it takes that one."""
     if checkpoint is not None and (checkpoint / "model").is_dir() and not (path / "model").exists():
         shutil.copytree(checkpoint / "model", path / "model")
-
-
-def _check_same_problems(config: Config, checkpoint: Path) -> None:
-    """Prompts are known by their place in the stream: a run goes on with the stream that it began with."""
-    before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    pairs = {
-        "trainer.seed": (config.trainer.seed, before.trainer.seed),
-        "data.train_files": (config.data.train_files, before.data.train_files),
-        "data.shuffle": (config.data.shuffle, before.data.shuffle),
-        "rollout.n": (config.rollout.n, before.rollout.n),
-        "model.lora_rank": (config.model.lora_rank, before.model.lora_rank),
-    }
-    if config.model.lora_rank:
-        pairs["model.lora_alpha"] = (config.model.lora_alpha, before.model.lora_alpha)
-        pairs["model.target_modules"] = (config.model.target_modules, before.model.target_modules)
-    for key, (now, then) in pairs.items():
-        if now != then:
-            raise bad_value(
-                key,
-                now,
-                f"the checkpoint {checkpoint} was made with {then!r}",
-                f"{key}={then}, or a new run",
-            )
-    estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
-    if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
-        lacks = "critic" if "gae" in (estimator, before_it) else "greedy response to each prompt"
-        has = "a" if before_it in ("gae", "remax") else "no"
-        rule = f"the checkpoint {checkpoint} was made with {before_it}: it has {has} {lacks}"
-        raise bad_value(
-            "algorithm.adv_estimator",
-            estimator,
-            rule,
-            f"algorithm.adv_estimator={before_it}, or a new run",
-        )
-    if config.needs_reference != before.needs_reference:
-        rule = f"the checkpoint {checkpoint} was made {'with' if before.needs_reference else 'without'} a reference policy"
-        in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
-        key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
-        raise bad_value(
-            key, config.needs_reference, rule, "the KL settings of that run, or a new run"
-        )
 
 
 def _missing(path: Path) -> tuple[Path, ...]:
@@ -213,10 +188,9 @@ def _lock(path: Path) -> list[str]:
     if path.resolve() in _locks:
         return []
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise ownership.unwritable(path, error) from None
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -243,11 +217,6 @@ def release(path: Path) -> None:
     """Another process may train in the folder."""
     if (lock := _locks.pop(path.resolve(), None)) is not None:
         os.close(lock)
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    rule = f"cannot be written: {error.strerror or error}"
-    return bad_value("trainer.run_dir", str(path), rule, "a folder that can be made or written to")
 
 
 def _runs(root: Path, name: str) -> list[tuple[int, Path]]:

@@ -34,11 +34,14 @@ class Worker:
         return
 
     async def listen(self) -> tuple[str, int]:
-        """Open a store for process groups to meet at; returns its host and port. The port is bound before it is told."""
-        from torch.distributed import TCPStore
+        """Open a store for process groups to meet at. Return its host and port.
 
-        host = os.environ.get("MILLRACE_HOST") or _own_address()
-        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        The store listens at that host alone. Its port is bound before anyone learns of it.
+        """
+        from millrace.sync.store import bound_store
+
+        host = os.environ.get("MILLRACE_HOST", "127.0.0.1")
+        self._store = bound_store(host, wait_for_workers=False)
         return host, self._store.port
 
     def _meet(self, address: tuple[str, int], deadline_s: float) -> Any:
@@ -167,6 +170,7 @@ def _vllm_environment(model_folder: str) -> None:
     defaults = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",  # a replica's processes share a node, and meet there
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on CPUs alone
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer is on these cores too
@@ -177,18 +181,6 @@ def _vllm_environment(model_folder: str) -> None:
         )
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-def _own_address() -> str:
-    """This node's address as its peers see it: the source address of a packet that leaves it (none is sent)."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def make_worker(role: str) -> Worker:

@@ -197,7 +197,7 @@ def test_the_doctor_reports_as_json_and_as_a_table(run):
 
 
 def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(recipe, "load", broken)

@@ -37,9 +37,10 @@ def token_weights(
 
     sequence_ids [T] integers: index into sequence_lengths. sequence_lengths [S]: trained tokens of each WHOLE sequence, also
     if only some of its tokens are here. total_tokens: trained tokens of the global mini-batch; total_sequences: its
-    sequences that have one. Both are counted after rejection, so a sequence that is masked whole weighs nothing in a mean.
-    (verl's trainers divide by the configured size of the mini-batch, which counts such a sequence. Without that size its
-    agg_loss leaves it out too.) A total of 0 counts as 1: there is nothing to add then.
+    sequences that have one. Both are counted after rejection, so a sequence that is masked whole
+    weighs nothing in a mean. (verl's trainers divide by the configured size of the mini-batch, which
+    counts such a sequence. Without that size, its agg_loss leaves the sequence out too.) A total of 0
+    counts as 1: there is nothing to add then.
     (verl's agg_loss, verl/trainer/ppo/core_algos.py; its 1e-8 beside the length is left out, for a token's sequence has one.)
     """
     if mode not in get_args(AggMode):

@@ -1,4 +1,4 @@
-"""What a rollout correction does, and where in a step it is made. Needs no torch: configurations are checked with it."""
+"""A rollout correction's options, and the place in a step where it is made. Needs no torch."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """exp(x) - x - 1 with x = log ref - log pi. Unbiased, never negative, low variance.
 
-    x is clamped to +-20 and the value to +-10 (verl's low_var_kl). The value reaches 10 at x = 2.611 and at x = -11.000, where
-    ref / pi is 13.6 and 1 / 59873. A token beyond gives 10 and no gradient.
+    x is clamped to +-20 and the value to +-10 (verl's low_var_kl). The value reaches 10 at x = 2.611
+    and at x = -11.000, where ref / pi is 13.6 and 1 / 59873. A token beyond gives 10 and no gradient.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
     # expm1 keeps the digits that exp(x) - 1 loses where the two policies nearly agree.

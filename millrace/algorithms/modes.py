@@ -58,7 +58,7 @@ TRUST_REGION = USES_OLD - {"kl_cov"}
 def default_aggregation(mode: str) -> AggMode:
     """Return the aggregation of a mode's paper.
 
-    verl 0.9.1 forces it for sapo alone. There gspo has token-mean unless loss_agg_mode says otherwise, and geo_mean is a plain
-    mean over the micro-batch.
+    verl 0.9.1 forces it for sapo alone. There gspo has token-mean unless loss_agg_mode says
+    otherwise, and geo_mean is a plain mean over the micro-batch.
     """
     return "seq-mean-token-mean" if mode in ("gspo", "sapo", "geo_mean") else "token-mean"

@@ -1,8 +1,9 @@
 """Rejection rules: which tokens, and which whole sequences, are left out of a loss because their policies are too far apart.
 
-All of them look at l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64. A token's l is clamped to
-+-20, and so is the sum or mean of a sequence's l, which is taken before any clamp of its tokens. A bound beyond e^20 or under
-e^-20 never acts. A rule sees every included token, whatever other rules say of it.
+All of them look at l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64.
+A token's l is clamped to +-20. For k1, so is the sum or mean of a sequence's l, which is taken of
+unclamped tokens. A bound beyond e^20 or under e^-20 never acts. A rule sees every included token,
+whatever other rules say of it.
 """
 
 from __future__ import annotations

@@ -30,5 +30,5 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
     if config.model.lora_rank:
         from millrace.engines.lora import num_trained
 
-        per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config)
+        per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config.model)
     return sum(per_token * n + 6.0 * layers * heads * head * n * n for n in lengths)

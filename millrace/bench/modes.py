@@ -184,7 +184,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
     ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
     outcome = await run_training(s, ledger, StopRequest())
-    await s.engines.trainers_turn()
+    await s.engines.turns.enter()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "reward/mean" in row]
     rows = [
@@ -317,7 +317,7 @@ async def _alone(s: Session) -> float:
     )
     seconds = clock() - start
     drawn_tokens = (await s.engines.pool.stats()).tokens - before
-    await s.engines.trainers_turn()
+    await s.engines.turns.enter()
     return drawn_tokens / seconds
 
 

@@ -42,7 +42,7 @@ async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[s
         idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
         progress.phase("syncing a busy engine")
         # Colocated replicas draw nothing while they are synced.
-        busy = [] if s.engines.colocated else await _under_load(s, 1 + repeats, repeats)
+        busy = [] if s.config.schedule.colocated else await _under_load(s, 1 + repeats, repeats)
     figures: dict[str, Any] = {
         "transport": transport,
         "bytes": idle[0].bytes,

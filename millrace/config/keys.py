@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
@@ -54,6 +54,18 @@ class Config(Section):
     """Weight sync."""
     guard: GuardConfig = GuardConfig()
     """The guard on learning: limits, far outside of what a run that learns shows."""
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how the recipe was read."""
+        return self._notes
+
+    def with_notes(self, *notes: str) -> Config:
+        """Return a copy with `notes` added."""
+        copy = self.model_copy()
+        copy._notes = (*self._notes, *notes)
+        return copy
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:

@@ -113,7 +113,9 @@ class ModelConfig(Section):
 
 class SftConfig(Section):
     steps: int = Field(0, ge=0)
-    """Supervised optimizer steps before RL; 0 skips the warm-up."""
+    """Supervised optimizer steps before RL; 0 skips the warm-up.
+
+    A model.path that a later layer sets makes them 0."""
     batch_size: int = Field(128, ge=1)
     """Demonstrations in one step."""
     lr: float = Field(5e-3, gt=0)

@@ -20,23 +20,29 @@ from millrace.config.explain import all_keys, describe, explain, no_section, sec
 from millrace.config.keys import Config
 from millrace.config.layers import Tree, file_layers, merge, override_layer
 from millrace.config.packaged import find
+from millrace.config.vllm_checks import check_unread
+from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 
 __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
 
 
-def load(recipe: str | Path, *overrides: Sequence[str]) -> Config:
+def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = False) -> Config:
     """Return the Config of a recipe and `key=value` overrides.
 
     `recipe` is a file or the name of a packaged recipe. Each sequence of overrides is a layer.
+    `keep_warm_up` says that the warm-up is what the command is for, whatever sets the model.
     Raises ConfigError before anything is built.
     """
     path = find(Path(recipe), Path())
     layers = [*file_layers(path), *map(override_layer, overrides)]
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
-    return parse(tree)
+    note = "" if keep_warm_up else dropped(tree, layers)
+    config = parse(tree)
+    check_unread(config.rollout)
+    return config.with_notes(note) if note else config
 
 
 def parse(tree: Tree) -> Config:

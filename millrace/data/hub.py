@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """What can be the id of a model or data set."""
@@ -48,6 +50,17 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
     return (
         "" if kind == "dataset" or "config.json" in files else "the hub's model has no config.json"
     )
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """A model's config.json, from the cache or the hub; empty if neither gives it now."""
+    import huggingface_hub as hub
+
+    try:
+        found = json.loads(Path(hub.hf_hub_download(name, "config.json")).read_bytes())
+    except Exception:  # noqa: BLE001 - transformers asks again, and says what is wrong
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _stay_offline() -> None:

@@ -1,4 +1,4 @@
-"""A batch's samples as arrays: everything that a step needs to know of them. Made once, first of all."""
+"""The samples of a batch as arrays. A step makes them first and reads nothing else of a sample."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Arrived:
 
 
 def arrived(batch: TrainBatch, algorithm: AlgorithmConfig) -> Arrived:
-    """Return the arrays of `batch`. Raises MillraceError for a trajectory without what `algorithm` needs of its score."""
+    """Return the arrays of `batch`. Raises MillraceError for a score that `algorithm` needs and lacks."""
     rows = rows_of_samples(batch.samples)
     pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
     lengths = torch.from_numpy(rows.trained_tokens)

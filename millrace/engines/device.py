@@ -14,9 +14,8 @@ from millrace.config import TrainerConfig
 from millrace.engines.model import DTYPES
 
 
-def pick(trainer: TrainerConfig) -> torch.device:
-    """The device of this process: its own GPU where there are GPUs, else the CPU."""
-    kind = trainer.device
+def pick(kind: str) -> torch.device:
+    """Return the device of this process, by `trainer.device`: with auto its own GPU where there are GPUs, else the CPU."""
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return (
@@ -28,7 +27,7 @@ def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerCo
     """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too. The others wait in it while
     the first loads a model or writes an export.
     """
-    backend = "gloo" if pick(trainer).type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if pick(trainer.device).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
     dist.init_process_group(
         backend,
@@ -50,7 +49,7 @@ def prepare(trainer: TrainerConfig) -> None:
 
 def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
     """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
-    device = pick(trainer)
+    device = pick(trainer.device)
     size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
     a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     best = 0.0
@@ -69,7 +68,7 @@ def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
 
 def peak_memory(trainer: TrainerConfig) -> int:
     """Most bytes that tensors took on this process's GPU so far; on a CPU, what the process took at its largest."""
-    device = pick(trainer)
+    device = pick(trainer.device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -64,7 +64,10 @@ class FsdpTrainEngine:
         reference: PackedPolicy | None = None,
     ) -> None:
         def trainable(name: str, module: nn.Module) -> Trainable:
-            return Trainable(name, module, config, rank=rank, world_size=world_size, device=device)
+            sections = (config.actor, config.model.dtype)
+            return Trainable(
+                name, module, *sections, rank=rank, world_size=world_size, device=device
+            )
 
         self.policy = policy
         self.actor = trainable("actor", policy)
@@ -317,7 +320,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank. With model.lora_rank they are
     frozen, and adapters are trained; the critic, if there is one, is trained whole.
     """
-    device = pick(config.trainer)
+    device = pick(config.trainer.device)
     alone = not dist.is_initialized()
 
     share = (
@@ -328,7 +331,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
 
     def policy_of(model: PreTrainedModel) -> PackedPolicy:
         return PackedPolicy(
-            lora.inject(model, config) if adapted else model,
+            lora.inject(model, config.model, config.trainer.seed) if adapted else model,
             checkpoint_share=share,
             fused=config.model.compile,
         )
@@ -336,7 +339,8 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     def frozen(model: PreTrainedModel) -> PackedPolicy:
         return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
 
-    where = (model_folder, config, rank, mesh_of(config, world_size, device), device)
+    sections = (config.model, config.trainer)
+    where = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
     # A base is drawn on the host, where it is the same with and without a GPU: a checkpoint has the adapters alone.
     policy = load(policy_of, *where, on_host=adapted)
     critic = load(PackedCritic, *where) if config.needs_critic else None

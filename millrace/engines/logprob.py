@@ -22,7 +22,7 @@ def log_probs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float,
     *,
     chunk: int = 0,
     fused: bool = False,
@@ -46,7 +46,7 @@ def log_probs_and_entropy(
 
 
 @torch.no_grad()
-def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """sum_v p_v^2 of p = softmax(hidden weight^T / temperature), [N], arguments and dtypes as above; no gradient."""
     sums = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
     rows = _rows(hidden, weight.shape[0])

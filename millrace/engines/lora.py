@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 
-from millrace.config import Config
+from millrace.config import ModelConfig
 from millrace.engines.attention import Ints
 from millrace.engines.model import DTYPES, empty_model
 from millrace.engines.packing import Rows
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    """Adapters in float32, drawn from trainer.seed, into the linear modules that model.target_modules names; all else is frozen,
+def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTrainedModel:
+    """Adapters in float32, drawn from `seed`, into the linear modules that model.target_modules names; all else is frozen,
     in the dtype that is served. In place. On the meta device nothing is drawn.
 
     Raises MissingDependency without peft, ConfigError if a name is that of no linear module of the decoder layers.
@@ -40,26 +40,25 @@ def inject(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     except ModuleNotFoundError as error:
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.") from error
     settings = LoraConfig(
-        r=config.model.lora_rank,
-        lora_alpha=config.model.lora_alpha,  # type: ignore[arg-type]  # fractions are as good
-        target_modules=_targets(model, config.model.target_modules),
+        r=section.lora_rank,
+        lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # fractions are as good
+        target_modules=_targets(model, section.target_modules),
     )
     with torch.random.fork_rng(devices=[]):
         # Not the seed itself: a model made on the spot was drawn from the very same numbers.
-        torch.manual_seed(config.trainer.seed + 1)
+        torch.manual_seed(seed + 1)
         inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
         if not _is_adapter(name) and parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(DTYPES[config.model.dtype])
+            parameter.data = parameter.data.to(DTYPES[section.dtype])
     return model
 
 
-def num_trained(model_folder: str | Path, config: Config) -> int:
+def num_trained(model_folder: str | Path, section: ModelConfig) -> int:
     """How many weights all adapters have together."""
-    model = inject(
-        empty_model(model_folder, trust_remote_code=config.model.trust_remote_code), config
-    )
+    empty = empty_model(model_folder, trust_remote_code=section.trust_remote_code)
+    model = inject(empty, section, seed=0)  # nothing is drawn
     return sum(weight.numel() for _, weight in adapters(model))
 
 

@@ -1,4 +1,4 @@
-"""What a configuration says to a step, computed once."""
+"""The options of a step, computed once from the configuration."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from millrace.config import Config
+from millrace.config import ModelConfig, TrainerConfig
 from millrace.engines.model import empty_model, fits, load_model
 
 
@@ -35,7 +35,8 @@ M = TypeVar("M", bound=nn.Module)
 def load(
     make: Callable[[PreTrainedModel], M],
     folder: str,
-    config: Config,
+    section: ModelConfig,
+    trainer: TrainerConfig,
     rank: int,
     mesh: DeviceMesh | None,
     device: torch.device,
@@ -47,22 +48,25 @@ def load(
 
     `on_host`: it is loaded or drawn, and made, on the CPU. That is so too where its GPU has no room for the whole model and its share.
     """
-    trust = config.model.trust_remote_code
+    trust = section.trust_remote_code
 
     def source() -> PreTrainedModel:
         host = (
-            on_host or offloads(config, device) or not fits(folder, device, trust_remote_code=trust)
+            on_host
+            or offloads(trainer, device)
+            or not fits(folder, device, trust_remote_code=trust)
         )
         where = torch.device("cpu") if host else device
         return load_model(
-            folder, seed=config.trainer.seed, dtype="float32", device=where, trust_remote_code=trust
+            folder, seed=trainer.seed, dtype="float32", device=where, trust_remote_code=trust
         )
 
     if mesh is None or mesh.size() == 1:
-        return shard(make(source()), config, mesh, device)
+        return shard(make(source()), section, trainer, mesh, device)
     full = make(source()) if rank == 0 else None
-    module = shard(make(empty_model(folder, trust_remote_code=trust)), config, mesh, device)
-    module.to_empty(device="cpu" if offloads(config, device) else device)
+    empty = empty_model(folder, trust_remote_code=trust)
+    module = shard(make(empty), section, trainer, mesh, device)
+    module.to_empty(device="cpu" if offloads(trainer, device) else device)
     # What no state dict holds: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
     for name, buffer in module.named_buffers():
@@ -98,13 +102,15 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return on_a_view
 
 
-def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh | None:
+def mesh_of(
+    section: ModelConfig, trainer: TrainerConfig, world_size: int, device: torch.device
+) -> DeviceMesh | None:
     """Ranks as FSDP2 is to see them: [ranks], or [copies of the model, ranks of each], where consecutive ranks share a copy. None
     where there is nothing to shard and nothing to cast.
 
     All models of an engine share one mesh: every further one would have process groups of its own.
     """
-    if world_size == 1 and config.model.dtype == "float32" and not offloads(config, device):
+    if world_size == 1 and section.dtype == "float32" and not offloads(trainer, device):
         # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
         return None
     if not dist.is_initialized():
@@ -115,7 +121,7 @@ def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh
             rank=0,
             world_size=1,
         )
-    size = config.trainer.fsdp_size or world_size
+    size = trainer.fsdp_size or world_size
     if size == world_size:
         return init_device_mesh(device.type, (world_size,))
     return init_device_mesh(
@@ -123,25 +129,31 @@ def mesh_of(config: Config, world_size: int, device: torch.device) -> DeviceMesh
     )
 
 
-def shard(module: M, config: Config, mesh: DeviceMesh | None, device: torch.device) -> M:
+def shard(
+    module: M,
+    section: ModelConfig,
+    trainer: TrainerConfig,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> M:
     """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
     layers = cast(Layered, module).layers()
-    if config.model.compile:
+    if section.compile:
         for layer in layers:
             layer.forward = _compiled(layer.forward)  # type: ignore[method-assign]
     if mesh is None:
         return module.to(device)
-    bf16 = config.model.dtype == "bfloat16"
+    bf16 = section.dtype == "bfloat16"
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
     )
-    home = CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy()
+    home = CPUOffloadPolicy() if offloads(trainer, device) else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
     return module
 
 
-def offloads(config: Config, device: torch.device) -> bool:
+def offloads(trainer: TrainerConfig, device: torch.device) -> bool:
     """Whether weights live in host memory. On a CPU they do anyway."""
-    return config.trainer.offload_policy and device.type == "cuda"
+    return trainer.offload_policy and device.type == "cuda"

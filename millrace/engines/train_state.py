@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from millrace.engines.lora import StartPolicy
+from millrace.engines.optim import apply_settings
 from millrace.engines.state_writer import expect_one_process
 from millrace.engines.trainable import Trainable
 from millrace.errors import CheckpointError
@@ -42,6 +43,7 @@ def save(engine: FsdpTrainEngine, folder: str, *, staged: bool) -> None:
 
 def load(engine: FsdpTrainEngine, folder: str) -> None:
     """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state.
+    The optimizer's settings and a fixed KL coefficient stay those of `begin`.
 
     Raises CheckpointError for a folder without one, and for adapters that were trained on another base.
     """
@@ -66,11 +68,13 @@ def load(engine: FsdpTrainEngine, folder: str) -> None:
             optim_state_dict=part["optimizer"],
             options=StateDictOptions(strict=not engine.adapted),  # the base is not among them
         )
+        apply_settings(_optimizer(model), model.optim)
         model.steps = int(part["steps"].item())
         model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
     if isinstance(engine.reference, Trainable):  # kept adapters were loaded in place
         set_model_state_dict(engine.reference.module, state["reference"])
-    engine.kl_coef = float(state["kl_coef"].item())
+    if engine.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is the configuration's
+        engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from millrace.config import Config, OptimConfig
+from millrace.config import ActorConfig, OptimConfig
 from millrace.engines.attention import Ints
 from millrace.engines.meter import Meter
 from millrace.engines.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
@@ -32,13 +32,17 @@ LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
 
 
 class Trainable:
-    """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments."""
+    """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments.
+
+    `actor` has the token limit of a micro-batch. `dtype` is that of the model's passes.
+    """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        config: Config,
+        actor: ActorConfig,
+        dtype: str,
         *,
         rank: int,
         world_size: int,
@@ -49,15 +53,15 @@ class Trainable:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.limit = config.actor.ppo_max_token_len_per_gpu
+        self.limit = actor.ppo_max_token_len_per_gpu
         # torch's varlen attention is for half precision on CUDA alone.
-        self.padded = device.type == "cpu" or config.model.dtype == "float32"
+        self.padded = device.type == "cpu" or dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         # Summed over ranks once for each mini-batch, where whole gradients may stay that long; else for each micro-batch.
         self.keeps_whole_gradients = (
             4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         )
-        self.optim = config.actor.optim
+        self.optim = actor.optim
         self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
         self.steps = 0

@@ -43,7 +43,7 @@ except ImportError as error:
 
 from millrace.engines.vllm_arguments import engine_arguments
 from millrace.engines.vllm_scheduler import LOG_PROBS
-from millrace.engines.vllm_start import start
+from millrace.engines.vllm_start import start, stop
 
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
 _DEAD = "vLLM's engine process has died; the worker's log says why"
@@ -276,7 +276,7 @@ class VllmRolloutEngine:
         """Stop vLLM; requests under way fail with WorkerError."""
         if not self._closed:
             self._closed = True
-            self._llm.shutdown()
+            await stop(self._llm)
 
     async def _draw(self, request: _Live) -> _Drawn:
         """One request to vLLM, to its end."""

@@ -6,16 +6,18 @@ what the rest of a token's output takes, and that thread's speed is the most a r
 
 from __future__ import annotations
 
+import signal
 from array import array
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 LOG_PROBS = "millrace_log_probs"
 """Key in the kv_transfer_params of a last output, a field that vLLM passes through untouched: float32s."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Holding(Scheduler):
@@ -72,4 +74,22 @@ def held_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
     return {i: held[i].tobytes() for i in (held if ids is None else ids) if i in held}
 
 
-EngineCore.held_log_probs = held_log_probs  # a call to a core names a method of it
+_serve = EngineCoreProc.run_busy_loop
+
+
+def serve_through_signals(core: Any) -> None:
+    """Serve, and leave SIGTERM and SIGINT to the driver: it gets them too, and saves first."""
+    core.own_handlers = {n: signal.signal(n, signal.SIG_IGN) for n in _STOP_SIGNALS}
+    _serve(core)
+
+
+def heed_signals(core: Any) -> None:
+    """Give vLLM its handlers back. Its host asks for this, then ends it by SIGTERM."""
+    for number, handler in core.own_handlers.items():
+        signal.signal(number, handler)
+
+
+# A call to a core names a method of it.
+EngineCore.held_log_probs = held_log_probs
+EngineCoreProc.heed_signals = heed_signals
+EngineCoreProc.run_busy_loop = serve_through_signals

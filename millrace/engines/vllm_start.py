@@ -5,6 +5,7 @@ What keeps a failed core is the end of its interpreter: sockets with unsent mess
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -25,6 +26,7 @@ _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine
 _LOOK_S = 1.0
 _GRACE_S = 5.0
 """For a failed core to end by itself."""
+_HEED_S = 2.0
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
@@ -38,6 +40,14 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
         raise WorkerError(f"vLLM did not start: {log.last_error() or error}") from error
     finally:
         over.set()
+
+
+async def stop(llm: AsyncLLM) -> None:
+    """End vLLM's processes. Its core ignores SIGTERM, and heeds vLLM's own from here on."""
+    with contextlib.suppress(Exception):  # a core that is dead or hangs is killed below
+        async with asyncio.timeout(_HEED_S):
+            await llm.engine_core.call_utility_async("heed_signals")
+    llm.shutdown()
 
 
 class _Log:

@@ -22,6 +22,7 @@ import msgspec
 
 from millrace import codec
 from millrace.errors import CheckpointError
+from millrace.pipeline import ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import PolicyVersion
@@ -67,7 +68,7 @@ class Checkpoints:
             *self.folder.glob(".writing-*"),
             *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all()),
         ]:
-            shutil.rmtree(left)  # what a crash has left
+            ownership.remove(left)  # what a crash has left
         folder = self._beside(snapshot) / "engine"
         folder.mkdir(parents=True)
         await engine.save(str(folder), staged)
@@ -109,9 +110,9 @@ class Checkpoints:
         beside.rename(final)
         _sync(self.folder)
         _write_atomically(self.folder / "LATEST", final.name)
-        shutil.rmtree(_aside(final), ignore_errors=True)
+        ownership.remove(_aside(final))
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+            ownership.remove(old)
         return final
 
     def all(self) -> list[Path]:

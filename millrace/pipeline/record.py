@@ -137,6 +137,7 @@ class RunRecord:
         )
 
     async def validated(self) -> None:
+        """Wait for a validation to end. Its requests and its rewards have deadlines of their own."""
         if self._validation is not None:
             await asyncio.wait(
                 [self._validation]

@@ -4,8 +4,8 @@
     waits for a free slot; the gate, while rollouts are held still
     produces  READY samples; drops, with a reason, those whose reward failed or whose outcomes are all equal
 
-It reads two values of the Schedule: `on_sync` says what happens to running trajectories at a sync, and `placement` whether
-the devices are shared. It knows no mode.
+It reads two values of the Schedule. `on_sync` says what happens to running trajectories at a sync.
+`placement` says whether the devices are shared. It knows no mode.
 """
 
 from __future__ import annotations
@@ -202,13 +202,18 @@ class Rollouter:
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Nothing is admitted while the body runs."""
+        """Nothing is admitted while the body runs.
+
+        Once a stop is out of grace, nothing is admitted or drawn after it either. A trajectory that
+        the stop interrupted would otherwise continue with the new version before it is saved.
+        """
         self.held = True
         try:
             yield
         finally:
-            self.held = False
-            self._gate.set()
+            if not self.queue.out_of_grace:
+                self.held = False
+                self._gate.set()
             self.queue.wake(Topic.SLOTS)
 
     async def _interrupt(self, who: str) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol
 
 from millrace.observe.metrics import Synced, VersionMetrics
-from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.stopwatch import Parts, Stopwatch, untimed
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.turns import Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
 from millrace.schedule.ledger import LedgerSnapshot, Topic, Totals
 from millrace.types import PolicyVersion, Sample
@@ -54,8 +55,6 @@ class Observer(Protocol):
 
 MakeRow = Callable[..., dict[str, float]]
 """VersionMetrics.row, lacking the sync's figures."""
-Parts = Callable[[str], AbstractContextManager[None]]
-"""Stopwatch.part, or what leaves the time to whoever has it."""
 
 
 class Trainer:
@@ -66,6 +65,7 @@ class Trainer:
         queue: SampleQueue,
         rollouter: Rollouter,
         engine: TrainEngine,
+        turns: Turns,
         sync: WeightSync,
         observer: Observer,
         watch: Stopwatch,
@@ -73,6 +73,7 @@ class Trainer:
         self.queue = queue
         self.rollouter = rollouter
         self.engine = engine
+        self.turns = turns
         self.sync = sync
         self.observer = observer
         self.watch = watch
@@ -84,15 +85,15 @@ class Trainer:
         """Of a version that is on its way while the next steps are trained."""
 
     async def begin(self) -> None:
-        """Bring the start weights to every replica: first load from the trainer, not from disk. Colocated devices are its own until then."""
-        version, colocated = self.queue.ledger.version, self.queue.ledger.schedule.colocated
-        if colocated:
-            await self.rollouter.pool.wake_weights()
+        """Bring the start weights from the trainer to every replica.
+
+        Until this returns, shared devices are the trainer's.
+        """
+        version = self.queue.ledger.version
+        await self.turns.make_room()
         await self.sync.transfer(version)
         await self.sync.activate(version)
-        if colocated:
-            await self.engine.sleep()
-            await self.rollouter.pool.wake()
+        await self.turns.leave()
         self._stats = await self.rollouter.pool.stats()
 
     async def run(self) -> None:
@@ -107,22 +108,26 @@ class Trainer:
                 await self._wait_for_samples(lambda: self.queue.stopping)
                 if self.queue.stopping:
                     return
-                async with self._turn():
+                async with self.turns.window(
+                    partial(self._hold, self.watch.part, "trainer"), self.watch.part
+                ):
                     await self._window()
                 if not self._arriving:
-                    self.observer.validate(ledger.version)
+                    self._validate(ledger.version)
 
     async def stop(self) -> None:
-        """Save the state of a run that is done or was told to stop: the trainer holds no sample."""
-        ledger = self.queue.ledger
-        async with self.rollouter.parked("trainer"):
-            if ledger.schedule.colocated:
-                await self.rollouter.pool.sleep()
-                await self.engine.wake()
-            await self.observer.checkpoint(ledger.snapshot(), last=True)
-            if ledger.schedule.colocated:
-                await self.engine.sleep()
-                await self.rollouter.pool.wake()
+        """Save the state of a run that is done or was told to stop: no sample is with the trainer.
+
+        A validation ends first: whoever asked for the stop has cancelled it.
+        """
+        await self.observer.validated()
+        async with self.rollouter.parked("trainer"), self.turns.trainers(keep_weights=True):
+            await self.observer.checkpoint(self.queue.ledger.snapshot(), last=True)
+
+    def _validate(self, version: PolicyVersion) -> None:
+        """Start a validation that is due, unless the run is stopping: the resumed run makes it."""
+        if not self.queue.stopping:
+            self.observer.validate(version)
 
     async def _wait_for_samples(self, or_else: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
@@ -188,9 +193,9 @@ class Trainer:
 
     async def _bring_beside(self, version: PolicyVersion, row: MakeRow) -> None:
         """The trainer's time is that of its next steps: none of it is for this."""
-        synced = await self._bring(version, lambda name: nullcontext())
+        synced = await self._bring(version, untimed)
         self._write_row(version, row(synced=synced))
-        self.observer.validate(version)
+        self._validate(version)
 
     async def _arrived(self) -> None:
         """Until no version is on its way. A failure is the task group's."""
@@ -202,12 +207,10 @@ class Trainer:
     async def _bring(self, version: PolicyVersion, part: Parts) -> Synced:
         """Make the sealed version live."""
         ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
-        if ledger.schedule.colocated:
-            with part("switch"):
-                await self.rollouter.pool.wake_weights()
+        await self.turns.make_room(part)
         with part("sync_transfer"):
             transfer = await self.sync.transfer(version)
-        async with self._hold(part, "sync", needed=not ledger.schedule.colocated) as held_since:
+        async with self.turns.activation(partial(self._hold, part, "sync")) as held_since:
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
             self.observer.published(self.queue.do(ledger.published), ledger.totals())
@@ -230,32 +233,16 @@ class Trainer:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _hold(
-        self, part: Parts, who: str, *, needed: bool = True
-    ) -> AsyncIterator[float | None]:
-        """Rollouts held still while the body runs, if needed, since the time that it gets. A validation on the live weights ends first."""
-        since = None
-        async with AsyncExitStack() as stack:
-            if needed:
-                with part("wait_validation"):
-                    await self.observer.validated()
-                start = asyncio.get_running_loop().time()
-                with part("wait_rollouts"):
-                    if await stack.enter_async_context(self.rollouter.held_still(who)):
-                        since = start
-            yield since
+    async def _hold(self, part: Parts, who: str) -> AsyncIterator[float | None]:
+        """Stop rollouts while the body runs, once a validation on the live weights has ended.
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """In colocated placement the devices are the trainer's for a whole window."""
-        if not self.queue.ledger.schedule.colocated:
-            yield
-            return
-        async with self._hold(self.watch.part, "trainer"):
-            with self.watch.part("switch"):
-                await self.rollouter.pool.sleep(False)
-                await self.engine.wake()
-            yield
-            with self.watch.part("switch"):
-                await self.engine.sleep()
-                await self.rollouter.pool.wake()
+        The body gets the time since when they are stopped, or None where they need not stop.
+        """
+        with part("wait_validation"):
+            await self.observer.validated()
+        since: float | None = asyncio.get_running_loop().time()
+        async with AsyncExitStack() as stack:
+            with part("wait_rollouts"):
+                if not await stack.enter_async_context(self.rollouter.held_still(who)):
+                    since = None
+            yield since

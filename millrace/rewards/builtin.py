@@ -37,8 +37,9 @@ def math(
 ) -> float:
     """1 if math-verify finds the completion's answer equal to the ground truth (of GSM8K: what follows ####).
 
-    The answer is the first of these that the completion has: a formula after "final answer is", all of its boxes, its last
-    formula or number. Several boxes are one answer, the set of their contents, so that 2 is not equal to 1 and 2.
+    The answer is the first of these that the completion has: a formula after "final answer is", all
+    of its boxes, its last formula or number. Several boxes are one answer, the set of their contents:
+    boxes of 1 and 2 do not equal 2.
     Its own deadlines are off: they need signals, and the pool has one that also stops what ignores them.
     """
     from math_verify import parse, verify

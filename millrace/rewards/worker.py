@@ -13,16 +13,26 @@ import os
 import signal
 import socket
 import sys
+import threading
+from typing import Any
 
 from millrace.errors import ConfigError, RewardError
 from millrace.rewards.functions import Function, failure, load_function
 from millrace.rewards.wire import Call, Frames, Hello, Reply, calls_decoder, frame
 
 _PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+"""Each with the reaction of a process that is new."""
+_forking = threading.local()
+"""`mask`: the signals that this thread blocked before its fork."""
 
 
 def main(fd: int, parent: int, spec: str, timeout_s: float, limit: int) -> None:
     """Says Hello, then answers calls until the socket closes."""
+    _outlast_stop_signals()
     _die_with(parent)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
@@ -44,6 +54,41 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
+
+
+def _outlast_stop_signals() -> None:
+    """Do nothing at SIGTERM and SIGINT: the driver gets them too, and still needs scores to stop.
+
+    What a reward function starts must end at them as usual. A handler is reset by exec, as
+    SIG_IGN would not be, and a forked child resets it here.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)  # no system call in foreign code fails with EINTR
+    os.register_at_fork(
+        before=_block_stop_signals, after_in_parent=_restore_mask, after_in_child=_heed_stop_signals
+    )
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    return
+
+
+def _block_stop_signals() -> None:
+    """Keep a signal to a new child until the child has its own reactions."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+
+def _restore_mask() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _heed_stop_signals() -> None:
+    """Give a forked child the usual reactions, unless the reward function chose others."""
+    for number, reaction in _STOP_SIGNALS.items():
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, reaction)
+    _restore_mask()
 
 
 def _serve(connection: socket.socket, function: Function) -> None:

@@ -84,6 +84,16 @@ class Host:
         return decoder.decode(body)
 
 
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM and SIGINT: the driver alone decides what they mean, and saves first.
+
+    systemd, Slurm and a terminal send them to every process of a run. What a worker starts
+    inherits this. The end of the channel, the driver's death and SIGKILL still end a worker.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def die_with(parent: int) -> None:
     """Linux: this process is killed when its parent dies, however it dies."""
     if sys.platform == "linux":
@@ -115,7 +125,7 @@ async def serve_socket(sock: socket.socket, root: object) -> None:
 
 def main() -> None:
     die_with(int(sys.argv[3]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what a Ctrl-C means
+    ignore_stop_signals()
     fd, role = int(sys.argv[1]), sys.argv[2]
     from millrace.worker import make_worker
 

@@ -23,6 +23,7 @@ import psutil
 
 from millrace.config import Sides
 from millrace.errors import bad_value
+from millrace.runtime.address import listening_at
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Peer
@@ -110,12 +111,9 @@ class LocalRuntime:
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # a side that waits must not spin on the other side's core
-            "GLOO_SOCKET_IFNAME": os.environ.get(
-                "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
-            ),
             "TOKENIZERS_PARALLELISM": "false",
-            "MILLRACE_HOST": "127.0.0.1",
         }
+        variables |= listening_at("127.0.0.1")
         return variables | (
             {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(role, index))} if self._gpus else {}
         )

@@ -11,12 +11,15 @@ import asyncio
 import itertools
 import math
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
+from millrace.runtime.address import listening_at
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.rpc import Peer
@@ -44,7 +47,7 @@ class RayHost:
     def __init__(self, role: str, loopback: bool, gpus: list[str]) -> None:
         if gpus:  # nothing has looked at CUDA yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        os.environ["MILLRACE_HOST"] = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
         self._root = make_worker(role)
         self._host: Host | None = None
         self._frames: list[bytes] = []
@@ -110,6 +113,24 @@ async def _knock(address: str) -> None:
         writer.close()
 
 
+def _join(options: dict[str, Any]) -> None:
+    """Call ray.init. What Ray starts here inherits the blocked SIGTERM, and Ray blocks SIGINT.
+
+    Both reach every process of a run, and the driver alone decides what they mean.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        ray.init(**options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _take_sigterm_back() -> None:
+    """Install the driver's own handler again: ray.init replaces it by one that aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 class RayRuntime:
     """Starts actors in one placement group; ends them all."""
 
@@ -161,7 +182,8 @@ class RayRuntime:
                 "the HOST:PORT that `ray start --head` printed",
             ) from error
         try:
-            await asyncio.to_thread(ray.init, **options)
+            await asyncio.to_thread(_join, options)
+            _take_sigterm_back()
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
             raise bad_value(
@@ -261,9 +283,7 @@ class RayRuntime:
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}",
             scheduling_strategy=self._bundle(node),
-            runtime_env={
-                "env_vars": variables | ({"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {})
-            },
+            runtime_env={"env_vars": variables},
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
         ).remote(role, self._loopback, gpus)

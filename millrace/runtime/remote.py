@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import SyncError, WorkerError
+from millrace.errors import MillraceError, SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
@@ -17,18 +18,49 @@ _OBITUARY_S = 3.0
 _LOOK_S = 0.01
 
 
+_LOOKS = 8
+"""How often within a request's deadline its replica is asked for its progress."""
+
+
 class RemoteRolloutEngine:
-    """A RolloutEngine in a worker."""
+    """A RolloutEngine in a worker.
+
+    A request's deadline times its replica's lack of progress: it restarts while the replica draws or
+    reads tokens of any request. So a long queue, such as a validation's, may take longer.
+    """
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
+        self._requests = 0
+        self._follower: asyncio.Task[None] | None = None
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        return await self.peer.call(
-            "engine.generate", (tokens, params, session), tuple[Segment, ...]
-        )
+        self._requests += 1
+        if self._follower is None:
+            self._follower = asyncio.create_task(self._follow(), name="progress")
+        try:
+            return await self.peer.call(
+                "engine.generate", (tokens, params, session), tuple[Segment, ...]
+            )
+        finally:
+            self._requests -= 1
+            if not self._requests and self._follower is not None:
+                self._follower.cancel()
+                self._follower = None
+
+    async def _follow(self) -> None:
+        """Restart the deadlines of requests while tokens are drawn or read. Runs while there are requests."""
+        seen: tuple[int, int] | None = None
+        with contextlib.suppress(MillraceError):  # a request says it, or waits for its deadline
+            while True:
+                await asyncio.sleep(self.peer.deadline_s / _LOOKS)
+                stats = await self.stats()
+                found = (stats.tokens, stats.prefill_tokens)
+                if found != seen:
+                    seen = found
+                    self.peer.progressed("engine.generate")
 
     async def interrupt(self) -> None:
         await self.peer.call("engine.interrupt")

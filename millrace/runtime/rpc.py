@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -60,6 +61,17 @@ def read_frame(frame: bytes) -> list[Message]:
     return _messages.decode(frame)
 
 
+@dataclass(slots=True)
+class _Pending:
+    """A call that has no reply yet."""
+
+    future: asyncio.Future[Any]
+    method: str
+    result: Any
+    limit_s: float
+    end: float
+
+
 class Peer:
     """The driver's side of one worker."""
 
@@ -67,8 +79,8 @@ class Peer:
         self.name = name
         self.lost: str | None = None
         self._outbox = Outbox(send)
-        self._deadline_s = deadline_s
-        self._pending: dict[int, tuple[asyncio.Future[Any], str, Any, float]] = {}
+        self.deadline_s = deadline_s
+        self._pending: dict[int, _Pending] = {}
         self._next_id = 0
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._watch: asyncio.TimerHandle | None = None
@@ -83,8 +95,9 @@ class Peer:
     ) -> Any:
         """Call `method` (a dotted path from the worker's root object) and return its value as type `result`.
 
-        Raises WorkerError if the worker is lost, DeadlineError after `deadline_s` seconds, and the worker's own error if
-        it is one of millrace's; any other exception arrives as a WorkerError with its traceback.
+        Raises WorkerError if the worker is lost, and DeadlineError after `deadline_s` seconds without
+        progress. The worker's own error is raised if it is one of millrace's. Any other exception
+        arrives as a WorkerError with its traceback.
         """
         if self.lost is not None:
             raise WorkerError(self.lost)
@@ -92,12 +105,9 @@ class Peer:
         loop = asyncio.get_running_loop()
         self._next_id += 1
         call_id, future = self._next_id, loop.create_future()
-        self._pending[call_id] = (
-            future,
-            method,
-            result,
-            loop.time() + (deadline_s or self._deadline_s),
-        )
+        limit_s = deadline_s or self.deadline_s
+        end = loop.time() + limit_s
+        self._pending[call_id] = _Pending(future, method, result, limit_s, end)
         self._outbox.post(Message(call_id, CALL, body, method))
         if self._watch is None:
             self._watch = loop.call_later(1.0, self._expire)
@@ -112,13 +122,20 @@ class Peer:
         finally:
             self._pending.pop(call_id, None)
 
+    def progressed(self, method: str) -> None:
+        """Restart the deadlines of the calls of `method`: the worker makes progress with one."""
+        now = asyncio.get_running_loop().time()
+        for pending in self._pending.values():
+            if pending.method == method:
+                pending.end = now + pending.limit_s
+
     def receive(self, frame: bytes) -> None:
         """Resolve the calls whose replies are in `frame`."""
         for reply in read_frame(frame):
             pending = self._pending.get(reply.id)
-            if pending is None or pending[0].done():
+            if pending is None or pending.future.done():
                 continue  # cancelled or expired meanwhile
-            future, method, result, _ = pending
+            future, method, result = pending.future, pending.method, pending.result
             if reply.kind == FAILED:
                 future.set_exception(
                     self._error(method, msgspec.msgpack.decode(reply.body, type=Failure))
@@ -139,11 +156,10 @@ class Peer:
             return
         self.lost = reason
         first, newline, rest = reason.partition("\n")
-        for future, method, _, _ in self._pending.values():
-            if not future.done():
-                future.set_exception(
-                    WorkerError(f"{first} (while it served {method}){newline}{rest}")
-                )
+        for pending in self._pending.values():
+            if not pending.future.done():
+                text = f"{first} (while it served {pending.method}){newline}{rest}"
+                pending.future.set_exception(WorkerError(text))
 
     def _decode(self, result: Any, body: msgspec.Raw) -> Any:
         if result is None:
@@ -168,13 +184,10 @@ class Peer:
     def _expire(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for future, method, _, end in list(self._pending.values()):
-            if now > end and not future.done():
-                future.set_exception(
-                    DeadlineError(
-                        f"{self.name} did not answer {method} in time (trainer.wait_deadline_s)"
-                    )
-                )
+        for pending in list(self._pending.values()):
+            if now > pending.end and not pending.future.done():
+                text = f"{self.name} did not answer {pending.method} in time"
+                pending.future.set_exception(DeadlineError(f"{text} (trainer.wait_deadline_s)"))
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
 
 

@@ -8,15 +8,18 @@ its checksums, and that it is loaded. Who shares a GPU is found by its UUID.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import TypedStorage
 
+from millrace import codec
 from millrace.errors import SyncError
 from millrace.ports import TransferReport
 from millrace.sync.agreement import Agreement
@@ -28,8 +31,76 @@ from millrace.types import PolicyVersion
 _SLOTS = 2
 _HANDLES = "millrace/sync/ipc"
 _CPU = torch.device("cpu")
-_DEVICE = 6
-"""Which argument of torch's rebuild function is the device's number: that of the process that maps the memory."""
+
+
+_Size = Annotated[int, Meta(ge=0)]
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """GPU memory of a trainer rank, as another process maps it: bytes in a row."""
+
+    handle: bytes
+    """CUDA's, of the allocation that the slot is a part of."""
+    storage_bytes: _Size
+    storage_offset: _Size
+    """Where the slot's storage begins in the allocation."""
+    offset: _Size
+    """Where the slot begins in its storage."""
+    num_bytes: _Size
+    counter: bytes
+    """Where torch counts who maps the storage: a name and an offset."""
+    counter_offset: _Size
+    event: bytes
+    event_needed: bool
+
+    @classmethod
+    def of(cls, slot: Tensor) -> Slot:
+        """Describe a slot, a flat tensor of bytes on a GPU."""
+        _, (_, size, _, offset, _, _, _, *shared) = reduce_tensor(slot)
+        handle, storage_bytes, storage_offset, _, counter, at, event, needed = shared
+        return cls(
+            handle=handle,
+            storage_bytes=storage_bytes,
+            storage_offset=storage_offset,
+            offset=offset,
+            num_bytes=size[0],
+            counter=counter,
+            counter_offset=at,
+            event=event,
+            event_needed=needed,
+        )
+
+    def mapped(self, device: int) -> Tensor:
+        """Return the slot's memory, mapped on this process's `device`."""
+        return rebuild_cuda_tensor(
+            Tensor,
+            torch.Size([self.num_bytes]),
+            (1,),
+            self.offset,
+            TypedStorage,
+            torch.uint8,
+            device,
+            self.handle,
+            self.storage_bytes,
+            self.storage_offset,
+            False,
+            self.counter,
+            self.counter_offset,
+            self.event,
+            self.event_needed,
+        )
+
+
+_slots_decoder = codec.decoder(list[Slot])
+
+
+def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
+    """Return the slots that a trainer rank announced. Raises ValueError on any others."""
+    slots: list[Slot] = _slots_decoder.decode(data)
+    fits = (s.num_bytes == num_bytes and s.offset + num_bytes <= s.storage_bytes for s in slots)
+    if len(slots) != _SLOTS or not all(fits):
+        raise ValueError(f"{_SLOTS} slots of {num_bytes} bytes were expected")
+    return slots
 
 
 def fits(agreed: Agreement, device: torch.device) -> bool:
@@ -58,7 +129,7 @@ class IpcSender:
         largest = max(b.num_bytes for b in buckets)
         slots = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         name = _name(device)
-        store.set(f"{_HANDLES}/{name}", pickle.dumps([reduce_tensor(slot) for slot in slots]))
+        store.set(f"{_HANDLES}/{name}", codec.pack([Slot.of(slot) for slot in slots]))
         pair = await asyncio.to_thread(make_group, store, name, _CPU, 0, 2, agreed.timeout_s)
         return cls(source, pair, buckets, slots)
 
@@ -130,20 +201,22 @@ class IpcInbox:
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
     ) -> IpcInbox:
         """Map the slots of the trainer rank on this GPU. `load` puts tensors into the live model."""
-        name = _name(device)
+        name, buckets = _name(device), plan(specs, agreed.bucket_bytes)
         try:
-            handles = pickle.loads(store.get(f"{_HANDLES}/{name}"))
+            told = store.get(f"{_HANDLES}/{name}")
         except RuntimeError as error:  # the store's time is up
             raise SyncError(
                 f"replica {replica}: no trainer rank came to its GPU {name}: {error}"
             ) from error
-        slots = []
-        for rebuild, arguments in handles:
-            here = list(arguments)
-            here[_DEVICE] = device.index
-            slots.append(rebuild(*here))
+        try:
+            found = slots_of(told, max(b.num_bytes for b in buckets))
+        except ValueError as error:
+            raise SyncError(
+                f"replica {replica}: the store has no slots of a trainer rank on its GPU {name}: {error}"
+            ) from error
+        slots = [slot.mapped(device.index) for slot in found]
         pair = make_group(store, name, _CPU, 1, 2, agreed.timeout_s)
-        return cls(pair, plan(specs, agreed.bucket_bytes), slots, load, replica)
+        return cls(pair, buckets, slots, load, replica)
 
     def receive(self, version: PolicyVersion) -> int:
         """Load `version` and prove what came; returns its bytes. Blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -43,6 +44,7 @@ from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.inbox import Inbox, told_specs
 from millrace.sync.proof import bit_sums
+from millrace.sync.store import bound_store
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
@@ -249,6 +251,15 @@ def _die_with_host() -> None:
     threading.Thread(target=_outlive_no_host, args=(host, core), name="orphan", daemon=True).start()
 
 
+def _ignore_stop_signals() -> None:
+    """Leave SIGTERM and SIGINT to the driver, in a worker of several: vLLM ends it by its pipe.
+
+    vLLM's core has handlers of its own after this, which `vllm_scheduler` puts aside.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _outlive_no_host(host: psutil.Process, core: psutil.Process | None) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         while host.is_running() and host.status() != psutil.STATUS_ZOMBIE:
@@ -262,6 +273,9 @@ def _outlive_no_host(host: psutil.Process, core: psutil.Process | None) -> None:
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
     _die_with_host()
+    _ignore_stop_signals()
+    # Where vLLM's workers meet: torch would listen on every interface.
+    setattr(importlib.import_module("torch.distributed.rendezvous"), "TCPStore", bound_store)  # noqa: B010
     if current_platform.is_cpu():
         # vLLM packs linear weights for the CPU when it has loaded them, and serves the packed ones: an update of the weights
         # would change nothing, silently.

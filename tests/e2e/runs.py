@@ -79,7 +79,7 @@ async def run(
     else:
         ledger = await launch.start_state(mine)
     outcome = await launch.run_training(mine, ledger, stop or StopRequest())
-    await s.engines.trainers_turn()
+    await s.engines.turns.enter()
     return outcome
 
 

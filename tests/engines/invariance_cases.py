@@ -129,20 +129,21 @@ def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> 
 def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> FsdpTrainEngine:
     """With a reference and a critic that have something to say."""
     config = config_of({}, world_size, fsdp_size)
-    mesh = mesh_of(config, world_size, CPU)
+    sections = (config.model, config.trainer)
+    mesh = mesh_of(*sections, world_size, CPU)
 
     def model() -> PackedPolicy:
         return PackedPolicy(train_cases.model_of({}, folder))
 
     engine = FsdpTrainEngine(
-        shard(model(), config, mesh, CPU),
+        shard(model(), *sections, mesh, CPU),
         config,
         model_folder=folder,
         rank=rank,
         world_size=world_size,
         device=CPU,
-        critic=shard(PackedCritic(model().model), config, mesh, CPU),
-        reference=shard(model().requires_grad_(False), config, mesh, CPU),
+        critic=shard(PackedCritic(model().model), *sections, mesh, CPU),
+        reference=shard(model().requires_grad_(False), *sections, mesh, CPU),
     )
     engine.begin(OPTIM, 10)
     with torch.no_grad():

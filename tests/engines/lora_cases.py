@@ -38,8 +38,11 @@ def loaded(case, folder):
 def engine_of(case, folder, rank, layout):
     """In float64."""
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
-    policy = PackedPolicy(lora.inject(loaded(case, folder), config).double())
-    policy = shard(policy, config, mesh_of(config, world_size, CPU), CPU)
+    policy = PackedPolicy(
+        lora.inject(loaded(case, folder), config.model, config.trainer.seed).double()
+    )
+    sections = (config.model, config.trainer)
+    policy = shard(policy, *sections, mesh_of(*sections, world_size, CPU), CPU)
     engine = FsdpTrainEngine(
         policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
     )

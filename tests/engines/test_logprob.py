@@ -53,7 +53,7 @@ def test_gradcheck(chunk):
 
 def test_bfloat16_is_computed_in_float32():
     hidden, weight, targets = make(50, torch.bfloat16)
-    got = log_probs_and_entropy(hidden, weight, targets)
+    got = log_probs_and_entropy(hidden, weight, targets, 1.0)
     assert got[0].dtype == got[1].dtype == torch.float32
     want = reference(hidden, weight, targets, 1.0)
     torch.testing.assert_close(got, tuple(w.float() for w in want), rtol=1e-5, atol=1e-5)
@@ -63,7 +63,7 @@ def test_bfloat16_is_computed_in_float32():
 
 def test_no_tokens_stay_connected_with_a_gradient_of_zero():
     hidden, weight, targets = make(0)
-    log_prob, entropy = log_probs_and_entropy(hidden, weight, targets)
+    log_prob, entropy = log_probs_and_entropy(hidden, weight, targets, 1.0)
     assert log_prob.shape == entropy.shape == (0,)
     (log_prob.sum() + entropy.sum()).backward()
     assert not weight.grad.any()
@@ -72,7 +72,7 @@ def test_no_tokens_stay_connected_with_a_gradient_of_zero():
 def test_impossible_tokens_do_not_make_nan():
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [-torch.inf]], requires_grad=True)
-    _, entropy = log_probs_and_entropy(hidden, weight, torch.tensor([0]))
+    _, entropy = log_probs_and_entropy(hidden, weight, torch.tensor([0]), 1.0)
     assert entropy.item() == 0.0
     with pytest.raises(ValueError, match="temperature"):
         log_probs_and_entropy(hidden, weight, torch.tensor([0]), 0.0)

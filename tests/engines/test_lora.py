@@ -189,7 +189,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
     engine.begin(OptimConfig(lr=1e-2), HORIZON)
     samples = train_cases.batches_of({})[0].samples
-    temperature = engine.config.rollout.temperature
+    temperature = engine.options.temperature
     rows = rows_of_samples(samples)
     at_start = engine.actor.tokens(rows, temperature=temperature)[0]
     with without_adapters(engine):
@@ -273,4 +273,5 @@ def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_the
 def test_a_missing_peft_is_said_with_the_command_that_installs_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependency, match=r"pip install 'peft>=0\.17'"):
-        lora.inject(load_model(f"{folder}/tied", seed=0, dtype="float32"), lora_cases.config_of({}))
+        model = load_model(f"{folder}/tied", seed=0, dtype="float32")
+        lora.inject(model, lora_cases.config_of({}).model, seed=0)

@@ -114,9 +114,9 @@ def model_of(case, folder):
 
 def engine_of(case, folder, rank, layout="1"):
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
-    policy = shard(
-        PackedPolicy(model_of(case, folder)), config, mesh_of(config, world_size, CPU), CPU
-    )
+    sections = (config.model, config.trainer)
+    mesh = mesh_of(*sections, world_size, CPU)
+    policy = shard(PackedPolicy(model_of(case, folder)), *sections, mesh, CPU)
     engine = FsdpTrainEngine(
         policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
     )

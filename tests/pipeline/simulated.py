@@ -13,6 +13,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.ports import StepReport
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.pool import RolloutPool
@@ -142,9 +143,9 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         queue, LongTail(), RolloutPool(rollouts), roller, dynamic_sampling=sampling
     )
     loop = asyncio.get_running_loop()
-    trainer = Trainer(
-        queue, rollouter, engine, SimWeightSync(cost, rollouts), record, Stopwatch(loop.time)
-    )
+    turns = turns_of(schedule.colocated, rollouter.pool, engine)
+    sync, watch = SimWeightSync(cost, rollouts), Stopwatch(loop.time)
+    trainer = Trainer(queue, rollouter, engine, turns, sync, record, watch)
     if stop_at is not None:
         loop.call_at(stop_at, queue.stop, 1.0)
     begin = loop.time()

@@ -18,6 +18,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
@@ -85,6 +86,7 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
         queue,
         rollouter,
         engine,
+        turns_of(ledger.schedule.colocated, rollouter.pool, engine),
         SimWeightSync(COST, [rollout]),
         record,
         Stopwatch(asyncio.get_running_loop().time),

@@ -17,7 +17,7 @@ from millrace.rewards.pool import RewardPool
 from millrace.types import Prompt, Score, tokens_of
 
 CODE = """
-import asyncio, ctypes, os, signal, subprocess, sys, threading, time
+import asyncio, ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 
 def act(text):
     verb, _, rest = text.partition(" ")
@@ -35,6 +35,16 @@ def act(text):
     if verb == "torch": return "torch" in sys.modules
     if verb == "child": return subprocess.Popen(["sleep", "100"]).pid
     if verb == "none": return None
+    if verb == "signal":
+        for number in (signal.SIGTERM, signal.SIGINT): os.kill(os.getpid(), number)
+        time.sleep(0.05)
+    if verb == "terminate":
+        started = subprocess.Popen(["sleep", "100"])
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        forked.start()
+        started.terminate(); forked.terminate()
+        started.wait(2); forked.join(2)
+        return -started.returncode if started.returncode == forked.exitcode else -1
     return len(text)
 
 def score(data_source, solution_str, ground_truth, extra_info): return act(solution_str)
@@ -292,6 +302,16 @@ def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("name", ["score", "ascore"])
+def test_a_worker_outlasts_stop_signals_and_what_it_starts_does_not(tmp_path, name):
+    async def run():
+        async with pool_of(tmp_path, name) as pool:
+            (worker,) = await outcomes(pool, "pid")
+            assert await outcomes(pool, "signal", "terminate", "pid") == [6, 15, worker]
+
+    asyncio.run(run())
+
+
 def test_a_killed_parent_leaves_no_worker(tmp_path):
     (tmp_path / "functions.py").write_text(CODE)
     parent = f'''

@@ -22,6 +22,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
 from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -140,9 +141,8 @@ async def train(
     )
     rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record(ledger)
     sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]
-    trainer = Trainer(
-        queue, rollouter, engine, sync, record, Stopwatch(asyncio.get_running_loop().time)
-    )
+    turns, clock = turns_of(False, rollouter.pool, engine), asyncio.get_running_loop().time
+    trainer = Trainer(queue, rollouter, engine, turns, sync, record, Stopwatch(clock))
     await trainer.begin()
     try:
         assert await run_pipeline(rollouter, trainer)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace import codec
 from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.sync import ipc
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import plan, specs_of
 from millrace.sync.groups import make_group
@@ -145,3 +151,74 @@ def test_it_is_for_vllm_on_shared_gpus() -> None:
     assert not fits(Agreement.of(config("vllm", "separate")), cuda)
     assert not fits(Agreement.of(config("torch", "colocated")), cuda)
     assert not fits(Agreement.of(config("vllm", "colocated")), CPU)
+
+
+CUDA_ARGUMENTS = (
+    Tensor,
+    torch.Size([96]),
+    (1,),
+    32,
+    torch.storage.TypedStorage,
+    torch.uint8,
+    5,
+    b"c" + bytes(range(64)),
+    4096,
+    1024,
+    False,
+    b"/torch_counter",
+    7,
+    bytes(64),
+    True,
+)
+"""What torch says of 96 bytes on GPU 5."""
+
+
+def test_a_slot_is_mapped_with_what_torch_said_of_it_on_the_device_of_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = list(inspect.signature(ipc.rebuild_cuda_tensor).parameters)
+    assert len(names) == len(CUDA_ARGUMENTS), "another torch: look at Slot.of and Slot.mapped"
+    said = dict(zip(names, CUDA_ARGUMENTS, strict=True))
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda slot: (None, CUDA_ARGUMENTS))
+    monkeypatch.setattr(
+        ipc, "rebuild_cuda_tensor", lambda *given: dict(zip(names, given, strict=True))
+    )
+    told = codec.pack([ipc.Slot.of(torch.zeros(96, dtype=torch.uint8))] * 2)
+    assert [slot.mapped(2) for slot in ipc.slots_of(told, 96)] == [said | {"storage_device": 2}] * 2
+
+
+def test_what_the_store_says_of_slots_is_read_and_never_run(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+
+    class Harm:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(touched),)
+
+    good = {
+        "handle": b"h",
+        "storage_bytes": 96,
+        "storage_offset": 0,
+        "offset": 0,
+        "num_bytes": 96,
+        "counter": b"c",
+        "counter_offset": 0,
+        "event": b"e",
+        "event_needed": False,
+    }
+    assert len(ipc.slots_of(codec.pack([good, good]), 96)) == 2
+    wrong = [{"offset": 1}, {"offset": -1}, {"num_bytes": 95}, {"handle": 3}, {"more": 1}]
+    bad = [codec.pack([good, good | change]) for change in wrong]
+    for data in [*bad, codec.pack([good]), pickle.dumps([Harm()]), b""]:
+        with pytest.raises(ValueError):
+            ipc.slots_of(data, 96)
+    assert not touched.exists()
+
+
+def test_slots_that_are_none_are_a_sync_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "_name", lambda device: "GPU-1")
+    store = dist.HashStore()
+    store.set("millrace/sync/ipc/GPU-1", pickle.dumps([1]))
+    with pytest.raises(SyncError, match="replica 3: the store has no slots of a trainer rank on"):
+        IpcInbox.join(
+            specs_of(model(1)), store, CPU, 3, Agreement.of(Config()), lambda weights: None
+        )

@@ -1,0 +1,82 @@
+"""Models that cannot work, by what their config.json says: refused before anything starts.
+
+Measured with transformers 5.19: tiny models of every causal type, packed log-probs and decoding
+against the model's own forward pass. Engines check again what they can see themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import ConfigError, bad_value
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "its layers carry a state from token to token, which packed training would mix": (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+    ),
+    "its logits are scaled, capped or shifted, and are not hidden x lm_head^T alone": (
+        *("cohere", "cohere2", "cohere2_moe", "ctrl", "gemma2", "gemma3n", "gemma3n_text"),
+        *("minicpm3", "modernbert-decoder", "nanochat", "phi", "vaultgemma"),
+    ),
+    "its attention has terms that packed training does not compute": (
+        *("bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "falcon", "glm_moe_dsa"),
+        *("gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4"),
+        *("inkling_text", "mimo_v2_flash", "moshi", "mpt", "nemotron", "openai-gpt", "stablelm"),
+        "xglm",
+    ),
+    "its layers cannot be read apart from its head": ("llama4", "llama4_text"),
+    "it is no causal language model": (
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot"),
+        *("blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "marian"),
+        *("mbart", "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet", "rembert"),
+        *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "t5", "trocr", "whisper"),
+        *("xlm-roberta", "xlm-roberta-xl"),
+    ),
+}
+"""Why, and the values of model_type."""
+
+VLLM_ALONE = ("diffllama", "hrm_text")
+"""Trains well, but the torch rollout engine draws from another distribution."""
+
+WITH_IMAGES = ("gemma3", "gemma4", "gemma4_unified")
+"""Models of text and images that transformers also loads as causal ones."""
+
+LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys that change logits, unless they are null or 1."""
+
+_FIX = "a causal model with standard attention, such as Qwen2, Qwen3, Llama or Mistral"
+
+
+def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | None:
+    """The error for a model that cannot work; None if nothing speaks against it."""
+    kind = config.get("model_type")
+    why = next((why for why, kinds in REFUSED.items() if kind in kinds), "")
+    fix = _FIX
+    if not why and config.get("is_encoder_decoder") is True:
+        why = "it is no causal language model"
+    inner = config.get("text_config")
+    texts = [config, inner] if isinstance(inner, Mapping) else [config]
+    if not why and (odd := [k for k in LOGITS if any(t.get(k) not in (None, 1.0) for t in texts)]):
+        why = f"its logits are not hidden x lm_head^T alone ({odd[0]})"
+    if not why and engine == "torch" and kind in VLLM_ALONE:
+        why = "rollout.engine=torch does not compute its attention"
+        fix = "rollout.engine=vllm"
+    if not why and not _causal(config):
+        why = f"architectures = {config['architectures']} is no causal language model"
+    return bad_value("model.path", path, f"model_type {kind}: {why}", fix) if why else None
+
+
+def _causal(config: Mapping[str, Any]) -> bool:
+    """Whether transformers would load it as a causal model. Code in the folder may do as it likes."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or "auto_map" in config:
+        return True
+    ends: tuple[str, ...] = ("ForCausalLM", "LMHeadModel")
+    if config.get("model_type") in WITH_IMAGES:
+        ends += ("ForConditionalGeneration",)
+    body = ("Model",)  # without a head: its embeddings are the head
+    return any(str(name).endswith(ends if "For" in str(name) else ends + body) for name in names)

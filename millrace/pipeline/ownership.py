@@ -1,0 +1,73 @@
+"""Which folders are millrace's own: nothing is deleted or overwritten in any other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from millrace.errors import ConfigError, bad_value
+
+MARKER = ".millrace-run"
+_TEXT = "millrace made this folder. It may overwrite and delete what a run writes here.\n"
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether millrace made `folder`. Earlier versions left no marker."""
+    made = (folder / "history.jsonl").is_file() and (folder / "checkpoints").is_dir()
+    return (folder / MARKER).is_file() or made
+
+
+def check(folder: Path) -> None:
+    """Raise ConfigError if a run would write into a folder with other files. Writes nothing."""
+    try:
+        foreign = folder.is_dir() and not is_ours(folder) and any(folder.iterdir())
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    if foreign:
+        raise bad_value(
+            "trainer.run_dir",
+            str(folder),
+            "the folder is not empty, and no run of millrace made it",
+            "a new or an empty folder, or none for a new one in runs/",
+        )
+
+
+def claim(folder: Path) -> None:
+    """Make `folder`, if needed, and mark it as millrace's. Raises ConfigError as `check` does."""
+    check(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MARKER).is_file():
+            (folder / MARKER).write_text(_TEXT)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    rule = f"cannot be written: {error.strerror or error}"
+    fix = "a folder that can be made or written to"
+    return bad_value("trainer.run_dir", str(folder), rule, fix)
+
+
+def home_of(checkpoint: Path) -> Path | None:
+    """The run's folder that `checkpoint` lies in; None if it was copied out of one."""
+    for path in (checkpoint, checkpoint.resolve()):
+        if path.parent.name == "checkpoints" and is_ours(path.parent.parent):
+            return path.parent.parent
+    return None
+
+
+def remove(path: Path) -> None:
+    """Delete a folder of a run. If it is a link, delete the link and keep what it points to."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of a run. A link in its place is replaced and not followed."""
+    aside = path.with_name(f".{path.name}.new")
+    aside.unlink(missing_ok=True)
+    aside.write_text(text)
+    aside.replace(path)

@@ -1,0 +1,48 @@
+"""Which sockets processes listen on, and from where they are reached."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+import psutil
+
+
+def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, int, str]]:
+    """Address, port and command of every socket of the network that listens."""
+    found = []
+    for process in processes:
+        for one in process.net_connections(kind="inet"):
+            if one.status == psutil.CONN_LISTEN or (
+                one.type == socket.SOCK_DGRAM and not one.raddr
+            ):
+                found.append((one.laddr.ip, one.laddr.port, " ".join(process.cmdline())[:120]))
+    return found
+
+
+def outside(found: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """Those that another machine can reach."""
+    return [one for one in found if not ipaddress.ip_address(one[0]).is_loopback]
+
+
+def other_addresses() -> list[str]:
+    """This machine's addresses but 127.0.0.1."""
+    own = [a.address for each in psutil.net_if_addrs().values() for a in each]
+    valid = []
+    for address in [*own, "127.0.0.2"]:
+        try:
+            kind = ipaddress.ip_address(address)
+        except ValueError:
+            continue  # a hardware address
+        if not kind.is_link_local and address != "127.0.0.1":
+            valid.append(address)
+    return valid
+
+
+def reachable(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True

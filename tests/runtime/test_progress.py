@@ -1,0 +1,103 @@
+"""Deadlines of requests time the lack of progress. The real Peer and Host, on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from millrace.errors import DeadlineError
+from millrace.ports import RolloutStats
+from millrace.runtime.host import Host
+from millrace.runtime.remote import RemoteRolloutEngine
+from millrace.runtime.rpc import Peer
+from millrace.simulate import clock
+from millrace.types import SamplingParams, Segment, Tokens, tokens_of
+
+DEADLINE_S = 1800.0
+
+
+@dataclass
+class Engine:
+    """Serves one request at a time: `tokens` tokens, one every `token_s` seconds."""
+
+    token_s: float
+    tokens: int
+    drawn: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        async with self.turn:
+            for _ in range(self.tokens):
+                await asyncio.sleep(self.token_s)
+                self.drawn += 1
+        return ()
+
+    async def stats(self) -> RolloutStats:
+        return RolloutStats(tokens=self.drawn)
+
+
+@dataclass
+class Root:
+    engine: Engine
+
+
+@asynccontextmanager
+async def replica(engine: Engine) -> AsyncIterator[RemoteRolloutEngine]:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        peer = Peer(
+            "rollout-0",
+            lambda frame: loop.call_soon(host.receive, frame),  # type: ignore[arg-type, return-value]
+            deadline_s=DEADLINE_S,
+        )
+        host = Host(Root(engine), lambda frame: loop.call_soon(peer.receive, frame), tasks)  # type: ignore[arg-type, return-value]
+        yield RemoteRolloutEngine(peer)
+
+
+async def draw(engine: Engine, requests: int) -> float:
+    """Seconds until all requests are served."""
+    start = asyncio.get_running_loop().time()
+    async with replica(engine) as remote:
+        calls = [
+            remote.generate(tokens_of([1]), SamplingParams(9), str(k)) for k in range(requests)
+        ]
+        await asyncio.gather(*calls)
+    return asyncio.get_running_loop().time() - start
+
+
+def test_a_request_that_queues_behind_others_does_not_reach_its_deadline() -> None:
+    """Ten minutes each, one after the other."""
+    seconds = clock.run(draw(Engine(token_s=60.0, tokens=10), requests=12))
+    assert seconds == pytest.approx(12 * 600.0) and seconds > 3 * DEADLINE_S
+
+
+def test_one_long_response_does_not_reach_its_deadline_while_tokens_are_drawn() -> None:
+    assert clock.run(draw(Engine(token_s=60.0, tokens=120), requests=1)) > 3 * DEADLINE_S
+
+
+def test_requests_of_a_replica_that_stands_still_fail_and_name_it() -> None:
+    async def main() -> float:
+        with pytest.raises(ExceptionGroup) as caught:
+            await draw(Engine(token_s=80_000.0, tokens=2), requests=3)
+        (error,) = caught.value.exceptions
+        assert isinstance(error, DeadlineError)
+        assert "rollout-0 did not answer engine.generate" in str(error)
+        return asyncio.get_running_loop().time()
+
+    assert DEADLINE_S <= clock.run(main()) < 1.3 * DEADLINE_S
+
+
+def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
+    async def main() -> None:
+        async with replica(Engine(token_s=1.0, tokens=1)) as remote:
+            await remote.generate(tokens_of([1]), SamplingParams(9), "s")
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == 1
+
+    clock.run(main())
