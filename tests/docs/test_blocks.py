@@ -15,13 +15,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 import yaml
 from typer.testing import CliRunner
 
+from millrace import cli
+from millrace.bench import commands as bench
 from millrace.cli import app
 from millrace.config import Config, recipe
 from millrace.rewards.functions import load_function
@@ -31,14 +33,14 @@ from tests.docs.pages import Block
 pytestmark = pytest.mark.xdist_group("docs")
 
 BLOCKS = [block for page in pages.GUIDES for block in pages.blocks(page)]
-COMMANDS = ("millrace", "make", "python", "sbatch", "benchmarks/")
+COMMANDS = ("millrace ", "make ", "python ", "sbatch ", "benchmarks/on")
 SHELL = [b for b in BLOCKS if b.language == "sh"] + [
     b for b in BLOCKS if not b.language and b.text.startswith(COMMANDS)
 ]
 TINY = (
     "sft.steps=1 sft.batch_size=4 rollout.total_rollout_steps=2 actor.ppo_mini_batch_size=2 "
     "async_training.trigger_parameter_sync_step=1 rollout.n=2 rollout.max_num_seqs=8 "
-    "data.val_max_samples=2 trainer.val_before_train=false trainer.threads=1"
+    "data.val_max_samples=2 trainer.val_before_train=false trainer.threads=1 trainer.logger=[]"
 )
 ROOT_COMMAND = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([\w-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -57,18 +59,23 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     env = os.environ | {"PYTHONPATH": str(pages.ROOT)}
     done = subprocess.run(train, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    before = Path.cwd()
+    before, patch = Path.cwd(), pytest.MonkeyPatch()
+    for module in (cli, bench):
+        patch.setattr(module, "run_async", lambda *_: pytest.fail("not a dry run"))
     os.chdir(folder)
     try:
         millrace(["export", "runs/quickstart-1", "my-model"])
         yield folder
     finally:
         os.chdir(before)
+        patch.undo()
 
 
 def commands(block: Block) -> Iterator[list[str]]:
     """The words of each command, without comments, prompts and settings of the environment."""
     for line in block.text.replace("\\\n", " ").splitlines():
+        if not block.language:  # the description of a usage line
+            line = re.split(r" {3,}", line)[0]
         words = shlex.split(line.removeprefix("$ "), comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -76,10 +83,11 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
-def found(words: list[str]) -> tuple[click.Command, list[str]]:
+def found(words: list[str]) -> tuple[Any, list[str]]:
     """Return the command that the words after `millrace` name, and its arguments."""
-    command, rest = ROOT_COMMAND, list(words)
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+    command: Any = ROOT_COMMAND
+    rest = list(words)
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"millrace has no command {rest[0]}"
         command = command.commands[rest.pop(0)]
     known = {option for p in command.params for option in p.opts} | {"--help"}
@@ -102,8 +110,9 @@ def millrace(words: list[str]) -> str:
     takes_recipe = any("--dry-run" in p.opts for p in command.params)
     if takes_recipe and not {"--dry-run", "--help-config", "--help"} & set(rest):
         words = [*words, "--dry-run"]
-    if command.name == "export" and Path(words[-1]).exists():
-        words = [*words[:-1], f"{words[-1]}-again"]
+    if command.name == "export":
+        while Path(words[-1]).exists():
+            words = [*words[:-1], f"{words[-1]}-again"]
     result = runner.invoke(app, words)
     codes = (0, 1) if command.name == "doctor" else (0,)
     assert result.exit_code in codes, f"millrace {shlex.join(words)}: {result.exception}"

@@ -68,8 +68,7 @@ def test_every_symptom_is_a_message_of_the_code() -> None:
     missing = [
         symptom
         for symptom in said
-        if symptom not in names
-        and not all(part.strip() in code for part in symptom.split("..."))
+        if symptom not in names and not all(part.strip() in code for part in symptom.split("..."))
     ]
     assert not missing
 
