@@ -44,7 +44,7 @@ class Kill:
 
 
 def arguments(run_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "millrace.cli", "train", "quickstart", "trainer.save_freq=5", "trainer.resume=auto",
+    return [sys.executable, "-m", "millrace", "train", "quickstart", "trainer.save_freq=5", "trainer.resume=auto",
             "trainer.val_before_train=false", "rollout.test_freq=0", f"trainer.run_dir={run_dir}", "--json"]  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
 
 def audit(run_dir: Path) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "millrace.cli", "ledger", str(run_dir), "--json"],
+        [sys.executable, "-m", "millrace", "ledger", str(run_dir), "--json"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -44,8 +44,10 @@ from rich.console import Console
 
 from millrace.bench.modes import folder_of_run
 from millrace.config import recipe
-from millrace.launch import Outcome, Session, StopRequest, open_session, run_training
 from millrace.observe.progress import Progress, make_view
+from millrace.run.session import Session, open_session
+from millrace.run.stop import StopRequest
+from millrace.run.train import Outcome, run_training
 from millrace.schedule.ledger import Ledger
 
 Run = dict[str, Any]

@@ -28,9 +28,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from millrace.config import ModelShape
-from millrace.engines.model import load_model, write_shape
-from millrace.engines.sampling import draw
-from millrace.engines.torch_rollout import TorchRolloutEngine
+from millrace.decode.engine import TorchRolloutEngine
+from millrace.decode.sampling import draw
+from millrace.models.model import load_model, write_shape
 from millrace.types import SamplingParams, Tokens, tokens_of
 
 MODELS = {

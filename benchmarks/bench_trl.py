@@ -82,9 +82,9 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from millrace import problems
     from millrace.config import recipe
-    from millrace.engines.tokenizer import load_tokenizer
+    from millrace.models.tokenizer import load_tokenizer
+    from millrace.run import problems
 
     config = recipe.load(RECIPE, [f"model.path={model_folder}", f"trainer.seed={seed}"])
     stream = problems.prepare(config, problems.load(config), Path(model_folder)).train

@@ -30,9 +30,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace.assemble import build_engines, open_runtime
 from millrace.config import Config, ModelShape, recipe
-from millrace.run_dir import RunDir
+from millrace.run.engines import build_engines, open_runtime
+from millrace.run.folder import RunDir
 from millrace.types import Prompt, Sample, SamplingParams, Segment, Tokens, Trajectory, tokens_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ VOCABULARY = {"tiny": 512, "1.5b": 151936, "7b": 152064}
 
 
 def configuration(options: argparse.Namespace, folder: Path) -> Config:
-    from millrace.engines.model import write_shape
+    from millrace.models.model import write_shape
 
     shape = ModelShape.model_validate(SHAPES[options.model])
     dtype: Literal["float32", "bfloat16"] = options.dtype or (
@@ -297,7 +297,8 @@ async def bare_engine(
 
 async def bare(options: argparse.Namespace, folder: Path) -> None:
     """AsyncLLM alone, with the engine arguments that millrace gives it, but vLLM's own scheduler."""
-    from millrace.engines import vllm_arguments, vllm_rollout
+    from millrace.vllm import arguments as vllm_arguments
+    from millrace.vllm import engine as vllm_rollout
 
     vllm_arguments.SCHEDULER = None
     config = configuration(options, folder)

@@ -20,7 +20,7 @@ def millrace(
 
     Raises SystemExit if the command fails, subprocess.TimeoutExpired if it runs past `timeout_s` and is killed.
     """
-    command = [sys.executable, "-m", "millrace.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "millrace", *arguments, "--json"]
     done = subprocess.run(
         command,
         capture_output=True,

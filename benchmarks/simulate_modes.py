@@ -31,7 +31,6 @@ from rich.progress import track
 from millrace.bench.modes import counted
 from millrace.config import recipe
 from millrace.environments.single_turn import SingleTurn
-from millrace.launch import drawn_lengths
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -40,6 +39,7 @@ from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
+from millrace.run.train import drawn_lengths
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync

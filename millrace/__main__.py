@@ -1,5 +1,5 @@
 """python -m millrace: the command of that name."""
 
-from millrace.cli import main
+from millrace.cli.main import main
 
 main()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Score, Segment, Tokens
+
+if TYPE_CHECKING:
+    import torch
+
+Phase = Literal["sft", "rl"]
+"""The supervised warm-up, or reinforcement learning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,16 @@ class RolloutEngine(Protocol):
 
     async def stats(self) -> RolloutStats: ...
 
-    async def sleep(self, keep_weights: bool = True) -> None:
-        """Give the device's memory back. Called in colocated placement, with nothing running, and again while asleep.
+    async def close(self) -> None: ...
 
-        Without `keep_weights` the next sync brings new ones before anything is drawn: the old ones need not be kept.
+
+class ReplicaSleeper(Protocol):
+    """The rollout side of shared devices: memory comes back in two parts, around a weight sync."""
+
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Give the device's memory back. Called with nothing running, and again while asleep.
+
+        Without `keep_weights` the engine may discard its weights: a sync comes before `wake`.
         """
         ...
 
@@ -89,14 +101,44 @@ class RolloutEngine(Protocol):
         """Take all memory again; the weights are those of the last version."""
         ...
 
-    async def close(self) -> None: ...
+
+class Replica(RolloutEngine, ReplicaSleeper, Protocol):
+    """A rollout engine for any placement."""
+
+
+class Sleeper(Protocol):
+    """The training side of shared devices."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back. The state stays as it is, and so does a staged save."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again."""
+        ...
 
 
 class TrainEngine(Protocol):
-    """One model under training, on all of its ranks. The critic and the frozen reference are TrainEngines too."""
+    """One policy under training, with the critic and the reference that its algorithm needs.
+
+    The driver calls a method on every rank at once, with the same arguments, and awaits all of them.
+    Every rank returns the same value.
+    """
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        """Start a phase of `horizon` optimizer steps, with a fresh optimizer and LR schedule.
+
+        Called before the first step and before `load`. The policy's weights stay. The critic and
+        the reference start from them.
+        """
+        ...
 
     async def step(self, batch: TrainBatch) -> StepReport:
         """Advantages, then `ppo_epochs` passes of optimizer steps over mini-batches of `ppo_mini_batch_size` samples."""
+        ...
+
+    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+        """One supervised step on (prompt, response) pairs. Its metrics have at least sft/loss."""
         ...
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -115,13 +157,43 @@ class TrainEngine(Protocol):
         """Until what a staged save began is written. Raises what it failed with."""
         ...
 
-    async def load(self, folder: str) -> None: ...
+    async def load(self, folder: str) -> None:
+        """Take the state that `save` wrote, at any number of ranks."""
+        ...
 
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
+    async def export(self, folder: str) -> None:
+        """Write a Hugging Face model folder, in the dtype that is served."""
+        ...
 
     async def close(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """The in-process side of a trainer rank that a sync reads from.
+
+    A shard is a tensor's name, its whole shape, its dtype on the way, and this rank's rows of it.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes. Its weights may be in host memory."""
+        ...
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        """Every tensor that is served, in model order and in the serving dtype, without adapters."""
+        ...
+
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+        """With model.lora_rank: W.lora_A [rank, in] and W.lora_B [out, rank] of each W, in float32."""
+        ...
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor whole, in the serving dtype, in model order. Collective over the ranks."""
+        ...
+
+
+class TrainRank(TrainEngine, Sleeper, WeightSource, Protocol):
+    """One rank of a train engine in its worker: all that an author of an engine writes."""
 
 
 class WeightSync(Protocol):

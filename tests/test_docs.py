@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
 import re
@@ -16,16 +17,16 @@ from millrace import config
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.algorithms.rules import RULES
 from millrace.config import Config, GuardConfig, OptimConfig, recipe, verl
-from millrace.engines import fsdp_train
 from millrace.errors import ConfigError
 from millrace.observe.guard import CAUSES, Guard
 from millrace.ports import TrainBatch
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.runtime.placement import choose
+from millrace.train.fsdp import engine as fsdp_train
+from tests.decode.helpers import folder
 from tests.docs import pages
-from tests.engines.rollout_helpers import folder
-from tests.engines.train_samples import random_samples
 from tests.observe import test_metrics
+from tests.train.samples import random_samples
 
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
@@ -68,7 +69,11 @@ def keys_of(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", [*pages.GUIDES, pages.ROOT / "ARCHITECTURE.md"], ids=pages.name)
+@pytest.mark.parametrize(
+    "page",
+    [*pages.GUIDES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"],
+    ids=pages.name,
+)
 def test_every_key_on_a_page_exists(page: Path) -> None:
     known = {key for key, _ in recipe.all_keys()} | set(verl.ALIASES)
     sections = {key.rpartition(".")[0] for key in verl.ALIASES}
@@ -173,7 +178,7 @@ def step_metrics(case: dict[str, Any], version: int) -> set[str]:
         async_training=case.get("async_training", {}),
     )
     engine = fsdp_train.build(c, str(folder()), rank=0, world_size=1)
-    engine.begin(OptimConfig(lr=1e-3), 10)
+    engine.restart(OptimConfig(lr=1e-3), 10)
     report = asyncio.run(engine.step(TrainBatch(random_samples(3, [4, 1, 3, 5, 2]), version)))
     return set(report.metrics) | set(report.totals)
 
@@ -218,18 +223,15 @@ def test_every_metric_of_a_version_is_documented() -> None:
 # -- files and recipes
 
 
-def test_every_file_has_a_line_in_the_architecture() -> None:
-    _, _, table = (ROOT / "ARCHITECTURE.md").read_text().partition("## Every file")
-    listed: set[str] = set()
-    for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE):
-        folder_, names = "", re.findall(r"`([^`]+)`", cell)
-        for name in names:  # a name without a folder is in that of the one before it
-            folder_ = f"{name.rpartition('/')[0]}/" if "/" in name else folder_
-            listed.add(name if "/" in name else folder_ + name)
-    package = ROOT / "millrace"
-    assert listed == {
-        str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"
-    }
+MODULES = sorted(p for p in (ROOT / "millrace").rglob("*.py") if p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_first_what_it_is(path: Path) -> None:
+    lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    assert lines and lines[0], f"{path.name} has no docstring"
+    assert len(lines) == 1 or not lines[1], f"{path.name}: one line, then an empty one"
+    assert lines[0].endswith((".", ":", ")", "?")), f"{path.name}: {lines[0]!r} does not end"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -59,7 +59,7 @@ def job(
     if real:
         for name in ("ray", "python"):
             scripts[name] = f'#!/bin/bash\nexec {Path(sys.executable).parent / name} "$@"\n'
-        scripts["millrace"] = f'#!/bin/bash\nexec {sys.executable} -m millrace.cli "$@"\n'
+        scripts["millrace"] = f'#!/bin/bash\nexec {sys.executable} -m millrace "$@"\n'
     else:
         scripts |= {
             "ray": RAY % sys.executable,

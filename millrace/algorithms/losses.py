@@ -1,5 +1,8 @@
-"""Policy losses, token by token. Aggregation to one number is in aggregate.py, weights W of a rollout correction in correction.py
-(the caller multiplies them in), losses on whole sequences in sequence_losses.py, all modes by name in policy_losses.py.
+"""Policy losses, token by token.
+
+Aggregation to one number is in aggregate.py. The weights W of a rollout correction are in
+correction.py; the caller multiplies them in. Losses on whole sequences are in sequence_losses.py,
+and all modes by name in policy_losses.py.
 
 Below rho = exp(clamp(log pi - log pi_old, +-20)), A the advantage, sg a constant (stop gradient).
 """

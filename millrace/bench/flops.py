@@ -28,7 +28,7 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
     weights = layers * layer + hidden * shape["vocab_size"]
     per_token = 6.0 * weights
     if config.model.lora_rank:
-        from millrace.engines.lora import num_trained
+        from millrace.train.fsdp.lora import num_trained
 
         per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config.model)
     return sum(per_token * n + 6.0 * layers * heads * head * n * n for n in lengths)

@@ -15,10 +15,12 @@ from typing import Any
 from millrace.bench.flops import train_flops
 from millrace.config import Config, recipe
 from millrace.errors import bad_value
-from millrace.launch import Session, StopRequest, drawn_lengths, open_session, run_training
 from millrace.observe.progress import Progress
 from millrace.rollout.episode import request_seed
-from millrace.run_dir import RunDir, open_run_dir
+from millrace.run.folder import RunDir, open_run_dir
+from millrace.run.session import Session, open_session
+from millrace.run.stop import StopRequest
+from millrace.run.train import drawn_lengths, run_training
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import Schedule

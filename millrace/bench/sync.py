@@ -10,8 +10,8 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import DeadlineError
-from millrace.launch import Session, open_session
 from millrace.observe.progress import Progress
+from millrace.run.session import Session, open_session
 from millrace.types import SamplingParams
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from millrace.bench.flops import train_flops
 from millrace.config import Config
-from millrace.launch import open_session
 from millrace.observe.progress import Progress
+from millrace.run.session import open_session
 from millrace.types import Tokens, tokens_of
 
 WARM_UP_STEPS = 3

@@ -7,9 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
-from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
 
 
@@ -42,23 +40,3 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-async def settle(
-    trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
-) -> bool:
-    """Wait for the last validation and checkpoint of a run, `trained` or stopped.
-
-    Returns whether the run is complete: a run that trained all its samples may be told to stop
-    here, and then saves.
-    """
-    if trained:
-        await record.validated()
-        await record.checkpointed()
-        if save_last or stop.requested:
-            await trainer.stop()
-        stop.detach()
-    complete = trained and not stop.requested
-    if not complete:
-        record.abandon_validation()
-    return complete

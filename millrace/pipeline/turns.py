@@ -20,8 +20,7 @@ from contextlib import (
 )
 
 from millrace.observe.stopwatch import Parts, untimed
-from millrace.ports import TrainEngine
-from millrace.rollout.pool import RolloutPool
+from millrace.ports import ReplicaSleeper, Sleeper
 
 Hold = Callable[[], AbstractAsyncContextManager[float | None]]
 """Stops rollouts while its body runs, which gets the time since when they are stopped."""
@@ -63,7 +62,7 @@ class Turns:
 class SharedTurns(Turns):
     """Shared devices: memory changes hands at both ends of the trainer's turn."""
 
-    def __init__(self, pool: RolloutPool, engine: TrainEngine) -> None:
+    def __init__(self, pool: ReplicaSleeper, engine: Sleeper) -> None:
         self._pool = pool
         self._engine = engine
 
@@ -104,6 +103,6 @@ class SharedTurns(Turns):
         return nullcontext(None)
 
 
-def turns_of(shared: bool, pool: RolloutPool, engine: TrainEngine) -> Turns:
+def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> Turns:
     """Return the turns of two sides that share their devices or not."""
     return SharedTurns(pool, engine) if shared else Turns()

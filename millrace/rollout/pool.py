@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from millrace.ports import RolloutEngine, RolloutStats
+from millrace.ports import Replica, RolloutStats
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens
 
 
 class RolloutPool:
-    """A RolloutEngine made of others."""
+    """A Replica made of others."""
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(self, engines: Sequence[Replica]) -> None:
         self.engines = engines
         self._loads = [0] * len(engines)
         self._homes: dict[str, int] = {}

@@ -127,7 +127,7 @@ def main() -> None:
     die_with(int(sys.argv[3]))
     ignore_stop_signals()
     fd, role = int(sys.argv[1]), sys.argv[2]
-    from millrace.worker import make_worker
+    from millrace.runtime.worker import make_worker
 
     asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role)))
 

@@ -23,7 +23,7 @@ from millrace.runtime.address import listening_at
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.rpc import Peer
-from millrace.worker import make_worker
+from millrace.runtime.worker import make_worker
 
 try:
     import ray

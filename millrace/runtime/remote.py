@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError, SyncError, WorkerError
-from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
 
@@ -23,7 +23,7 @@ _LOOKS = 8
 
 
 class RemoteRolloutEngine:
-    """A RolloutEngine in a worker.
+    """A Replica in a worker.
 
     A request's deadline times its replica's lack of progress: it restarts while the replica draws or
     reads tokens of any request. So a long queue, such as a validation's, may take longer.
@@ -82,7 +82,7 @@ class RemoteRolloutEngine:
 
 
 class RemoteTrainEngine:
-    """A TrainEngine on all of its ranks: every call goes to each of them, and the first failure is the call's."""
+    """A TrainEngine and a Sleeper on all ranks: the first rank's failure is the call's."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
@@ -92,13 +92,11 @@ class RemoteTrainEngine:
         return report
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
-        """One supervised step on (prompt, response) pairs."""
         report: StepReport = (await self._all("sft_step", (examples,), StepReport))[0]
         return report
 
-    async def begin(self, phase: str, horizon: int) -> None:
-        """A fresh optimizer and LR schedule for `phase` ("sft" or "rl"), over `horizon` optimizer steps."""
-        await all_of(self.peers, "begin", (phase, horizon))
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        await self._all("begin", (phase, horizon))
 
     async def matmul_rates(self) -> list[float]:
         """Each rank's device: multiplications and additions a second of one large matmul."""
@@ -123,7 +121,6 @@ class RemoteTrainEngine:
         await self._all("load", (_absolute(folder),))
 
     async def export(self, folder: str) -> None:
-        """Write a Hugging Face model folder."""
         await self._all("export", (_absolute(folder),))
 
     async def sleep(self) -> None:

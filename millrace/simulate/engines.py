@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
 from millrace.types import (
     Author,
@@ -231,6 +231,15 @@ class SimTrainEngine:
     def __init__(self, cost: CostModel) -> None:
         self.trained: list[tuple[PolicyVersion, tuple[Sample, ...]]] = []
         self._cost = cost
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        return None
+
+    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+        return StepReport(1)
+
+    async def export(self, folder: str) -> None:
+        return None
 
     async def step(self, batch: TrainBatch) -> StepReport:
         tokens = sum(

@@ -14,17 +14,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from millrace.beside import Beside
 from millrace.errors import SyncError
-from millrace.ports import TransferReport, WeightHolder
+from millrace.ports import TransferReport, WeightHolder, WeightSource
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
+from millrace.sync.background import Beside
 from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
 from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, told_specs, wire_device
@@ -32,27 +32,6 @@ from millrace.types import PolicyVersion
 
 Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
 """Of every tensor, in order: its name, whole shape, dtype on the way, and the rows of this rank, in any dtype."""
-
-
-class WeightSource(Protocol):
-    """The train engine as a sender sees it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes. Its weights may be in host memory."""
-        ...
-
-    def shards(self) -> Shards:
-        """Every tensor that is served, in model order and in the serving dtype; without what adapters add."""
-        ...
-
-    def adapters(self) -> Shards:
-        """Where model.lora_rank is set: W.lora_A [rank, in] and W.lora_B [out, rank] of every adapted tensor W, in float32."""
-        ...
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in the serving dtype, in model order. Collective over the trainer's ranks."""
-        ...
 
 
 class Sender:

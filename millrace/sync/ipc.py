@@ -21,10 +21,10 @@ from torch.storage import TypedStorage
 
 from millrace import codec
 from millrace.errors import SyncError
-from millrace.ports import TransferReport
+from millrace.ports import TransferReport, WeightSource
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, plan
-from millrace.sync.collective import WeightSource, tell_specs
+from millrace.sync.collective import tell_specs
 from millrace.sync.groups import finish, make_group, receive, start_send, wait_for_device
 from millrace.types import PolicyVersion
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from millrace import console
+from millrace.cli import console
 
 HERE = Path(__file__).parent
 CASES = sorted(p.parent for p in HERE.glob("*/expect.yaml"))
@@ -43,7 +43,7 @@ def contents(folder: Path) -> set[str]:
 
 
 def run_process(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "millrace.cli", *arguments]
+    command = [sys.executable, "-m", "millrace", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
@@ -72,7 +72,7 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
     if expected.get("process"):
         code, out, err = run_process(folder, arguments)
     else:
-        from millrace.cli import main
+        from millrace.cli.main import main
 
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])

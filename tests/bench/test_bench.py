@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from millrace.bench.flops import train_flops
 from millrace.bench.modes import Arm, arms_of, check_size, counted, table
 from millrace.config import Config, ModelShape, recipe
-from millrace.engines import lora
-from millrace.engines.model import load_model, write_shape
 from millrace.errors import ConfigError
+from millrace.models.model import load_model, write_shape
+from millrace.train.fsdp import lora
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from millrace.config import Config, ModelShape
-from millrace.engines.model import write_shape
-from millrace.ports import RolloutEngine
+from millrace.models.model import write_shape
+from millrace.ports import Replica
 from millrace.rollout.pool import RolloutPool
 from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine
@@ -20,7 +20,13 @@ from millrace.runtime.rpc import Peer
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
-from millrace.testing import RolloutCase, TrainCase, check_rollout_engine, check_train_engine
+from millrace.testing import (
+    RolloutCase,
+    TrainCase,
+    check_replica,
+    check_sleeping_train_engine,
+    check_train_engine,
+)
 
 SHAPE = ModelShape(
     hidden_size=32,
@@ -76,14 +82,14 @@ def test_a_rollout_engine_in_a_worker_and_a_pool_of_two_conform(tmp_path: Path, 
             )
             make = makers(peers, model, c)
 
-            async def one() -> RolloutEngine:
+            async def one() -> Replica:
                 return await make(0)
 
-            async def pool() -> RolloutEngine:
+            async def pool() -> Replica:
                 return RolloutPool(await asyncio.gather(make(0), make(1)))
 
-            await check_rollout_engine(one, CASE)
-            await check_rollout_engine(pool, CASE)
+            await check_replica(one, CASE)
+            await check_replica(pool, CASE)
         finally:
             await workers.close()
 
@@ -114,7 +120,7 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
                     ]
                     await asyncio.gather(*first)
                     (tmp_path / name).mkdir()
-                    await asyncio.gather(*(p.call("begin", ("rl", 100)) for p in ranks))
+                    await asyncio.gather(*(p.call("engine.begin", ("rl", 100)) for p in ranks))
                     await RemoteTrainEngine(ranks).save(str(tmp_path / name))
                 engine = RemoteTrainEngine(ranks)
                 await engine.begin("rl", 100)
@@ -122,7 +128,7 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
                 await engine.begin("rl", 100)
                 return engine
 
-            await check_train_engine(make, TrainCase(vocab_size=VOCABULARY))
+            await check_sleeping_train_engine(make, TrainCase(vocab_size=VOCABULARY))
         finally:
             await workers.close()
 
@@ -134,17 +140,17 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
 def test_the_simulated_rollout_engine_conforms_on_the_virtual_clock(
     slots: int, prefill_token_s: float
 ) -> None:
-    async def make() -> RolloutEngine:
+    async def make() -> Replica:
         return SimRolloutEngine(CostModel(prefill_token_s=prefill_token_s), slots=slots, version=0)
 
-    clock.run(check_rollout_engine(make, RolloutCase(timeout_s=1000)))
+    clock.run(check_replica(make, RolloutCase(timeout_s=1000)))
 
 
 def test_a_pool_of_simulated_engines_conforms() -> None:
-    async def make() -> RolloutEngine:
+    async def make() -> Replica:
         return RolloutPool([SimRolloutEngine(CostModel(), slots=2, version=0) for _ in range(3)])
 
-    clock.run(check_rollout_engine(make, RolloutCase(timeout_s=1000)))
+    clock.run(check_replica(make, RolloutCase(timeout_s=1000)))
 
 
 def test_the_simulated_train_engine_learns_nothing_and_so_does_not_conform() -> None:

@@ -74,8 +74,8 @@ def test_the_vocabulary_is_bounded_and_special_tokens_come_first():
 
 def test_a_saved_tokenizer_loads_as_it_was_beside_a_models_shape(tmp_path):
     from millrace.config import ModelShape
-    from millrace.engines.model import write_shape
-    from millrace.engines.tokenizer import load_tokenizer
+    from millrace.models.model import write_shape
+    from millrace.models.tokenizer import load_tokenizer
 
     for chat in (chars(), bpe()):
         chat.tokenizer.save_pretrained(tmp_path)

@@ -22,9 +22,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from millrace import cli
-from millrace.bench import commands as bench
-from millrace.cli import app
+from millrace.cli import bench, main
+from millrace.cli.main import app
 from millrace.config import Config, recipe
 from millrace.rewards.functions import load_function
 from tests.docs import pages
@@ -60,7 +59,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     done = subprocess.run(train, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     before, patch = Path.cwd(), pytest.MonkeyPatch()
-    for module in (cli, bench):
+    for module in (main, bench):
         patch.setattr(module, "run_async", lambda *_: pytest.fail("not a dry run"))
     os.chdir(folder)
     try:
@@ -88,8 +87,9 @@ def found(words: list[str]) -> tuple[Any, list[str]]:
     command: Any = ROOT_COMMAND
     rest = list(words)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        assert rest[0] in command.commands, f"millrace has no command {rest[0]}"
-        command = command.commands[rest.pop(0)]
+        names = rest.pop(0).split("|")
+        assert set(names) <= set(command.commands), f"millrace has no command {names}"
+        command = command.commands[names[0]]
     known = {option for p in command.params for option in p.opts} | {"--help"}
     for word in rest:
         option = word.strip("[]").partition("=")[0]

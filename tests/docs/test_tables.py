@@ -7,10 +7,10 @@ import re
 
 import typer
 
-from millrace import resume_checks
-from millrace.cli import app
+from millrace.cli.main import app
 from millrace.config import recipe
 from millrace.observe.guard import CAUSES
+from millrace.run import resume_checks
 from millrace.schedule.modes import MODES
 from tests.docs.pages import ROOT, codes, rows
 

@@ -16,12 +16,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from millrace import launch
 from millrace.config import recipe
-from millrace.launch import Outcome, Session, StopRequest
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.run_dir import RunDir, open_run_dir
+from millrace.run.folder import RunDir, open_run_dir
+from millrace.run.session import Session, open_session
+from millrace.run.sft import warm_up
+from millrace.run.start import start_state
+from millrace.run.stop import StopRequest
+from millrace.run.train import Outcome, run_training
 from millrace.schedule.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,8 +53,8 @@ async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
     config = recipe.load(
         RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides]
     )
-    async with launch.open_session(config, progress()) as s:
-        await launch.warm_up(s)
+    async with open_session(config, progress()) as s:
+        await warm_up(s)
         await s.engines.train.begin("rl", 1)
         (folder / "start").mkdir()
         await s.engines.train.save(str(folder / "start"))
@@ -77,8 +80,8 @@ async def run(
         await s.engines.train.begin("rl", horizon)
         ledger = Ledger(config.schedule, config.rollout.total_rollout_steps)
     else:
-        ledger = await launch.start_state(mine)
-    outcome = await launch.run_training(mine, ledger, stop or StopRequest())
+        ledger = await start_state(mine)
+    outcome = await run_training(mine, ledger, stop or StopRequest())
     await s.engines.turns.enter()
     return outcome
 
@@ -98,7 +101,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`millrace ...` as a user runs it."""
     return subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *arguments],
+        [sys.executable, "-m", "millrace", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -109,7 +112,7 @@ def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 def start_command(*arguments: str, output: Path) -> subprocess.Popen[bytes]:
     with output.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli", *arguments],
+            [sys.executable, "-m", "millrace", *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from millrace.assemble import build_engines
 from millrace.config import Config, ModelShape
-from millrace.engines.model import write_shape
 from millrace.errors import MillraceError
+from millrace.models.model import write_shape
 from millrace.pipeline.history import audit
-from millrace.run_dir import RunDir
+from millrace.run.engines import build_engines
+from millrace.run.folder import RunDir
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer
+from millrace.runtime.worker import RolloutWorker, TrainWorker, make_worker
 from millrace.schedule.modes import MODES
-from millrace.worker import RolloutWorker, TrainWorker, make_worker
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)

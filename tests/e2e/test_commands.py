@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace import cli
+from millrace.cli import main as cli
 from millrace.config import Config
 from millrace.data.chat import Chat
-from millrace.engines import fsdp_train
-from millrace.engines.model import load_model
+from millrace.models.model import load_model
+from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)
@@ -239,7 +239,7 @@ def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(
     engine = fsdp_train.build(
         Config(trainer={"device": "cpu"}), str(checkpoint / "model"), rank=0, world_size=1
     )
-    engine.begin(Config().actor.optim, 1)
+    engine.restart(Config().actor.optim, 1)
     before = {name: tensor.clone() for name, tensor in engine.full_weights()}
     asyncio.run(engine.load(str(checkpoint / "engine")))
     plain = load_model(checkpoint / "model", seed=0, dtype="float32")

@@ -11,15 +11,15 @@ import yaml
 from safetensors.torch import load_file
 
 from millrace.config import ModelShape, recipe
-from millrace.engines import fsdp_train
-from millrace.engines.model import write_shape
-from millrace.exporting import export
+from millrace.models.model import write_shape
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.ports import TransferReport
+from millrace.run.export import export
 from millrace.runtime.remote import all_of
 from millrace.schedule.ledger import Ledger
 from millrace.sync.buckets import ALIGN
+from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,7 +38,7 @@ def test_one_process_exports_what_copies_in_bfloat16_have_saved(tmp_path: Path) 
     write_shape(str(tmp_path / "model"), shape, vocab_size=32, eos_token_id=0)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     engine = fsdp_train.build(alone, str(tmp_path / "model"), rank=0, world_size=1)
-    engine.begin(alone.actor.optim, 1)
+    engine.restart(alone.actor.optim, 1)
     checkpoint = asyncio.run(
         Checkpoints(tmp_path, keep=1).save(Ledger(config.schedule).snapshot(), engine)
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from millrace.exporting import export
 from millrace.pipeline.history import audit
+from millrace.run.export import export
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)

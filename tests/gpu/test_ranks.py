@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines import fsdp_train
-from millrace.engines.fsdp_train import FsdpTrainEngine
-from millrace.engines.model import write_shape
+from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
 from millrace.sync.buckets import Spec, rows_of
-from tests.engines.train_samples import VOCAB, random_samples
+from millrace.train.fsdp import engine as fsdp_train
+from millrace.train.fsdp.engine import FsdpTrainEngine
+from tests.train.samples import VOCAB, random_samples
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTr
         "actor": tree["actor"] | actor | sections.get("actor", {}),
     }
     engine = fsdp_train.build(Config.model_validate(tree), folder, rank=rank, world_size=ranks)
-    engine.begin(OPTIM, 10)
+    engine.restart(OPTIM, 10)
     return engine
 
 

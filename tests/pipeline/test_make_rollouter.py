@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from millrace.config import Config
-from millrace.launch import make_rollouter
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.shaping import OverlongBuffer
+from millrace.run.train import make_rollouter
 from millrace.schedule.ledger import Ledger
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.exporting import export
-from millrace.launch import supervise
 from millrace.pipeline import ownership
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.run_dir import open_eval_dir, open_run_dir
+from millrace.run.export import export
+from millrace.run.folder import open_eval_dir, open_run_dir
+from millrace.run.sft import run_sft
 from millrace.schedule.ledger import Ledger
-from tests.test_run_dir import Engine, checkpoint_of, config_of
+from tests.run.test_folder import Engine, checkpoint_of, config_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -150,5 +150,5 @@ def test_a_supervised_model_is_not_written_over(tmp_path: Path) -> None:
     (run.path / "sft").mkdir()
     (run.path / "sft" / "model.safetensors").write_text("of the last time")
     with pytest.raises(ConfigError, match=r"trainer.run_dir = .*has a supervised model"):
-        asyncio.run(supervise(said, None))  # type: ignore[arg-type]
+        asyncio.run(run_sft(said, None))  # type: ignore[arg-type]
     assert (run.path / "sft" / "model.safetensors").read_text() == "of the last time"

@@ -18,14 +18,15 @@ from millrace.observe.progress import Progress, State
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
-from millrace.pipeline.run import run_pipeline, settle
+from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.pipeline.stop import StopRequest
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Validator
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
+from millrace.run.stop import StopRequest
+from millrace.run.train import settle
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate import clock

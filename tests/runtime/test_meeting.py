@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from millrace.runtime.address import listening_at
-from millrace.worker import Worker
+from millrace.runtime.worker import Worker
 from tests.listening import other_addresses, reachable
 
 

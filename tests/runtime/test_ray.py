@@ -15,11 +15,13 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from millrace import launch
 from millrace.config import recipe
 from millrace.errors import ConfigError, WorkerError
-from millrace.launch import StopRequest
 from millrace.pipeline.history import audit
+from millrace.run.session import open_session
+from millrace.run.start import start_state
+from millrace.run.stop import StopRequest
+from millrace.run.train import Outcome, run_training
 from millrace.runtime import ray as ray_runtime
 from millrace.runtime.ray import RayRuntime
 from tests.e2e import runs
@@ -169,10 +171,10 @@ def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_
     c = recipe.load(runs.RECIPE, [*runs.SMALL, *placed])
     nodes: dict[str, str] = {}
 
-    async def main() -> launch.Outcome:
-        async with launch.open_session(c, runs.progress()) as s:
+    async def main() -> Outcome:
+        async with open_session(c, runs.progress()) as s:
             nodes.update(nodes_of_actors())
-            return await launch.run_training(s, await launch.start_state(s), StopRequest())
+            return await run_training(s, await start_state(s), StopRequest())
 
     outcome = asyncio.run(main())
     assert set(nodes) == {"trainer-0", "rollout-0"} and nodes["trainer-0"] != nodes["rollout-0"]

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.config import Config, ModelShape
-from millrace.engines import fsdp_train, torch_rollout
-from millrace.engines.model import write_shape
+from millrace.decode import engine as torch_rollout
 from millrace.errors import SyncError
+from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
 from millrace.sync import collective
 from millrace.sync.adapters import AdaptedInbox
@@ -25,9 +25,10 @@ from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN
 from millrace.sync.collective import Receiver, Sender, Shards, join_sender
 from millrace.sync.proof import bit_sums
+from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
-from tests.engines.train_samples import random_samples
 from tests.sync.test_collective import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model
+from tests.train.samples import random_samples
 
 RANK, ALPHA = 3, 12.0
 ADAPTED = ("layer.0.w", "layer.1.w", "head")
@@ -323,7 +324,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
 
     async def main() -> None:
         engine = fsdp_train.build(config, str(tmp_path), rank=0, world_size=1)
-        engine.begin(config.actor.optim, 9)
+        engine.restart(config.actor.optim, 9)
         replica, store = (
             torch_rollout.build(config.sides, config.model, str(tmp_path)),
             dist.HashStore(),

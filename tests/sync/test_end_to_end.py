@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.config import Config, ModelShape
-from millrace.engines import fsdp_train, torch_rollout
-from millrace.engines.model import eos_ids, load_model, write_shape
-from millrace.engines.torch_rollout import TorchRolloutEngine
+from millrace.decode import engine as torch_rollout
+from millrace.decode.engine import TorchRolloutEngine
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SyncError
+from millrace.models.model import eos_ids, load_model, write_shape
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -29,6 +29,7 @@ from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender
+from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
 
@@ -118,7 +119,7 @@ async def train(
 ) -> tuple[Record, list[TorchRolloutEngine]]:
     """A run with two replicas, the second one of class `second`."""
     engine = fsdp_train.build(c, folder, rank=0, world_size=1)
-    engine.begin(c.actor.optim, samples)
+    engine.restart(c.actor.optim, samples)
     model = load_model(
         folder, seed=9, dtype="float32"
     )  # other weights than the trainer's, which the first sync brings

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from millrace.sync.vllm_worker import WorkerExtension
+from millrace.vllm.worker import WorkerExtension
 
 
 class FaultyExtension(WorkerExtension):

@@ -12,13 +12,13 @@ import torch
 from torch.distributed import TCPStore
 
 from millrace.config import Config, ModelShape
-from millrace.engines.model import load_model, write_shape
+from millrace.models.model import load_model, write_shape
+from millrace.runtime.worker import _vllm_environment
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Sender
-from millrace.sync.vllm_receiver import VllmReceiver
 from millrace.testing import joined
 from millrace.types import Segment
-from millrace.worker import _vllm_environment
+from millrace.vllm.receiver import VllmReceiver
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(
@@ -73,7 +73,8 @@ class Replica:
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
         _vllm_environment(str(self.folder))
-        from millrace.engines import vllm_arguments, vllm_rollout
+        from millrace.vllm import arguments as vllm_arguments
+        from millrace.vllm import engine as vllm_rollout
 
         patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
         self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))

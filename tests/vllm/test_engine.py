@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from millrace import testing
-from millrace.engines.model import write_shape
 from millrace.errors import ConfigError, SyncError, WorkerError
+from millrace.models.model import write_shape
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from tests.vllm.processes import engine_cores
@@ -58,7 +58,7 @@ def test_conformance(
         return replica.engine
 
     monkeypatch.setattr(replica.engine, "close", keep_open)
-    runner.run(testing.check_rollout_engine(make, RolloutCase(exact_resume=False, length=200)))
+    runner.run(testing.check_replica(make, RolloutCase(exact_resume=False, length=200)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -123,7 +123,7 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
             asyncio.create_task(replica.engine.generate(tokens_of(PROMPT[: 20 + i]), p, str(i)))
             for i, p in enumerate(params)
         ]
-        await testing._drawing(replica.engine, 300, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
         core = replica.engine._llm.engine_core
         honest = core.get_output_async
@@ -351,7 +351,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
                 tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s"
             )
         )
-        await testing._drawing(replica.engine, 2, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
         with pytest.raises(WorkerError, match=r"sleep\(\) with 1 requests under way"):
             await replica.engine.sleep()
         await task
@@ -364,7 +364,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
 
 
 def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path: Path) -> None:
-    from millrace.engines import vllm_rollout
+    from millrace.vllm import engine as vllm_rollout
 
     wrong = replica.config.model_copy(
         update={
@@ -413,7 +413,7 @@ def test_logits_are_float32_whatever_the_models_dtype(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
     """Rounded to bf16 they are no longer those of the train engine."""
-    from millrace.engines import vllm_rollout
+    from millrace.vllm import engine as vllm_rollout
 
     before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
@@ -460,7 +460,7 @@ def test_an_engine_that_dies_fails_its_requests_and_its_sync(
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
-        await testing._drawing(replica.engine, 2, RolloutCase())
+        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
         (core,) = engine_cores()
         core.suspend()
         interrupt = asyncio.create_task(replica.engine.interrupt())

@@ -1,0 +1,208 @@
+"""What the commands share: options, the recipe that they name, signals, and the last line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from millrace.config import Config, recipe
+from millrace.observe.progress import Progress, make_view
+
+T = TypeVar("T")
+
+Recipe = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A YAML file, or the name of a recipe that `millrace recipes` lists, for example quickstart",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rollout.n=8"),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON object as the last line of standard output; progress on standard error.",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Run on this Ray cluster, HOST:PORT or auto: trainer.runtime=ray trainer.ray_address=ADDRESS.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved configuration and every derived number, and exit."
+    ),
+]
+HelpConfig = Annotated[
+    bool, typer.Option("--help-config", help="Print every key of the configuration, and exit.")
+]
+
+
+_stopped_by: int | None = None
+
+
+def stopped_by() -> int | None:
+    """128 + the number of the signal that told the command to end, if one did."""
+    return _stopped_by
+
+
+def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
+    """The overrides, with --address as the last of them. Raises ConfigError for an empty one: an unset variable of a script."""
+    from millrace.errors import bad_value
+
+    if address is None:
+        return overrides or []
+    if not address.strip():
+        raise bad_value(
+            "--address", address, "names no cluster", "--address HOST:PORT, or --address auto"
+        )
+    return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
+
+
+def configure(
+    path: Path | None,
+    overrides: list[str],
+    json_: bool,
+    dry_run: bool,
+    help_config: bool,
+    *,
+    keep_warm_up: bool = False,
+) -> Config:
+    """The Config; or print what was asked for and exit."""
+    if help_config:
+        _print_keys(json_)
+        raise typer.Exit
+    if path is None:
+        raise typer.BadParameter("RECIPE is missing, for example quickstart")
+    config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
+    if dry_run:
+        from millrace.run import problems
+
+        for note in config.notes:
+            typer.echo(f"note: {note}", err=True)
+        derived = asdict(config.derived(len(problems.load(config).train)))
+        if json_:
+            print_json({"config": config.model_dump(mode="json"), "derived": derived})
+        else:
+            typer.echo(recipe.dump(config))
+            table = Table(title="derived", box=None, show_header=False)
+            for name, value in derived.items():
+                table.add_row(name, f"{value:,}")
+            Console().print(table)
+        raise typer.Exit
+    return config
+
+
+def _print_keys(json_: bool) -> None:
+    rows = list(recipe.describe())
+    if json_:
+        print_json(
+            {
+                key: {"type": kind, "default": default, "meaning": meaning}
+                for key, kind, default, meaning in rows
+            }
+        )
+        return
+    console = Console()
+    for key, kind, default, meaning in rows:
+        if kind:
+            console.print(
+                Text.assemble(
+                    "  ", (key, "bold"), " ", (f"<{kind}>", "cyan"), " ", (f"= {default}", "dim")
+                ),
+                soft_wrap=True,
+            )
+            console.print(f"      {meaning}", highlight=False, markup=False)
+        else:
+            console.print(Text.assemble("\n", (key, "bold underline"), f"  {meaning}"))
+
+
+def run_async(
+    json_: bool,
+    name: str,
+    mode: str,
+    work: Callable[[Progress], Coroutine[Any, Any, T]],
+    request_stop: Callable[[], bool],
+) -> T:
+    """Run `work` with progress and signals."""
+    with Progress(make_view(Console(stderr=json_)), name, mode) as progress:
+        return asyncio.run(_with_signals(work(progress), progress, request_stop))
+
+
+async def _with_signals(
+    work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
+) -> T:
+    """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+
+    def on_signal(number: signal.Signals) -> None:
+        global _stopped_by
+        if _stopped_by is not None:
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h\n")  # the cursor that a progress display has hidden
+                sys.stderr.flush()
+            os._exit(128 + number)  # workers die with this process
+        _stopped_by = 128 + number
+        if request_stop():
+            progress.note(
+                f"{number.name}: saving a checkpoint, then ending. Once more ends at once, without saving."
+            )
+        else:
+            progress.note(f"{number.name}: ending; no training is under way that could be saved.")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return await task
+
+
+def report(json_: bool, result: dict[str, Any], text: str) -> None:
+    if json_:
+        print_json(result)
+    else:
+        typer.echo(text)
+
+
+_told = False
+
+
+def told() -> bool:
+    """Whether this command has printed its object."""
+    return _told
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The last line for programs: one object, once."""
+    global _told
+    _told = True
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, float) and not math.isfinite(item):
+            return None
+        if isinstance(item, list):
+            return [clean(v) for v in item]
+        return {k: clean(v) for k, v in item.items()} if isinstance(item, dict) else item
+
+    print(json.dumps(clean(value), default=str), flush=True)  # noqa: T201 - the command's result

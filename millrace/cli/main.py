@@ -1,0 +1,299 @@
+"""The command line.
+
+Exit codes:
+
+    0           the work is complete
+    1           it failed
+    2           a key, file or row is wrong
+    130, 143    Ctrl-C or SIGTERM stopped it; in training it saved a checkpoint first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from millrace import __version__
+from millrace.cli.bench import bench
+from millrace.cli.console import (
+    Address,
+    DryRun,
+    HelpConfig,
+    Json,
+    Overrides,
+    Recipe,
+    configure,
+    overrides_on,
+    print_json,
+    report,
+    run_async,
+    stopped_by,
+    told,
+)
+from millrace.errors import MillraceError, WorkerError
+from millrace.observe.progress import shown
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Asynchronous RL post-training of language models.\n\n"
+    "Start with [bold]millrace train quickstart[/bold]. What trains or measures takes a RECIPE and any number of key=value overrides. "
+    "A recipe is a YAML file, or a name that [bold]millrace recipes[/bold] lists; [bold]millrace train --help-config[/bold] prints every "
+    "key.\n\n"
+    "Exit codes: 0 complete, 1 failed, 2 a key, file or row is wrong, 130 or 143 stopped by a signal.",
+)
+app.add_typer(bench, name="bench")
+
+
+def version_option(value: bool) -> None:
+    if value:
+        typer.echo(f"millrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=version_option, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command()
+def train(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    address: Address = None,
+    json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Train with RL: rollouts and training at the same time, in the recipe's mode."""
+    config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    from millrace.run import summary
+    from millrace.run.stop import StopRequest
+    from millrace.run.train import mode_of
+    from millrace.run.train import train as work
+
+    mode = mode_of(config)
+    stop = StopRequest()
+    outcome = run_async(
+        json_,
+        config.name,
+        mode,
+        lambda progress: work(config, progress, stop),
+        stop.request,
+    )
+    console = Console(stderr=json_)
+    summary.show(console, outcome)
+    if json_:
+        print_json(summary.as_json(outcome))
+    if not outcome.complete:
+        raise typer.Exit(stopped_by() or 1)
+
+
+@app.command()
+def sft(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    address: Address = None,
+    json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Supervised warm-up alone: next-token training on the recipe's demonstrations, then a Hugging Face model folder."""
+    said = overrides_on(address, overrides)
+    config = configure(path, said, json_, dry_run, help_config, keep_warm_up=True)
+    from millrace.errors import bad_value
+    from millrace.run.sft import run_sft as work
+
+    if not config.sft.steps:
+        raise bad_value("sft.steps", 0, "there is nothing to do", "sft.steps=200")
+    result = run_async(
+        json_,
+        config.name,
+        "sft",
+        lambda progress: work(config, progress),
+        lambda: False,
+    )
+    report(
+        json_,
+        result,
+        f"loss {result['loss']:.4f} after {result['steps']} steps in {result['seconds']:.1f} s; model: {result['model']}",
+    )
+
+
+@app.command(name="eval")
+def evaluate(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    address: Address = None,
+    json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Validate on data.val_files: a checkpoint (trainer.resume=FOLDER), a model (model.path=FOLDER) or the start weights."""
+    config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    from millrace.run.evaluate import evaluate as work
+
+    result = run_async(
+        json_,
+        config.name,
+        "eval",
+        lambda progress: work(config, progress),
+        lambda: False,
+    )
+    report(json_, result, shown(result["val"]))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest one")
+    ],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist")],
+    json_: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder that transformers loads."""
+    from millrace.run import export as exporting
+
+    result = exporting.export(checkpoint, folder)
+    report(
+        json_,
+        result,
+        f"{result['model']}: {result['parameters']:,} parameters of version {result['version']}",
+    )
+
+
+@app.command()
+def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Json = False) -> None:
+    """Account for every sample of a run, over all attempts: admitted, trained, dropped, in flight, lost, trained twice."""
+    import msgspec
+
+    from millrace.errors import bad_value
+    from millrace.pipeline.history import audit
+
+    if not (run / "history.jsonl").is_file():
+        raise bad_value(
+            "RUN",
+            str(run),
+            "has no history.jsonl: not a run folder",
+            "a folder such as runs/quickstart-1",
+        )
+    result = msgspec.to_builtins(audit(run))
+    report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
+    if result["lost"] or result["trained_twice"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        Path | None, typer.Argument(help="Print this recipe.", show_default=False)
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """List the recipes inside the package, or print one: `millrace recipes quickstart > my.yaml`."""
+    from millrace.config.packaged import find, packaged, summary
+
+    if name is not None:
+        text = find(name, Path(), "NAME").read_text()
+        if json_:
+            print_json({"name": str(name), "text": text})
+        else:
+            typer.echo(text, nl=False)
+        return
+    found = {name: summary(path) for name, path in packaged().items()}
+    if json_:
+        print_json(found)
+        return
+    width = max(map(len, found))
+    for name_, line in found.items():
+        typer.echo(f"{name_:{width}}  {line}")
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Check versions, devices, ports, disk and shared memory; say what is missing and the command that installs it."""
+    from millrace.cli import doctor as checkup
+
+    checks = checkup.run()
+    if json_:
+        print_json(
+            {
+                "checks": [asdict(c) for c in checks],
+                "complete": all(c.state != "bad" for c in checks),
+            }
+        )
+    else:
+        table = Table(box=None, show_header=False)
+        colour = {"good": "green", "warning": "yellow", "bad": "red", "absent": "dim"}
+        for check in checks:
+            table.add_row(
+                Text(check.state, colour[check.state]),
+                check.name,
+                Text(check.found),
+                Text(check.fix),
+            )
+        Console().print(table)
+    if any(c.state == "bad" for c in checks):
+        raise typer.Exit(1)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first leaf of an exception group that is not a mere cancellation."""
+    if isinstance(error, BaseExceptionGroup):
+        leaves = [first_cause(e) for e in error.exceptions]
+        return next((e for e in leaves if not isinstance(e, asyncio.CancelledError)), leaves[0])
+    return error
+
+
+def main() -> None:
+    """Entry point: every failure ends in one readable last line and a documented exit code."""
+    try:
+        app(standalone_mode=True)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the last boundary: nothing may end as a silent success
+        cause = first_cause(error)
+        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and (code := stopped_by()):
+            _exit(code, "told to stop", said=True)
+        if isinstance(cause, MillraceError):
+            text = str(cause)
+            if isinstance(
+                cause, WorkerError
+            ):  # the worker's last words come first: the last line is the one that names it
+                text, _, words = text.partition("\n")
+                sys.stderr.write(f"{words}\n" if words else "")
+            _exit(cause.exit_code, text)
+        import traceback
+
+        traceback.print_exception(cause)
+        _exit(1, f"{type(cause).__name__}: {cause}")
+
+
+def _exit(code: int, error: str, *, said: bool = False) -> NoReturn:
+    """The last line on standard error, unless it is `said` already, and with --json an object for programs, unless the command has told what it has."""
+    if not said:
+        sys.stderr.write(f"error: {error}\n")
+    if "--json" in sys.argv and not told():
+        print_json({"complete": False, "error": error, "exit_code": code})
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

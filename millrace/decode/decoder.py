@@ -1,0 +1,177 @@
+"""The synchronous half of the torch rollout engine: one call reads new prompts and draws one token in every occupied slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from millrace.decode import kv_cache as kv_slots
+from millrace.decode.kv_cache import Forward, Prefill, SlotCache, round_up
+from millrace.decode.prefill import PrefillPlan, plan_prefill
+from millrace.decode.sampling import draw, uniforms
+from millrace.decode.slots import Request, SlotTable, round_length
+from millrace.errors import bad_value
+from millrace.types import PolicyVersion, Stop
+
+PREFILL_TOKENS = 16384
+"""Padded context tokens in one forward pass, at most (one context always fits): bounds memory and the pause of decoding."""
+FIXED_PROMPTS = 8
+"""Contexts in every prefill batch of deterministic mode."""
+
+
+class Decoder:
+    """A model, its slots and its KV cache. The caller decides who comes and goes between two steps.
+
+    `deterministic` gives every forward pass one of a few fixed shapes, chosen by a request's own length alone. A request's
+    bits then depend on no one else, as far as the device's matrix products treat all rows of a matrix alike.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Sequence[int],
+        slots: int,
+        max_len: int,
+        deterministic: bool,
+    ) -> None:
+        parameter = next(model.parameters())
+        self.model = model
+        self.slots = slots
+        self.max_len = max_len
+        self.deterministic = deterministic
+        # Whole vectors: a ragged end would send some rows through scalar code with other rounding.
+        width = round_up(slots, 8) if deterministic else slots
+        self.cache = SlotCache(width, max_len, parameter.dtype, parameter.device)
+        self.table = SlotTable(width, self.cache, eos_ids)
+        self.no_mask = torch.zeros(1, 1, 1, 1, device=parameter.device)
+        """Four dimensions: transformers then builds no mask of its own."""
+
+    @torch.inference_mode()
+    def allocate(self) -> None:
+        """Take the memory of the KV cache, and prove that the model's attention goes through it."""
+        kv_slots.register()
+        self.model.set_attn_implementation(kv_slots.NAME)
+        self.cache.allocate()
+        self.table.allocate()
+        trash = torch.tensor([self.cache.trash], device=self.cache.device)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.cache.device)
+        self._call(one, one, Forward(self.cache, 0, 0, trash, None, Prefill(1, 1, None, None)))
+        if not self.cache.layers:
+            raise bad_value(
+                "model.path",
+                type(self.model).__name__,
+                "its attention does not go through transformers' attention interface",
+                "a causal model with standard attention, such as Qwen2 or Llama",
+            )
+
+    def free(self) -> None:
+        self.cache.free()
+
+    @torch.inference_mode()
+    def step(
+        self, arrived: Sequence[Request], version: PolicyVersion
+    ) -> list[tuple[Request, Stop]]:
+        """Seat `arrived` (as many as there is room for), draw one token in each slot; who has ended by token or length."""
+        table = self.table
+        plan = None
+        if arrived:
+            table.place(arrived, table.free(len(arrived)), version, self.max_len)
+            if self.deterministic:
+                self.read(arrived)
+            else:
+                plan = self._plan(arrived)
+        rows = table.slots if self.deterministic else min(round_up(table.rows, 8), table.slots)
+        logits = self._forward(rows, plan)
+        place = table.position[:rows] + 1 - table.shift[:rows]
+        temperature, greedy = table.temperature[:rows], table.greedy[:rows]
+        tokens, log_probs = draw(
+            logits,
+            table.to_device(uniforms(table.key[:rows], place)),
+            temperature=table.to_device(temperature) if (temperature != 1).any() else None,
+            greedy=table.to_device(greedy) if greedy.any() else None,
+            nucleus=table.nucleus(rows, logits.shape[-1]),
+        )
+        state = table.state[:, :rows]
+        state[0] = tokens
+        state[1:3] += state[3]
+        table.log_probs.index_copy_(0, state[2], log_probs)
+        return table.advance(tokens.cpu().numpy())
+
+    @torch.inference_mode()
+    def read(self, requests: Sequence[Request]) -> None:
+        """Bring the contexts of seated `requests` into the cache without drawing: new ones, or all under new weights."""
+        for group in self._groups(requests):
+            plan = self._plan(group)
+            if plan is not None:
+                self._forward(0, plan)
+
+    @torch.inference_mode()
+    def compact(self) -> None:
+        """Close the holes between occupied slots if they cost more than moving does."""
+        if not self.deterministic and 0 < self.table.occupied * 4 <= self.table.rows * 3:
+            self.table.move_down()
+
+    def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Requests whose contexts are read together: of one fixed shape, or as many as PREFILL_TOKENS allows."""
+        if self.deterministic:
+            by_length: dict[int, list[Request]] = {}
+            for request in requests:
+                by_length.setdefault(self._fixed_length([request]), []).append(request)
+            for group in by_length.values():
+                yield from (
+                    group[i : i + FIXED_PROMPTS] for i in range(0, len(group), FIXED_PROMPTS)
+                )
+            return
+        group, longest = [], 0
+        for request in sorted(requests, key=lambda r: len(self.table.context(r))):
+            longest = len(self.table.context(request))
+            if group and (len(group) + 1) * longest > PREFILL_TOKENS:
+                yield group
+                group = []
+            group.append(request)
+        if group:
+            yield group
+
+    def _fixed_length(self, requests: Sequence[Request]) -> int:
+        longest = max(len(self.table.context(r)) for r in requests)
+        return max(16, 1 << (longest - 1).bit_length()) if longest else 0
+
+    def _plan(self, requests: Sequence[Request]) -> PrefillPlan | None:
+        fixed = (FIXED_PROMPTS, self._fixed_length(requests)) if self.deterministic else None
+        contexts = [self.table.context(r) for r in requests]
+        return plan_prefill(contexts, [r.slot for r in requests], self.cache.length, fixed)
+
+    def _forward(self, rows: int, plan: PrefillPlan | None) -> torch.Tensor:
+        """Read `plan`'s contexts and feed the next token of the first `rows` slots: logits [rows, vocabulary]."""
+        ids, positions, flat = self.table.state[:3, :rows].unsqueeze(1).unbind(0)
+        write_to, write_from, prefill = flat[0], None, None
+        self.cache.mask.view(-1).index_fill_(0, write_to, 0.0)
+        if plan is not None:
+            move = self.table.to_device
+            ids = torch.cat((move(plan.tokens)[None], ids), dim=1)
+            positions = torch.cat((move(plan.positions)[None], positions), dim=1)
+            write_from = move(np.concatenate((plan.write_from, np.arange(rows) + len(plan.tokens))))
+            write_to = torch.cat((move(plan.write_to), write_to))
+            gathers = (None if t is None else move(t) for t in (plan.padded_from, plan.packed_from))
+            prefill = Prefill(plan.prompts, plan.longest, *gathers)
+        known = int(self.table.position[:rows].max()) + 1 if rows else 0
+        length = self.cache.length if self.deterministic else round_length(known, self.cache.length)
+        return self._call(
+            ids, positions, Forward(self.cache, rows, length, write_to, write_from, prefill)
+        )[-rows:]
+
+    def _call(self, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
+        out = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self.no_mask,
+            use_cache=False,
+            logits_to_keep=max(forward.rows, 1),
+            slot_forward=forward,
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits

@@ -1,0 +1,297 @@
+"""The embedded rollout engine: continuous batching of a transformers causal model, in this process, without threads.
+
+Consumes calls of `generate`; one loop, an asyncio task that lives while there is work, draws a token for every occupied slot
+and then gives the event loop a turn. Everything else runs in those turns, so between two tokens by construction: interrupt,
+swap and cancellation need no flags and no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from millrace.config import ModelConfig, Sides
+from millrace.decode.decoder import PREFILL_TOKENS, Decoder
+from millrace.decode.slots import Request
+from millrace.errors import SyncError, WorkerError
+from millrace.models.model import eos_ids, load_model
+from millrace.models.tokenizer import text_of
+from millrace.ports import RolloutStats
+from millrace.rollout.requests import check_request, completes_stop, stop_window
+from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
+
+
+class TorchRolloutEngine:
+    """A RolloutEngine and a WeightHolder. `decode` (tokens to text) is needed for stop strings alone.
+
+    `slots` requests decode together, the rest wait in order of arrival. A prompt and its response have `max_len` tokens at
+    most. `deterministic`: a request's bits do not depend on others, for shapes that are fixed and slower.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Sequence[int],
+        slots: int,
+        max_len: int,
+        deterministic: bool = False,
+        kv_on_swap: str = "keep",
+        version: PolicyVersion = 0,
+        decode: Callable[[Tokens], str] | None = None,
+    ) -> None:
+        self.version = version
+        self._model = model
+        self._decoder = Decoder(
+            model, eos_ids=eos_ids, slots=slots, max_len=max_len, deterministic=deterministic
+        )
+        self._table = self._decoder.table
+        self._slots = slots
+        self._max_len = max_len
+        self._recompute = kv_on_swap == "recompute"
+        self._decode = decode
+        self._queue: deque[Request] = deque()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._allocated = False
+        self._asleep = False
+        self._closed = False
+        self._tokens = 0
+        self._prefill_tokens = 0
+        self._busy_slot_s = 0.0
+        self._busy_since = 0.0
+
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
+        if self._failure is not None:
+            raise WorkerError(
+                f"the rollout engine's loop has failed: {self._failure!r}"
+            ) from self._failure
+        check_request(
+            tokens,
+            params,
+            max_len=self._max_len,
+            closed=self._closed,
+            asleep=self._asleep,
+            has_tokenizer=self._decode is not None,
+        )
+        request = Request(tokens, params, asyncio.get_running_loop().create_future())
+        self._queue.append(request)
+        if self._loop_task is None:
+            self._loop_task = asyncio.create_task(self._run(), name="decode loop")
+            self._loop_task.add_done_callback(self._ended)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
+
+    async def interrupt(self) -> None:
+        """End every interruptible request, running or queued; all of their calls have returned when this returns."""
+        ends = [r for r in self._table.running() if r.params.interruptible]
+        queued = [r for r in self._queue if r.params.interruptible]
+        self._queue = deque(r for r in self._queue if not r.params.interruptible)
+        self._finish([(r, Stop.INTERRUPTED) for r in ends])
+        for request in queued:
+            _resolve(request, ())
+        # Callers were put in the event loop's line before this task, so after one turn they have run.
+        await asyncio.sleep(0)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The live parameters by name, in the model's order; tied ones once."""
+        return dict(self._model.named_parameters())
+
+    async def swap(self, version: PolicyVersion, staged: Mapping[str, torch.Tensor]) -> float:
+        """Copy `staged` over the live weights; tokens from now on are `version`'s. Returns the seconds without decoding.
+
+        Raises SyncError, with nothing copied, unless `staged` has exactly the live weights' names and shapes.
+        """
+        start = perf_counter()
+        live = self.weights()
+        _check_staged(live, staged)
+        with torch.inference_mode():
+            for name, tensor in live.items():
+                tensor.copy_(staged[name])
+        self.version = version
+        running = self._table.running()
+        for request in running:
+            request.at_version(self._table.drawn(request), version)
+        if self._recompute and running:
+            self._decoder.read(running)
+            self._prefill_tokens += sum(len(self._table.context(r)) for r in running)
+        if any(tensor.is_cuda for tensor in live.values()):
+            torch.cuda.synchronize()  # for true seconds, and so that the caller may reuse `staged`
+        return perf_counter() - start
+
+    async def stats(self) -> RolloutStats:
+        self._tick()
+        return RolloutStats(self._tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
+
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Free the KV cache; the weights stay where they are. Raises WorkerError if anything is running or queued."""
+        pending = self._pending()
+        if pending:
+            raise WorkerError(
+                f"sleep() with {len(pending)} requests under way. Fix: drain or interrupt the engine first."
+            )
+        self._asleep, self._allocated = True, False
+        self._decoder.free()
+
+    async def wake_weights(self) -> None:
+        """They never left."""
+
+    async def wake(self) -> None:
+        self._asleep = False
+        self._allocate()
+
+    async def close(self) -> None:
+        """Stop the loop; requests under way fail with WorkerError."""
+        self._closed = True
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+        self._fail(WorkerError("the rollout engine was closed with this request under way"))
+        self._decoder.free()
+        await asyncio.sleep(0)
+
+    async def _run(self) -> None:
+        """Consumes the queue; waits for nothing but the event loop's turn; produces results. Ends when nothing is left."""
+        self._allocate()
+        while self._queue or self._table.live.any():
+            self._step()
+            await asyncio.sleep(0)
+        self._loop_task = (
+            None  # here, not when the task is seen to be done: the next call must start another
+        )
+
+    def _step(self) -> None:
+        self._tick()
+        arrived = self._admit()
+        ended = self._decoder.step(arrived, self.version)
+        self._tokens += self._table.occupied
+        self._prefill_tokens += sum(len(r.tokens) for r in arrived)
+        if self._table.with_stop:
+            by_token = {r for r, _ in ended}
+            ended += [
+                (r, Stop.STRING)
+                for r in self._table.with_stop
+                if r not in by_token and self._completes_stop(r)
+            ]
+        if ended:
+            self._finish(ended)
+            if not self._queue:
+                self._decoder.compact()
+
+    def _admit(self) -> list[Request]:
+        """The first of the queue, as many as there are slots and one prefill may read."""
+        arrived: list[Request] = []
+        room = self._slots - self._table.occupied if self._queue else 0
+        longest = 0
+        while self._queue and len(arrived) < room:
+            longest = max(longest, len(self._queue[0].tokens))
+            if arrived and longest * (len(arrived) + 1) > PREFILL_TOKENS:
+                break
+            arrived.append(self._queue.popleft())
+        return arrived
+
+    def _finish(self, ended: Sequence[tuple[Request, Stop]]) -> None:
+        """Free the slots and hand out what was drawn."""
+        self._tick()
+        if not ended:
+            return
+        drawn = self._table.release([r for r, _ in ended])
+        for (request, stop), (tokens, log_probs) in zip(ended, drawn, strict=True):
+            _resolve(request, request.segments(tokens, log_probs, stop))
+
+    def _completes_stop(self, request: Request) -> bool:
+        """Whether the token drawn last completes a stop string."""
+        assert self._decode is not None
+        stop = request.params.stop
+        # Only tokens of this response count, earlier calls' included.
+        own = self._table.drawn(request) + request.params.offset
+        known = self._table.ids[request.slot, : self._table.position[request.slot] + 1]
+        tail = tokens_of()
+        tail.frombytes(known[max(len(known) - min(stop_window(stop), own), 0) :].tobytes())
+        return completes_stop(tail, stop, self._decode)
+
+    def _forget(self, request: Request) -> None:
+        """Whoever wanted `request` is gone: free its slot, or its place in the queue."""
+        if request.slot >= 0:
+            self._tick()
+            self._table.release([request])
+        elif request in self._queue:
+            self._queue.remove(request)
+
+    def _pending(self) -> list[Request]:
+        return [*self._table.running(), *self._queue]
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The loop has ended: idle, cancelled by close(), or with an exception that every caller must see."""
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = failure
+            self._fail(failure)
+
+    def _fail(self, error: BaseException) -> None:
+        for request in self._pending():
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._queue.clear()
+
+    def _allocate(self) -> None:
+        if not self._allocated:
+            self._decoder.allocate()
+            self._allocated = True
+
+    def _tick(self) -> None:
+        """Account for the time since the last change of who is seated."""
+        now = perf_counter()
+        self._busy_slot_s += (now - self._busy_since) * self._table.occupied
+        self._busy_since = now
+
+
+def _resolve(request: Request, segments: tuple[Segment, ...]) -> None:
+    if not request.future.done():  # cancelled since the last token
+        request.future.set_result(segments)
+
+
+def _check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
+    missing, unknown = live.keys() - staged.keys(), staged.keys() - live.keys()
+    if missing or unknown:
+        raise SyncError(
+            f"staged weights are not the model's: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+        )
+    for name, tensor in live.items():
+        if staged[name].shape != tensor.shape:
+            raise SyncError(
+                f"staged {name} has shape {tuple(staged[name].shape)}, the model's has {tuple(tensor.shape)}"
+            )
+
+
+def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEngine:
+    """Return the engine of one replica, on this process's device, with the weights of version 0."""
+    trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
+    device = trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_model(
+        model_folder,
+        seed=trainer.seed,
+        dtype=model.dtype,
+        device=device,
+        trust_remote_code=trust,
+    )
+    return TorchRolloutEngine(
+        loaded,
+        eos_ids=eos_ids(loaded),
+        slots=rollout.max_num_seqs,
+        max_len=rollout.max_len,
+        deterministic=trainer.deterministic,
+        kv_on_swap=rollout.kv_on_swap,
+        decode=text_of(model_folder, trust) if rollout.stop else None,
+    )

@@ -1,0 +1,1 @@
+"""Model folders, tokenizers and devices: what training and decoding share."""

@@ -1,0 +1,74 @@
+"""Which device an engine runs on, and how its process is set up for it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from millrace.config import TrainerConfig
+from millrace.models.model import DTYPES
+
+
+def pick(kind: str) -> torch.device:
+    """Return the device of this process, by `trainer.device`: with auto its own GPU where there are GPUs, else the CPU."""
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+
+
+def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerConfig) -> None:
+    """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too. The others wait in it while
+    the first loads a model or writes an export.
+    """
+    backend = "gloo" if pick(trainer.device).type == "cpu" else "cpu:gloo,cuda:nccl"
+    own = dist.PrefixStore("millrace/train", store)
+    dist.init_process_group(
+        backend,
+        store=own,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=trainer.wait_deadline_s),
+    )
+
+
+def prepare(trainer: TrainerConfig) -> None:
+    """Threads and determinism of this process. Once, before anything is built."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
+    """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
+    device = pick(trainer.device)
+    size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
+    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+    best = 0.0
+    for _ in range(3):
+        _ = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(turns):
+            _ = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 * turns / (time.perf_counter() - start))
+    return best
+
+
+def peak_memory(trainer: TrainerConfig) -> int:
+    """Most bytes that tensors took on this process's GPU so far; on a CPU, what the process took at its largest."""
+    device = pick(trainer.device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,83 @@
+"""A request to a rollout engine: what every engine refuses, stop strings, and cuts by version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from millrace.errors import WorkerError, bad_row, bad_value
+from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
+
+
+def check_request(
+    tokens: Tokens,
+    params: SamplingParams,
+    *,
+    max_len: int,
+    closed: bool,
+    asleep: bool,
+    has_tokenizer: bool,
+) -> None:
+    """Raise WorkerError if the engine cannot serve, DataError or ConfigError if the request cannot be."""
+    if closed:
+        raise WorkerError("the rollout engine is closed")
+    if asleep:
+        raise WorkerError(
+            "the rollout engine is asleep: its KV cache is freed. Fix: wake() before generate()."
+        )
+    if not 1 <= len(tokens) < max_len:
+        rule = f"a prompt has at least 1 token and leaves room for one more of {max_len}"
+        raise bad_row(
+            "generate",
+            f"{len(tokens)} tokens",
+            rule,
+            "a shorter prompt, or a larger rollout.max_prompt_length",
+        )
+    if params.max_tokens < 1:
+        raise bad_value(
+            "SamplingParams.max_tokens",
+            params.max_tokens,
+            "at least one token is drawn",
+            "1 or more",
+        )
+    if params.stop and not has_tokenizer:
+        raise bad_value(
+            "rollout.stop",
+            params.stop,
+            "stop strings need a tokenizer",
+            "a model folder that has one",
+        )
+
+
+def stop_window(stop: Sequence[str]) -> int:
+    """Return how many of the last tokens a stop string can touch.
+
+    A string has at most as many tokens as bytes.
+    """
+    return max(len(s.encode()) for s in stop) + 4
+
+
+def completes_stop(tail: Tokens, stop: Sequence[str], decode: Callable[[Tokens], str]) -> bool:
+    """Whether the last token of `tail`, the response's last `stop_window` tokens, completes a stop string."""
+    text = decode(tail)
+    found = [s for s in stop if s in text]
+    if not found:
+        return False
+    before = decode(tail[:-1])
+    return any(text.count(s) > before.count(s) for s in found)
+
+
+def cut_by_version(
+    tokens: Tokens, log_probs: Floats, starts: Sequence[tuple[int, PolicyVersion]], stop: Stop
+) -> tuple[Segment, ...]:
+    """Return the drawn tokens as one segment for each version that drew some of them.
+
+    `starts` are (tokens drawn before it, version), in order. `stop` is why the last segment ended.
+    """
+    ends = [min(end, len(tokens)) for end in (*(start for start, _ in starts[1:]), len(tokens))]
+    pieces = [
+        Segment(tokens[start:end], version=version, log_probs=log_probs[start:end])
+        for (start, version), end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+    return (*pieces[:-1], replace(pieces[-1], stop=stop)) if pieces else ()

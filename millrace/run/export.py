@@ -1,0 +1,89 @@
+"""A checkpoint as a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from millrace.config import Config
+from millrace.errors import CheckpointError, bad_value
+from millrace.pipeline.checkpoint import Checkpoints, verify
+from millrace.run.problems import weights_folder
+from millrace.types import PolicyVersion
+
+
+def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Write a checkpoint's policy as a model folder. The number of ranks that saved it does not matter.
+
+    Raises ConfigError if `checkpoint` is not whole or `folder` is not empty.
+    """
+    checkpoint, version = _whole(checkpoint)
+    _make_empty(folder)
+    import yaml
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
+    on_cpu = config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})
+    config = config.model_copy(update={"trainer": on_cpu})
+    parameters = asyncio.run(_write(config, checkpoint, folder))
+    for file in (checkpoint / "model").iterdir():
+        if file.is_file() and not (folder / file.name).exists():
+            shutil.copy(file, folder / file.name)
+    return {
+        "model": str(folder),
+        "version": version,
+        "parameters": parameters,
+        "complete": True,
+    }
+
+
+def _whole(checkpoint: Path) -> tuple[Path, PolicyVersion]:
+    """Return the checkpoint, or the newest one of a run's folder, and its version."""
+    if (checkpoint / "checkpoints").is_dir():
+        newest, passed = Checkpoints(checkpoint, keep=1).newest()
+        if newest is None:
+            rule = "; ".join(passed) or "the run has no checkpoint"
+            raise bad_value("CHECKPOINT", str(checkpoint), rule, "another run folder")
+        checkpoint = newest
+    try:
+        return checkpoint, verify(checkpoint).version
+    except CheckpointError as error:
+        fix = "a folder such as RUN/checkpoints/version-000020"
+        raise bad_value("CHECKPOINT", str(checkpoint), str(error), fix) from None
+
+
+def _make_empty(folder: Path) -> None:
+    """Make the folder if it is missing. Raise ConfigError if it is not empty or cannot be written."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        rule = "exists and is not empty" if folder.is_dir() else "is a file"
+        raise bad_value("FOLDER", str(folder), rule, "a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise bad_value("FOLDER", str(folder), rule, "a folder that can be made") from None
+
+
+async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
+    """Load the train engine's state in this process and export it. Returns the number of parameters."""
+    from millrace.train.factory import train_engine
+
+    model = checkpoint / "model"
+    # A checkpoint has all weights, but of a policy with adapters it lacks the base.
+    adapted = config.model.lora_rank > 0
+    source = weights_folder(config.model.path, model) if adapted else str(model)
+    engine = train_engine(config, source, rank=0, world_size=1)
+    try:
+        await engine.begin("rl", 1)
+        await engine.load(str(checkpoint / "engine"))
+        await engine.export(str(folder))
+        return sum(math.prod(shape) for _, shape, *_ in engine.shards())
+    finally:
+        await engine.close()

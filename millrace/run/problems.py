@@ -1,0 +1,302 @@
+"""From a configuration to problems, a tokenizer and a model folder: everything before the first engine.
+
+`load` reads and checks the data without a tokenizer, fast; `prepare` makes the run's model folder and renders prompts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
+from millrace.data import hub
+from millrace.data.chat import Chat
+from millrace.data.demonstrations import Demonstrations
+from millrace.data.prompts import PromptStream
+from millrace.data.rows import check_rows, texts
+from millrace.data.sources import Rows, load_sources
+from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.models import checks as model_checks
+from millrace.types import Prompt, Tokens, tokens_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Rows, read and checked."""
+
+    train: Rows
+    val: Rows | None
+    sft: Rows
+
+
+def load(config: Config) -> Sources:
+    """Raises ConfigError or DataError before anything heavy is imported."""
+    _check_model(config.model.path, config.rollout.engine)
+    data, seed = config.data, config.trainer.seed
+    truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
+    train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
+    check_rows(train, prompt_key=data.prompt_key, need_ground_truth=truth)
+    val = None
+    if data.val_files:
+        val = load_sources(
+            data.val_files,
+            seed=seed,
+            max_rows=data.val_max_samples,
+            key="data.val_files",
+            split="val",
+        )
+        check_rows(val, prompt_key=data.prompt_key, need_ground_truth=truth)
+        if len(val) > 100_000:
+            raise bad_value(
+                "data.val_files",
+                data.val_files,
+                f"has {len(val)} rows",
+                "size=256 in the source, or data.val_max_samples=256",
+            )
+    sft = train
+    if config.sft.files:
+        sft = load_sources(config.sft.files, seed=seed, key="sft.files")
+        check_rows(sft, prompt_key=data.prompt_key, need_ground_truth=True)
+    return Sources(train, val, sft)
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Prompts in the model's tokens."""
+
+    chat: Chat
+    train: PromptStream
+    val: Sequence[Prompt]
+    demonstrations: Demonstrations
+
+    def examples(self, start: int, count: int) -> list[tuple[Tokens, Tokens]]:
+        """(prompt, answer with end of sequence) of demonstrations start .. start + count."""
+        chosen = [self.demonstrations[i] for i in range(start, start + count)]
+        eos = tokens_of(self.chat.eos_ids[:1])
+        return [
+            (self.chat.render(d.problem)[1], tokens_of(self.chat.encode(d.answer)) + eos)
+            for d in chosen
+        ]
+
+
+def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
+    """The prompt streams; and the model folder (tokenizer and config.json), if it is not there. Bad rows leave no folder."""
+    made = (model_folder / "tokenizer_config.json").is_file()
+    model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
+    tokenizer = (
+        _load_tokenizer(model, str(model_folder)) if made else _tokenizer(model, sources, key)
+    )
+    chat = Chat(tokenizer)
+    opened = partial(
+        PromptStream.open,
+        chat=chat,
+        seed=seed,
+        max_prompt_length=config.rollout.max_prompt_length,
+        filter_overlong=config.data.filter_overlong_prompts,
+        prompt_key=key,
+    )
+    train = opened(sources.train, shuffle=config.data.shuffle)
+    val: Sequence[Prompt] = ()
+    if sources.val is not None:
+        stream = opened(sources.val, shuffle=False)
+        val = [stream[i] for i in range(len(stream))]
+    if not made:
+        _write_model(model, tokenizer, model_folder, config.rollout.max_len)
+    return Problems(
+        chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
+    )
+
+
+def check_machine(config: Config) -> None:
+    """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
+    _check_device(config.trainer)
+    if not config.trainer.ray_address:  # other nodes of a cluster may have what this one lacks
+        _check_engine(config.rollout)
+        _check_lora(config.model)
+
+
+def _check_device(trainer: TrainerConfig) -> None:
+    # This machine knows nothing of the other nodes of a Ray cluster.
+    if (
+        trainer.device == "cuda"
+        and trainer.runtime == "local"
+        and not Path("/dev/nvidiactl").exists()
+    ):
+        raise bad_value(
+            "trainer.device",
+            "cuda",
+            "this machine has no NVIDIA GPU",
+            "trainer.device=auto or trainer.device=cpu",
+        )
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    """Raise MissingDependency if workers on this machine cannot import vLLM."""
+    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise MissingDependency(
+            f"rollout.engine=vllm needs vLLM, which is not installed here. Fix: {INSTALL['vllm']}, or rollout.engine=torch"
+        )
+
+
+def _check_lora(model: ModelConfig) -> None:
+    """Raise MissingDependency if train workers on this machine cannot import peft."""
+    if model.lora_rank and importlib.util.find_spec("peft") is None:
+        raise MissingDependency(
+            f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}."
+        )
+
+
+def _check_model(path: str, rollout_engine: str) -> None:
+    """Raise ConfigError if model.path is neither a model's folder nor a model of the hub."""
+    if not path:
+        return
+    folder = Path(path)
+    if not folder.exists() and hub.NAME.fullmatch(path):
+        if why := hub.refusal("model", path):
+            fix = "a folder of a Hugging Face causal model, a hub id, or nothing, for a model made on the spot"
+            raise bad_value(
+                "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
+            )
+        if error := model_checks.refusal(path, hub.model_config(path), rollout_engine):
+            raise error
+        return
+    if not folder.is_dir():
+        there = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
+        raise bad_value(
+            "model.path",
+            path,
+            there,
+            "the folder of a Hugging Face causal model, or a hub id (owner/name)",
+        )
+    _check_model_folder(folder, path, rollout_engine)
+
+
+def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
+    """Raise ConfigError if the folder has no model, or one that cannot work."""
+    shape = folder / "config.json"
+    if not shape.is_file():
+        inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
+        checkpoint = (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
+        fix = (
+            f"`millrace export {path} FOLDER`, then model.path=FOLDER"
+            if checkpoint
+            else "the folder of a Hugging Face causal model"
+        )
+        raise bad_value(
+            "model.path",
+            path,
+            "the folder has no config.json",
+            f"model.path={inside[0]}" if inside and not checkpoint else fix,
+        )
+    try:
+        found = json.loads(shape.read_bytes())
+        kind = found.get("model_type")
+    except (ValueError, AttributeError, OSError) as problem:
+        raise bad_value(
+            "model.path",
+            path,
+            f"its config.json cannot be read: {problem}",
+            "the model's own config.json",
+        ) from None
+    if error := model_checks.refusal(path, found, rollout_engine):
+        raise error
+    if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
+        # transformers would make a tokenizer without a token of it, and not say a word
+        raise bad_value(
+            "model.path",
+            path,
+            "the folder has no tokenizer",
+            "a folder that holds the model's tokenizer files too",
+        )
+    if not isinstance(kind, str):
+        raise bad_value(
+            "model.path",
+            path,
+            "its config.json has no model_type",
+            "the config.json of a Hugging Face causal model",
+        )
+
+
+def _tokenizer(model: ModelConfig, sources: Sources, prompt_key: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of model.path, or one made of the texts."""
+    if model.path:
+        return _load_tokenizer(model, model.path)
+    from millrace.data.tokenizer import make_tokenizer
+
+    rows = [sources.train, sources.sft, *([sources.val] if sources.val is not None else [])]
+    found = (t for part in rows for t in texts(part, prompt_key=prompt_key))
+    tokenizer = make_tokenizer(model.tokenizer, found, model.tokenizer_vocab_size)
+    size = model.shape.vocab_size
+    if size and size < len(tokenizer):
+        rule = f"the tokenizer made of the data has {len(tokenizer)} tokens"
+        raise bad_value(
+            "model.shape.vocab_size",
+            size,
+            rule,
+            f"model.shape.vocab_size={len(tokenizer)} or more, or 0",
+        )
+    return tokenizer
+
+
+def _load_tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
+    from millrace.models.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        rule = f"no tokenizer can be loaded from it: {str(error).splitlines()[0]}"
+        raise bad_value(
+            "model.path", path, rule, "a folder that holds the model's tokenizer files too"
+        ) from None
+
+
+def _write_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, max_len: int
+) -> None:
+    """Write the tokenizer and, for a model made on the spot, its shape."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if model.path:
+        return
+    from millrace.models.model import write_shape
+
+    write_shape(
+        folder,
+        model.shape,
+        vocab_size=model.shape.vocab_size or len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        max_position_embeddings=max(2048, max_len),
+        dtype=model.dtype,
+    )
+
+
+def weights_folder(path: str, model_folder: Path) -> str:
+    """Where engines read the architecture, and weights if there are any: the user's model, or the one made on the spot."""
+    return path if path and not Path(path).is_dir() else str(Path(path or model_folder).resolve())
+
+
+def copy_config(model: ModelConfig, model_folder: Path) -> None:
+    """A user's model: its config.json belongs into the run's model folder too, so that checkpoints stand alone."""
+    if not model.path:
+        return
+    source = Path(model.path)
+    if not source.is_dir():
+        from transformers import AutoConfig
+
+        AutoConfig.from_pretrained(
+            str(source), trust_remote_code=model.trust_remote_code
+        ).save_pretrained(model_folder)
+        return
+    for name in ("config.json", "generation_config.json"):
+        if (source / name).is_file() and not (model_folder / name).is_file():
+            shutil.copy(source / name, model_folder / name)

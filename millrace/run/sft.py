@@ -1,0 +1,51 @@
+"""The supervised warm-up, and `millrace sft`, which is the warm-up alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from millrace.config import Config
+from millrace.errors import bad_value
+from millrace.observe.progress import Progress
+from millrace.run.session import Session, open_session
+
+
+async def warm_up(s: Session) -> float:
+    """Supervised steps on demonstrations. Returns the last step's loss."""
+    steps, size = s.config.sft.steps, s.config.sft.batch_size
+    await s.engines.train.begin("sft", steps)
+    loss, examples = float("nan"), s.problems.examples(0, size)
+    for k in range(steps):
+        step = asyncio.ensure_future(s.engines.train.sft_step(examples))
+        # The next one is made meanwhile: in a thread, for a batch is not gone before the loop has written all of it.
+        examples = await asyncio.to_thread(
+            s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
+        )
+        loss = (await step).metrics["sft/loss"]
+        s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
+    return loss
+
+
+async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:
+    """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
+        rule = "has a supervised model in its folder sft"
+        raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
+    async with open_session(config, progress, rollout=False) as s:
+        start = time.perf_counter()
+        loss = await warm_up(s)
+        seconds = time.perf_counter() - start
+        folder = s.run.path / "sft"
+        await s.engines.train.export(str(folder))
+        s.problems.chat.tokenizer.save_pretrained(folder)
+    return {
+        "run_dir": str(s.run.path),
+        "model": str(folder),
+        "steps": config.sft.steps,
+        "loss": loss,
+        "seconds": seconds,
+        "complete": True,
+    }

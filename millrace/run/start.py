@@ -1,0 +1,26 @@
+"""The state that a run starts from."""
+
+from __future__ import annotations
+
+from millrace.pipeline.checkpoint import read_ledger
+from millrace.run.session import Session
+from millrace.run.sft import warm_up
+from millrace.schedule.ledger import Ledger
+
+
+async def start_state(s: Session) -> Ledger:
+    """The ledger and the weights that training starts from: a checkpoint's, or warmed-up ones."""
+    derived = s.config.derived(len(s.problems.train))
+    if s.run.resume_from is not None:
+        s.progress.note(f"going on from {s.run.resume_from}")
+        await s.engines.train.begin("rl", derived.lr_horizon)
+        await s.engines.train.load(str(s.run.resume_from / "engine"))
+        return Ledger.restore(s.config.schedule, read_ledger(s.run.resume_from), derived.samples)
+    ledger = Ledger(s.config.schedule, derived.samples)
+    if s.config.sft.steps:
+        await warm_up(s)
+    await s.engines.train.begin("rl", derived.lr_horizon)
+    if s.config.sft.steps:  # a killed run need not warm up again
+        s.checkpoints.supersede(-1)
+        await s.checkpoints.save(ledger.snapshot(), s.engines.train)
+    return ledger

@@ -1,0 +1,83 @@
+"""The end of a run, for people and for programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from millrace.observe.progress import shown
+from millrace.pipeline.validation import Result, Transcript
+from millrace.run.train import Outcome
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """What `millrace train --json` prints last."""
+    return {
+        "run_dir": str(outcome.run_dir),
+        "mode": outcome.mode,
+        "versions": outcome.versions,
+        "optimizer_steps": outcome.optimizer_steps,
+        "samples_trained": outcome.samples_trained,
+        "train_seconds": outcome.train_seconds,
+        "val": outcome.last.values if outcome.last else {},
+        "val_before": outcome.first.values if outcome.first else {},
+        "timings": outcome.timings,
+        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
+        "complete": outcome.complete,
+    }
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """Before and after, where everything is, and three transcripts."""
+    if outcome.last is not None:
+        console.print(_comparison(outcome.first, outcome.last))
+        console.print(_transcripts(outcome.first, outcome.last))
+    times, say = (
+        outcome.timings,
+        partial(console.print, highlight=False, markup=False, soft_wrap=True),
+    )
+    say(
+        f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, {outcome.versions} versions; "
+        f"start {times.get('start', 0):.1f} s, warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
+    )
+    say(f"run         {outcome.run_dir}")
+    say(f"checkpoint  {outcome.checkpoint}")
+    if outcome.last is not None:
+        say(f"complete: held-out accuracy {shown(outcome.last.values, ', ')}")
+    elif outcome.complete:
+        say("complete")
+    else:
+        say(f"not complete: go on with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
+
+
+def _comparison(first: Result | None, last: Result) -> Table:
+    table = Table(title="held-out problems")
+    for name in ("", "before", "after"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, value in last.values.items():
+        before = first.values.get(name) if first else None
+        table.add_row(
+            Text(name.removeprefix("val/")),
+            "-" if before is None else f"{before:.3f}",
+            f"{value:.3f}",
+        )
+    return table
+
+
+def _transcripts(first: Result | None, last: Result) -> Table:
+    table = Table(title="transcripts")
+    for name in ("problem", "truth", "before", "after"):
+        table.add_column(name, overflow="fold", max_width=40)
+    for i, after in enumerate(last.transcripts):
+        before = first.transcripts[i] if first and i < len(first.transcripts) else None
+        table.add_row(Text(after.prompt), Text(after.ground_truth), _said(before), _said(after))
+    return table
+
+
+def _said(transcript: Transcript | None) -> Text:
+    """What models say is no markup."""
+    return Text("-" if transcript is None else f"{transcript.response}  ({transcript.score:g})")

@@ -1,0 +1,231 @@
+"""`millrace train`: one run, from its start state to its end or to a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.config import Config
+from millrace.environments.single_turn import SingleTurn
+from millrace.observe.guard import Guard
+from millrace.observe.progress import Progress
+from millrace.observe.sinks import make_sinks, read_rows
+from millrace.observe.stopwatch import Stopwatch
+from millrace.pipeline.history import History
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.validation import Result
+from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.lengths import DrawnLengths
+from millrace.rollout.sample import SampleRoller
+from millrace.rollout.shaping import OverlongBuffer
+from millrace.run.evaluate import make_validator
+from millrace.run.session import Session, open_session
+from millrace.run.start import start_state
+from millrace.run.stop import StopRequest
+from millrace.schedule.ledger import Ledger
+from millrace.schedule.modes import name_of
+from millrace.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    run_dir: Path
+    mode: str
+    versions: int
+    optimizer_steps: int
+    samples_trained: int
+    train_seconds: float
+    """From the first rollout to the last step, of this attempt."""
+    first: Result | None
+    """Validation of the start weights."""
+    last: Result | None
+    """Validation of the final weights."""
+    complete: bool
+    checkpoint: Path | None
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of start, warm-up and training."""
+
+
+async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
+    """One run, or what is left of it: prepare, warm up, train, validate on the final weights."""
+    begin = time.perf_counter()
+    async with open_session(config, progress) as s:
+        started = time.perf_counter()
+        ledger = await start_state(s)
+        warm = time.perf_counter()
+        outcome = await run_training(s, ledger, stop)
+        outcome.timings.update(
+            start=started - begin, warm_up=warm - started, train=outcome.train_seconds
+        )
+        return outcome
+
+
+async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
+    """The RL part: from the state that `start_state` made to the end, or to a stop."""
+    c = s.config.trainer
+    # Rows of versions that this attempt makes again go; at version 0 that is all of them. The
+    # validation of the start weights stays: it is the "before" of this attempt too.
+    rows, done = (
+        read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
+    )
+    sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or done else -1)
+    s.checkpoints.supersede(ledger.version)
+    history = History(s.run.path, ledger.totals())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            record = RunRecord(
+                history=history,
+                checkpoints=s.checkpoints,
+                engine=s.engines.train,
+                validator=make_validator(s),
+                sinks=sinks,
+                progress=s.progress,
+                save_freq=c.save_freq,
+                async_save=c.async_save,
+                test_freq=s.config.test_freq,
+                guard=make_guard(s.config, rows),
+                deadline_s=c.wait_deadline_s,
+                tasks=tasks,
+            )
+            complete, seconds = await _train_to_end(s, ledger, stop, record, done)
+            if complete:
+                await record.validate_now(ledger.version, "validating the final weights")
+        history.end(ledger.totals(), complete)
+    finally:
+        for sink in sinks:
+            sink.close()
+    return Outcome(
+        run_dir=s.run.path,
+        mode=mode_of(s.config),
+        versions=ledger.version,
+        optimizer_steps=s.config.schedule.optimizer_steps(
+            ledger.retired, s.config.actor.ppo_epochs
+        ),
+        samples_trained=ledger.retired,
+        train_seconds=seconds,
+        first=record.first,
+        last=record.last if complete else None,
+        complete=complete,
+        checkpoint=next(reversed(s.checkpoints.all()), None),
+    )
+
+
+async def _train_to_end(
+    s: Session,
+    ledger: Ledger,
+    stop: StopRequest,
+    record: RunRecord,
+    done: dict[int, dict[str, float]],
+) -> tuple[bool, float]:
+    """Run both loops. Returns whether the run is complete, and the seconds of training.
+
+    `done` has the validations of the attempts before, by version.
+    """
+    c, clock = s.config.trainer, asyncio.get_running_loop().time
+    derived = s.config.derived(len(s.problems.train))
+    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s)
+    rollouter = make_rollouter(s, queue)
+    train, turns = s.engines.train, s.engines.turns
+    trainer = Trainer(queue, rollouter, train, turns, s.engines.sync, record, Stopwatch(clock))
+    s.progress.phase("first weight sync")
+    await trainer.begin()
+    if 0 in done:
+        record.first = Result(0, done[0], ())
+    elif ledger.version == 0 and c.val_before_train:
+        await record.validate_now(0, "validating the start weights")
+    if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
+        record.validate(ledger.version)
+    s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
+    stop.attach(queue, c.stop_grace_s, record.abandon_validation)
+    start = clock()
+    trained = await run_pipeline(rollouter, trainer)
+    seconds = clock() - start
+    return await settle(trained, trainer, record, stop, save_last=c.save_last), seconds
+
+
+async def settle(
+    trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
+) -> bool:
+    """Wait for the last validation and checkpoint of a run, `trained` or stopped.
+
+    Returns whether the run is complete: a run that trained all its samples may be told to stop
+    here, and then saves.
+    """
+    if trained:
+        await record.validated()
+        await record.checkpointed()
+        if save_last or stop.requested:
+            await trainer.stop()
+        stop.detach()
+    complete = trained and not stop.requested
+    if not complete:
+        record.abandon_validation()
+    return complete
+
+
+def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
+    c, rollout = s.config, s.config.rollout
+    overlong, groups = c.reward.overlong_buffer, c.algorithm.filter_groups
+    params = SamplingParams(
+        rollout.max_response_length,
+        rollout.temperature,
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+    )
+    roller = SampleRoller(
+        lambda prompt: SingleTurn(),
+        s.reward,
+        s.problems.chat.decode,
+        params,
+        rollout.n,
+        c.trainer.seed,
+        overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor)
+        if overlong.enable
+        else None,
+        greedy_baseline=c.algorithm.adv_estimator == "remax",
+        lengths=drawn_lengths(c),
+    )
+    sampling = DynamicSampling(
+        groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
+    )
+    return Rollouter(
+        queue,
+        s.problems.train,
+        s.engines.pool,
+        roller,
+        max_error_share=c.reward.max_error_share,
+        dynamic_sampling=sampling if groups.enable else None,
+    )
+
+
+def drawn_lengths(config: Config) -> DrawnLengths | None:
+    """The distribution of response lengths, where the configuration sets one."""
+    drawn = config.rollout.drawn_lengths
+    return (
+        DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length)
+        if drawn.enable
+        else None
+    )
+
+
+def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
+    """The guard, having seen the rows of the attempts before."""
+    if not config.guard.enable:
+        return None
+    guard = Guard(config.guard)
+    for version, row in rows.items():
+        guard.check(version, row)
+    return guard
+
+
+def mode_of(config: Config) -> str:
+    """Return the name of what the run's Schedule does, which overrides may have changed from `config.mode`."""
+    return name_of(config.schedule, config.mode)

@@ -1,0 +1,32 @@
+"""Conformance suites: what every implementation of a port must do, embedded, remote or third-party.
+
+`asyncio.run(check_rollout_engine(make))` raises AssertionError with what is wrong. Each check makes
+its own engine.
+
+    port                                suite
+    RolloutEngine                       check_rollout_engine
+    Replica (and ReplicaSleeper)        check_replica
+    TrainEngine                         check_train_engine
+    TrainEngine and Sleeper             check_sleeping_train_engine
+"""
+
+from millrace.testing.rollouts import RolloutCase, check_replica, check_rollout_engine, joined
+from millrace.testing.training import (
+    SleepingTrainEngine,
+    TrainCase,
+    check_sleeping_train_engine,
+    check_train_engine,
+    train_samples,
+)
+
+__all__ = [
+    "RolloutCase",
+    "SleepingTrainEngine",
+    "TrainCase",
+    "check_replica",
+    "check_rollout_engine",
+    "check_sleeping_train_engine",
+    "check_train_engine",
+    "joined",
+    "train_samples",
+]

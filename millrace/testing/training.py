@@ -1,0 +1,344 @@
+"""What every train engine must do, and every one that shares its devices."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from millrace.ports import Sleeper, TrainBatch, TrainEngine
+from millrace.testing.rollouts import joined
+from millrace.types import (
+    Author,
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCase:
+    """What a train engine is asked during its checks."""
+
+    mini_batch_size: int = 4
+    """The engine's ppo_mini_batch_size; its ppo_epochs must be 1, its temperature 1, and its learning rate large enough that
+    `learn_steps` steps show."""
+    vocab_size: int = 8
+    """Token ids below this are in the model's vocabulary."""
+    learn_steps: int = 8
+    exact: bool = True
+    """Whether the same calls on a fresh engine give the same bits."""
+    tolerance: float = 1e-4
+    """Largest difference between log-probs of one trajectory in different batches."""
+
+
+async def check_train_engine(
+    make: Callable[[], Awaitable[TrainEngine]], case: TrainCase | None = None
+) -> None:
+    """Run every check of a TrainEngine on fresh engines of `make`.
+
+    All of them start from the same weights, in the phase "rl".
+    """
+    await _check_training(_TRAIN_CHECKS, make, case or TrainCase())
+
+
+class SleepingTrainEngine(TrainEngine, Sleeper, Protocol):
+    """A train engine for any placement."""
+
+
+async def check_sleeping_train_engine(
+    make: Callable[[], Awaitable[SleepingTrainEngine]], case: TrainCase | None = None
+) -> None:
+    """Run the checks of a TrainEngine, and those of sharing a device."""
+    await check_train_engine(make, case)
+    await _check_training(_SLEEPER_CHECKS, make, case or TrainCase())
+
+
+async def _check_training(
+    checks: Sequence[Callable[[Any, Any, TrainCase], Awaitable[None]]],
+    make: Callable[[], Awaitable[TrainEngine]],
+    case: TrainCase,
+) -> None:
+    for check in checks:
+        engine, other = await make(), await make()
+        try:
+            await check(engine, other, case)
+        finally:
+            await engine.close()
+            await other.close()
+
+
+def train_samples(case: TrainCase, count: int, seed: int = 0) -> tuple[Sample, ...]:
+    """Ragged samples of 4 trajectories: the first two rewarded, every other one with a turn of the environment in it."""
+    rng = random.Random(seed)
+
+    def ids(length: int) -> Tokens:
+        return tokens_of(rng.randrange(case.vocab_size) for _ in range(length))
+
+    def said(length: int, stop: Stop | None) -> Segment:
+        log_prob = -math.log(case.vocab_size)
+        return Segment(ids(length), version=0, log_probs=floats_of([log_prob] * length), stop=stop)
+
+    def trajectory(j: int) -> Trajectory:
+        turns = (
+            (said(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
+        )
+        return Trajectory((*turns, said(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
+
+    return tuple(
+        Sample(
+            Prompt(i, ids(rng.randint(1, 4)), "", "check"), tuple(trajectory(j) for j in range(4))
+        )
+        for i in range(count)
+    )
+
+
+def _difference(a: list[list[float]], b: list[list[float]]) -> float:
+    assert [len(x) for x in a] == [len(x) for x in b], (
+        "log_probs of the same samples have different shapes"
+    )
+    return max(
+        (
+            abs(x - y)
+            for row, other in zip(a, b, strict=True)
+            for x, y in zip(row, other, strict=True)
+        ),
+        default=0.0,
+    )
+
+
+async def _optimizer_steps_are_counted(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    for count, steps in ((case.mini_batch_size, 1), (2 * case.mini_batch_size + 1, 3), (1, 1)):
+        report = await engine.step(TrainBatch(train_samples(case, count), 0))
+        assert report.optimizer_steps == steps, (
+            f"{count} samples by {case.mini_batch_size}: {report.optimizer_steps} steps"
+        )
+        bad = {
+            k: v
+            for k, v in report.metrics.items()
+            if not (isinstance(v, float) and math.isfinite(v))
+        }
+        assert not bad, f"metrics are finite floats, found {bad}"
+
+
+async def _log_probs_are_those_of_the_policys_tokens(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, 3)
+    together = await engine.log_probs(samples)
+    own = [
+        [s for s in t.segments if s.author is Author.POLICY]
+        for x in samples
+        for t in x.trajectories
+    ]
+    assert [len(x) for x in together] == [len(joined(x)) for x in own], (
+        "one log-prob for each token of the policy, by trajectory"
+    )
+    assert all(math.isfinite(x) and x <= 1e-6 for row in together for x in row), (
+        "log-probs are finite and not positive"
+    )
+    alone = [row for sample in samples for row in await engine.log_probs((sample,))]
+    worst = _difference(together, alone)
+    assert worst <= case.tolerance, (
+        f"log-probs differ by {worst} between batches: rows see each other"
+    )
+
+
+async def _rewarded_trajectories_become_likelier(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, case.mini_batch_size)
+
+    async def gap() -> float:
+        means = [sum(row) / len(row) for row in await engine.log_probs(samples)]
+        return sum(x if i % 4 < 2 else -x for i, x in enumerate(means))
+
+    before = await gap()
+    for step in range(case.learn_steps):
+        await engine.step(TrainBatch(samples, step))
+    after = await gap()
+    assert after > before, (
+        f"log-prob of rewarded over other trajectories was {before}, is {after} after training"
+    )
+
+
+async def _same_calls_same_weights(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, 3)
+    results = []
+    for each in (engine, other):
+        for seed in range(3):
+            await each.step(TrainBatch(train_samples(case, case.mini_batch_size + 1, seed), seed))
+        results.append(await each.log_probs(samples))
+    worst = _difference(*results)
+    assert worst <= (0.0 if case.exact else case.tolerance), (
+        f"the same steps on two engines differ by {worst}"
+    )
+
+
+async def _a_checkpoint_goes_on_as_if_nothing_happened(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, 3)
+
+    def batch(seed: int) -> TrainBatch:
+        return TrainBatch(train_samples(case, case.mini_batch_size, seed), seed)
+
+    for seed in range(2):
+        await engine.step(batch(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        await engine.save(folder)
+        await other.load(folder)
+    limit = 0.0 if case.exact else case.tolerance
+    for seed in (2, 3):
+        worst = _difference(await engine.log_probs(samples), await other.log_probs(samples))
+        assert worst <= limit, (
+            f"log-probs differ by {worst} after a checkpoint and {seed - 2} more steps"
+        )
+        reports = [await each.step(batch(seed)) for each in (engine, other)]
+        if case.exact:
+            assert reports[0] == reports[1], (
+                f"a step after a checkpoint reports {reports[1]}, and without it {reports[0]}"
+            )
+
+
+async def _nothing(engine: TrainEngine) -> None:
+    return None
+
+
+async def _a_nap(engine: SleepingTrainEngine) -> None:
+    await engine.sleep()
+    await engine.wake()
+
+
+async def _a_staged_checkpoint_survives_sleep(
+    engine: SleepingTrainEngine, other: SleepingTrainEngine, case: TrainCase
+) -> None:
+    await _a_staged_checkpoint_is_the_state_at_its_cut(engine, other, case, _a_nap)
+
+
+async def _a_staged_checkpoint_is_the_state_at_its_cut(
+    engine: TrainEngine,
+    other: TrainEngine,
+    case: TrainCase,
+    between: Callable[[Any], Awaitable[None]] = _nothing,
+) -> None:
+    """Though the engine steps, does what comes `between`, and saves again before it is awaited."""
+    samples, batches = (
+        train_samples(case, 3),
+        [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)],
+    )
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as later:
+        cuts, reports = [], [await engine.step(batches[0])]
+        for k, target in enumerate((folder, later), start=1):
+            cuts.append(await engine.log_probs(samples))
+            await engine.save(target, True)
+            reports.append(await engine.step(batches[k]))
+            await between(engine)
+        await engine.saved()
+        await engine.saved()
+        for target, cut, batch, report in zip(
+            (folder, later), cuts, batches[1:], reports[1:], strict=True
+        ):
+            await other.load(target)
+            worst = _difference(cut, await other.log_probs(samples))
+            assert worst <= (0.0 if case.exact else case.tolerance), (
+                f"log-probs of a staged save differ by {worst} from its cut's"
+            )
+            found = await other.step(batch)
+            assert found == report or not case.exact, (
+                f"a step after a staged save reports {found}, the one beside it {report}"
+            )
+
+
+async def _a_phase_begins_with_the_weights_that_are_there(
+    engine: TrainEngine, other: TrainEngine, case: TrainCase
+) -> None:
+    """The optimizer starts anew, whatever it did before."""
+    samples, batch = (
+        train_samples(case, 3),
+        TrainBatch(train_samples(case, case.mini_batch_size), 0),
+    )
+    for each, seeds in ((engine, (1, 2)), (other, (2, 1))):
+        for seed in seeds:
+            await each.step(TrainBatch(train_samples(case, case.mini_batch_size, seed), seed))
+    before = await engine.log_probs(samples)
+    await engine.begin("rl", 100)
+    assert _difference(before, await engine.log_probs(samples)) == 0.0, "begin changed the weights"
+    with tempfile.TemporaryDirectory() as folder:
+        await engine.save(folder)
+        await other.begin("rl", 100)
+        await other.load(folder)
+    results = []
+    for each in (engine, other):
+        await each.step(batch)
+        results.append(await each.log_probs(samples))
+    assert _difference(*results) <= (0.0 if case.exact else case.tolerance), (
+        "a step after begin depends on the steps before it"
+    )
+
+
+async def _supervised_steps_lower_their_loss(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    examples = [
+        (x.prompt.tokens, x.trajectories[0].segments[-1].tokens)
+        for x in train_samples(case, case.mini_batch_size)
+    ]
+    await engine.begin("sft", 2 * case.learn_steps)
+    reports = [await engine.sft_step(examples) for _ in range(case.learn_steps)]
+    losses = [report.metrics["sft/loss"] for report in reports]
+    assert all(report.optimizer_steps == 1 for report in reports), "one call is one step"
+    assert losses[-1] < losses[0], f"the supervised loss went from {losses[0]} to {losses[-1]}"
+    await engine.begin("rl", 100)
+    await engine.step(TrainBatch(train_samples(case, case.mini_batch_size), 0))
+
+
+async def _an_export_is_a_model_folder(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await engine.export(folder)
+        names = {path.name for path in Path(folder).iterdir()}
+    assert "config.json" in names and any(name.endswith(".safetensors") for name in names), (
+        f"an export has config.json and safetensors, found {sorted(names)}"
+    )
+
+
+async def _training_sleeps_and_wakes(
+    engine: SleepingTrainEngine, _: SleepingTrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, case.mini_batch_size)
+    await engine.step(TrainBatch(samples, 0))
+    before = await engine.log_probs(samples)
+    await engine.sleep()
+    await engine.wake()
+    assert _difference(before, await engine.log_probs(samples)) == 0.0, "log-probs changed in sleep"
+    await engine.step(TrainBatch(samples, 1))
+
+
+_TRAIN_CHECKS = (
+    _optimizer_steps_are_counted,
+    _log_probs_are_those_of_the_policys_tokens,
+    _rewarded_trajectories_become_likelier,
+    _same_calls_same_weights,
+    _a_checkpoint_goes_on_as_if_nothing_happened,
+    _a_staged_checkpoint_is_the_state_at_its_cut,
+    _a_phase_begins_with_the_weights_that_are_there,
+    _supervised_steps_lower_their_loss,
+    _an_export_is_a_model_folder,
+)
+_SLEEPER_CHECKS = (_training_sleeps_and_wakes, _a_staged_checkpoint_survives_sleep)

@@ -1,0 +1,1 @@
+"""What every train engine shares."""

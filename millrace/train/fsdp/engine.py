@@ -1,0 +1,361 @@
+"""The FSDP2 train engine: one object for each rank, every method called on all ranks with the same arguments.
+
+Calls compute where they are called: the coroutines return without having suspended, so an engine wants a process or thread
+of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from millrace.algorithms.kl import adapt
+from millrace.config import Config, OptimConfig
+from millrace.models.device import pick
+from millrace.models.model import DTYPES
+from millrace.ports import Phase, StepReport, TrainBatch
+from millrace.train.arrived import arrived
+from millrace.train.experience import Experience, Models, make_experience
+from millrace.train.fsdp import lora
+from millrace.train.fsdp import state as train_state
+from millrace.train.fsdp.critic import PackedCritic, copy_weights
+from millrace.train.fsdp.lora import StartPolicy
+from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.fsdp.sharding import load, mesh_of
+from millrace.train.fsdp.trainable import Outputs, Trainable, moved
+from millrace.train.meter import Meter
+from millrace.train.metrics import (
+    critic_metrics,
+    pad_share,
+    policy_metrics,
+    sampler_metrics,
+)
+from millrace.train.mini_batch import MiniBatch, settle
+from millrace.train.options import optim_of, step_options
+from millrace.train.packing import MicroBatch, rows_of_examples, rows_of_samples
+from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.state_writer import StateWriter
+from millrace.types import Sample, Tokens
+
+
+class FsdpTrainEngine:
+    """A policy under training, with the critic and the reference that its algorithm needs.
+
+    Satisfies ports.TrainRank.
+    """
+
+    def __init__(
+        self,
+        policy: PackedPolicy,
+        config: Config,
+        *,
+        model_folder: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        critic: PackedCritic | None = None,
+        reference: PackedPolicy | None = None,
+    ) -> None:
+        def trainable(name: str, module: nn.Module) -> Trainable:
+            sections = (config.actor, config.model.dtype)
+            return Trainable(
+                name, module, *sections, rank=rank, world_size=world_size, device=device
+            )
+
+        self.policy = policy
+        self.actor = trainable("actor", policy)
+        self._critic = critic
+        self.critic = None if critic is None else trainable("critic", critic)
+        self.adapted = config.model.lora_rank > 0
+        self.scale = config.model.lora_scale if self.adapted else 0.0
+        self.reference: Trainable | StartPolicy | None = (
+            None if reference is None else trainable("reference", reference)
+        )
+        if self.adapted and config.needs_reference:
+            self.reference = StartPolicy(self.actor)
+        self.config = config
+        self.options = step_options(config)
+        self.model_folder = model_folder
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        self.base_sum: int | None = None
+        """Of a policy with adapters: a sum over the bits of its base, by which a checkpoint knows it."""
+        if self.adapted:
+            self.base_sum = lora.base_sum(policy.model)
+        self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
+        self.owns_group = False
+        self._seen_version: int | None = None
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        self.restart(optim_of(self.config, phase), horizon)
+
+    def restart(self, optim: OptimConfig, horizon: int) -> None:
+        """Begin a phase with the policy's optimizer as `optim` says."""
+        self.actor.begin(optim, horizon)
+        self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
+        if self.critic is not None and self._critic is not None:
+            self._critic.start_from(
+                dict(lora.merged_weights(self.policy.model.base_model, self.scale))
+            )
+            self.critic.begin(self.config.critic.optim, horizon)
+        if isinstance(self.reference, StartPolicy):
+            self.reference.start()
+        elif self.reference is not None:
+            copy_weights(dict(self.policy.named_parameters()), self.reference.module)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since `begin`, skipped ones included."""
+        return self.actor.steps
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        """One optimizer step for each mini-batch of `ppo_mini_batch_size` samples (the last may be short), `ppo_epochs` times.
+
+        The metrics of a batch, the same on every rank, are documented in training_metrics.py, but for these counts:
+        actor/nonfinite_steps  optimizer steps skipped for a loss or gradient that is not finite; they are in no other metric
+        actor/rejected_steps   optimizer steps skipped because the mini-batch had no token to train: all were rejected
+        train/tokens           prompt and response tokens of the trajectories that were trained, each epoch
+        """
+        options, models = self.options, Models(self.actor, self.critic, self.reference)
+        data = make_experience(arrived(batch, options.algorithm), models, options, self.kl_coef)
+        meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
+        corrections: list[dict[str, float]] = []
+        first_tokens, rejected = torch.zeros_like(data.include), 0
+        for k, members in enumerate(self._mini_batches(data) * options.actor.ppo_epochs):
+            mini = self._settle(data, members, untouched=k == 0)
+            corrections.append(mini.metrics)
+            rejected += not mini.tokens
+            if k == 0:
+                first_tokens = mini.mask
+            first_pass = k * options.actor.ppo_mini_batch_size < data.num_samples
+            if self.critic is not None:
+                self._step(self.critic, data, mini, CriticLoss, critic_meter, first_pass)
+            if self.actor.steps >= options.critic_warmup:
+                self._step(self.actor, data, mini, PolicyLoss, meter, first_pass)
+            else:
+                self.actor.skip_step(meter)
+        fresh, self._seen_version = batch.version != self._seen_version, batch.version
+        seen = self.actor.reduce(
+            meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM
+        ).cpu()
+        metrics = sampler_metrics(seen, data, options, same_weights=first_tokens if fresh else None)
+        metrics |= policy_metrics(meter, data, corrections, options)
+        if self.critic is not None:
+            metrics |= critic_metrics(critic_meter, data)
+        if options.algorithm.use_kl_in_reward:
+            metrics |= self._steer_kl(data)
+        totals = {
+            "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
+            "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
+            "actor/rejected_steps": float(rejected),
+        }
+        return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
+
+    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+        """One optimizer step on (prompt, response): mean of -log p over all response tokens, at temperature 1.
+
+        The response should end with the end-of-sequence token. Metrics: sft/loss, and sft/grad_norm, sft/lr,
+        sft/nonfinite_steps, sft/tokens, sft/pad_share as their namesakes of `step`.
+        """
+        rows = rows_of_examples(examples)
+        members = np.arange(len(rows.starts))
+        tokens = max(int(rows.trained_tokens.sum()), 1)
+
+        def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            loss = -outputs[0].sum() / tokens
+            return loss, loss.detach().double().reshape(1)
+
+        meter = Meter(("loss",))
+        self.actor.accumulate(rows, members, 1.0, loss_of, meter)
+        self.actor.optimizer_step(meter, first_pass=False)
+        cells = self.actor.reduce(meter.cells().to(self.device), dist.ReduceOp.SUM).cpu()
+        metrics = meter.step_means("sft/") | {
+            "sft/loss": meter.sums["loss"],
+            "sft/pad_share": pad_share(cells),
+        }
+        totals = {
+            "sft/tokens": float(rows.lengths.sum()),
+            "sft/nonfinite_steps": float(meter.nonfinite),
+        }
+        return StepReport(1, metrics, totals, meter.nonfinite)
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        """log p(token) at the training temperature, for each trajectory of each sample, in order."""
+        rows = rows_of_samples(samples)
+        flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
+        return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
+
+    async def save(self, folder: str, staged: bool = False) -> None:
+        await self.saved()
+        train_state.save(self, folder, staged=staged)
+
+    async def saved(self) -> None:
+        await self.writer.done()
+
+    async def load(self, folder: str) -> None:
+        """What `save` wrote, at any number of ranks. Call `begin` first, with the settings of the run that saved."""
+        train_state.load(self, folder)
+
+    async def export(self, folder: str) -> None:
+        """Write a Hugging Face folder, in the dtype that is served."""
+        train_state.export(self, folder)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor in the serving dtype), in the model's order, tied ones once, under the model's own names, with what
+        adapters add.
+
+        A collective: all ranks iterate to the end. One tensor is whole at a time; where nothing is sharded or cast it is the
+        live weight, so copy it before the next step.
+        """
+        dtype = DTYPES[self.config.model.dtype]
+        for name, own in lora.merged_weights(self.policy.model, self.scale):
+            # Where ranks gather over fast links, and cast before that: half the bytes.
+            weight = moved(own, self.device).to(dtype)
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        """Of every tensor, as `full_weights` orders and names them: name, whole shape, serving dtype, and this rank's rows of the live
+        float32 weight. Where there are adapters, of the frozen base.
+        """
+        for name, weight in lora.base_weights(self.policy.model):
+            yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], lora.own_rows(weight)
+
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+        """The same of every A [rank, in] and B [out, rank], in float32, named after the weight that they adapt: W.lora_A, W.lora_B.
+        `full_weights` is W + model.lora_scale x B A.
+        """
+        for name, weight in lora.adapters(self.policy.model):
+            yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
+
+    async def sleep(self) -> None:
+        """On a GPU, with trainer.offload: weights and optimizer state to the host, if they are not there already."""
+        self._move(torch.device("cpu"))
+
+    async def wake(self) -> None:
+        self._move(self.device)
+
+    async def close(self) -> None:
+        """Let go of the process group, if it was made here; a group of several ranks is its maker's."""
+        await self.saved()
+        self.actor.optimizer = None
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # One mini-batch ---------------------------------------------------------------------------------------------------
+
+    def _mini_batches(self, data: Experience) -> list[Ints]:
+        """Rows of each mini-batch."""
+        first_row, size = data.rows.first_row, self.options.actor.ppo_mini_batch_size
+        edges = [*range(0, data.num_samples, size), data.num_samples]
+        return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
+
+    def _settle(self, data: Experience, members: Ints, *, untouched: bool) -> MiniBatch:
+        """`untouched`: the weights are those of the batch's arrival."""
+
+        def current() -> Tensor:
+            if untouched and data.arrival is not None:
+                return data.arrival
+            return self.actor.tokens(data.rows, members, temperature=self.options.temperature)[0]
+
+        generator = torch.Generator().manual_seed(self.options.seed + self.actor.steps)
+        return settle(data, members, self.options, current=current, generator=generator)
+
+    def _step(
+        self,
+        model: Trainable,
+        data: Experience,
+        mini: MiniBatch,
+        loss: type[PolicyLoss] | type[CriticLoss],
+        meter: Meter,
+        first_pass: bool,
+    ) -> None:
+        if not mini.tokens:
+            model.skip_step(meter)
+            return
+        model.accumulate(
+            data.rows,
+            mini.members,
+            self.options.temperature,
+            loss(data, mini, self.options),
+            meter,
+        )
+        model.optimizer_step(meter, first_pass=first_pass)
+
+    def _steer_kl(self, data: Experience) -> dict[str, float]:
+        """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
+        ctrl, used = self.options.algorithm.kl_ctrl, self.kl_coef
+        if ctrl.type == "adaptive":
+            self.kl_coef = adapt(
+                used,
+                data.kl_to_reference,
+                target=ctrl.target_kl,
+                horizon=ctrl.horizon,
+                count=len(data.lengths),
+            )
+        return {
+            "actor/reward_kl_penalty": data.kl_to_reference,
+            "actor/reward_kl_penalty_coeff": used,
+        }
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu" or not self.config.trainer.offload:
+            return
+        for model in (self.actor, self.critic, self.reference):
+            if isinstance(model, Trainable) and not self.config.trainer.offload_policy:
+                model.move(device)
+        torch.cuda.empty_cache()
+
+
+def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
+    """The engine of one rank. With world_size > 1 the default process group exists already and has a CPU backend.
+
+    Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank. With model.lora_rank they are
+    frozen, and adapters are trained; the critic, if there is one, is trained whole.
+    """
+    device = pick(config.trainer.device)
+    alone = not dist.is_initialized()
+
+    share = (
+        config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
+    )
+
+    adapted = config.model.lora_rank > 0
+
+    def policy_of(model: PreTrainedModel) -> PackedPolicy:
+        return PackedPolicy(
+            lora.inject(model, config.model, config.trainer.seed) if adapted else model,
+            checkpoint_share=share,
+            fused=config.model.compile,
+        )
+
+    def frozen(model: PreTrainedModel) -> PackedPolicy:
+        return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
+
+    sections = (config.model, config.trainer)
+    where = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
+    # A base is drawn on the host, where it is the same with and without a GPU: a checkpoint has the adapters alone.
+    policy = load(policy_of, *where, on_host=adapted)
+    critic = load(PackedCritic, *where) if config.needs_critic else None
+    reference = load(frozen, *where) if config.needs_reference and not adapted else None
+    engine = FsdpTrainEngine(
+        policy,
+        config,
+        model_folder=model_folder,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        critic=critic,
+        reference=reference,
+    )
+    engine.owns_group = alone and dist.is_initialized()
+    return engine

@@ -1,0 +1,170 @@
+"""Low-rank adapters (LoRA): injected by peft into the model itself, whose own weights are then frozen.
+
+An adapted weight W of shape [out, in] acts as W + scale x B A, A [rank, in] and B [out, rank]. B starts at 0, so that the start
+policy is the base. Everything that leaves the train engine has the model's own names: `merged_weights`, `base_weights`, and
+`adapters`, which are named after the weight that they adapt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from transformers import PreTrainedModel
+
+from millrace.config import ModelConfig
+from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.models.model import DTYPES, empty_model
+from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.fsdp.policy import layers_of
+from millrace.train.packing import Rows
+
+if TYPE_CHECKING:
+    from millrace.train.fsdp.trainable import Trainable
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTrainedModel:
+    """Adapters in float32, drawn from `seed`, into the linear modules that model.target_modules names; all else is frozen,
+    in the dtype that is served. In place. On the meta device nothing is drawn.
+
+    Raises MissingDependency without peft, ConfigError if a name is that of no linear module of the decoder layers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.") from error
+    settings = LoraConfig(
+        r=section.lora_rank,
+        lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # fractions are as good
+        target_modules=_targets(model, section.target_modules),
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Not the seed itself: a model made on the spot was drawn from the very same numbers.
+        torch.manual_seed(seed + 1)
+        inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+        if not _is_adapter(name) and parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(DTYPES[section.dtype])
+    return model
+
+
+def num_trained(model_folder: str | Path, section: ModelConfig) -> int:
+    """How many weights all adapters have together."""
+    empty = empty_model(model_folder, trust_remote_code=section.trust_remote_code)
+    model = inject(empty, section, seed=0)  # nothing is drawn
+    return sum(weight.numel() for _, weight in adapters(model))
+
+
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
+    """Full names of the modules to adapt."""
+    layers = {
+        id(m) for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)
+    }
+    linear = [name for name, module in model.named_modules() if id(module) in layers]
+    if wanted == ("all-linear",):
+        return linear
+    for name in wanted:
+        if not any(f".{one}".endswith(f".{name}") for one in linear):
+            there = sorted({one.rsplit(".", 1)[-1] for one in linear})
+            rule = f"no linear module of the decoder layers is called {name!r}; there are {', '.join(there)}"
+            raise bad_value(
+                "model.target_modules",
+                list(wanted),
+                rule,
+                "model.target_modules=all-linear, or some of these",
+            )
+    return [one for one in linear if any(f".{one}".endswith(f".{name}") for name in wanted)]
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(own name, weight), in the model's order, tied ones once: all but adapters."""
+    for name, parameter in model.named_parameters():
+        if not _is_adapter(name):
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(own name of the adapted weight + ".lora_A" or ".lora_B", A [rank, in] or B [out, rank]), float32, A before its B."""
+    for name, parameter in model.named_parameters():
+        if _is_adapter(name):
+            module, which = name.split(".lora_")
+            yield f"{module}.weight.lora_{which[0]}", parameter.detach()
+
+
+def merged_weights(model: nn.Module, scale: float) -> Iterator[tuple[str, Tensor]]:
+    """`base_weights` with what adapters add, sharded as they are, in their dtype. Where there are adapters, a collective: every
+    rank needs all of A for its rows. Without any these are the live weights.
+    """
+    pairs = dict(adapters(model))
+    for name, weight in base_weights(model):
+        if f"{name}.lora_A" in pairs:
+            yield name, _merged(weight, pairs[f"{name}.lora_A"], pairs[f"{name}.lora_B"], scale)
+        else:
+            yield name, weight
+
+
+def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    whole, own = a.full_tensor() if isinstance(a, DTensor) else a, own_rows(weight)
+    rows = torch.addmm(own.to(b.dtype), own_rows(b), whole, alpha=scale).to(own.dtype)
+    return DTensor(rows, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else rows
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def base_sum(model: nn.Module) -> int:
+    """A sum over the bits of the base, modulo 2^64: the same for any number of ranks, and of copies of the model. A collective."""
+    weights = [weight for _, weight in base_weights(model)]
+    sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
+    own, first = (
+        (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum(),
+        weights[0],
+    )
+    if not isinstance(first, DTensor):
+        return int(own.item())
+    # What is sharded is added up; copies are not.
+    placements = [Partial() if p.is_shard() else p for p in first.placements]
+    return int(DTensor.from_local(own, first.device_mesh, placements).full_tensor().item())
+
+
+class StartPolicy:
+    """The reference of a policy with adapters: the same model with the adapters that it had when `start` was called."""
+
+    def __init__(self, actor: Trainable) -> None:
+        self._actor = actor
+        self.kept = {name: tensor.clone() for name, tensor in adapters(actor.module)}
+        """`adapters` of the reference, sharded as the live ones."""
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """From here on the reference is the policy as it is now."""
+        for name, tensor in adapters(self._actor.module):
+            self.kept[name].copy_(tensor)
+
+    @torch.no_grad()
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float
+    ) -> list[Tensor]:
+        """`Trainable.tokens` of the reference. The live adapters make room for it: they are small."""
+        live = dict(adapters(self._actor.module))
+        trained = {name: tensor.clone() for name, tensor in live.items()}
+        for name, tensor in live.items():
+            tensor.copy_(self.kept[name])
+        try:
+            return self._actor.tokens(rows, members, temperature=temperature)
+        finally:
+            for name, tensor in live.items():
+                tensor.copy_(trained[name])

@@ -1,0 +1,94 @@
+"""A transformers causal LM as a policy over packed tokens: log-probs and entropies of the trained tokens, nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.errors import bad_value
+from millrace.train.fsdp import packed_attention as attention
+from millrace.train.fsdp.log_probs import log_probs_and_entropy, sum_of_squares
+from millrace.train.packing import MicroBatch
+
+
+class PackedPolicy(nn.Module):
+    """Wraps a model and takes it over: its attention works on packed rows from here on.
+
+    The lm_head is used inside this module's forward, so that FSDP has it unsharded there, tied to the embeddings or not.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False
+    ) -> None:
+        """`checkpoint_share` of the decoder layers, evenly spread, recompute their activations in the backward pass. `fused` as in
+        `log_probs_and_entropy`.
+        """
+        super().__init__()
+        _check_head(model)
+        model.set_attn_implementation(attention.NAME)
+        # Dropout is off for good: the log-probs under training are to be those of the rollout.
+        model.train(False)
+        if checkpoint_share:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():  # transformers checkpoints only layers in training mode
+                module.training = not isinstance(module, nn.Dropout)
+            for i, layer in enumerate(layers_of(model)):
+                cast(Any, layer).gradient_checkpointing = math.ceil(
+                    (i + 1) * checkpoint_share
+                ) > math.ceil(i * checkpoint_share)
+        self.model = model
+        self._fused = fused
+
+    def forward(
+        self, batch: MicroBatch, temperature: float, squares: bool = False
+    ) -> tuple[Tensor, ...]:
+        """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model. With `squares` also the
+        sum of p^2 over the vocabulary, which has no gradient.
+        """
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.position_ids.unsqueeze(0),
+            use_cache=False,
+            packed_layout=batch.layout,
+        ).last_hidden_state[0]
+        weight = cast(Tensor, output_embeddings(self.model).weight)
+        states = hidden.index_select(0, batch.select)
+        both = log_probs_and_entropy(states, weight, batch.targets, temperature, fused=self._fused)
+        return (*both, sum_of_squares(states, weight, temperature)) if squares else both
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding."""
+        return layers_of(self.model)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Module:
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises ConfigError for models whose logits are more than hidden @ weight^T."""
+    head = output_embeddings(model)
+    config = model.config.get_text_config()
+    odd = [
+        key
+        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        if getattr(config, key, None) not in (None, 1.0)
+    ]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        odd.append("a bias in the lm_head" if isinstance(head, nn.Linear) else "no linear lm_head")
+    if odd:
+        raise bad_value(
+            "model.path",
+            type(model).__name__,
+            f"its logits are not hidden x lm_head^T alone ({', '.join(odd)})",
+            "a model without them, such as Qwen2, Qwen3, Llama or Mistral",
+        )

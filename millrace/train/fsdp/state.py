@@ -1,0 +1,203 @@
+"""A train engine's state on disk: checkpoints that load at any number of ranks, and Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+from millrace.config import Config
+from millrace.errors import CheckpointError
+from millrace.train.fsdp.lora import StartPolicy
+from millrace.train.fsdp.optim import apply_settings
+from millrace.train.fsdp.trainable import Trainable
+from millrace.train.state_writer import StateWriter, expect_one_process
+
+SKIPPED_FILES = ("config.json", "generation_config.json")
+"""Files of a model folder that save_pretrained writes itself."""
+SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Weights, which are not those of the export."""
+
+
+class Restorable(Protocol):
+    """What a train engine shows of itself to be saved, loaded and exported."""
+
+    kl_coef: float
+
+    @property
+    def actor(self) -> Trainable: ...
+
+    @property
+    def critic(self) -> Trainable | None: ...
+
+    @property
+    def reference(self) -> Trainable | StartPolicy | None: ...
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and the base is frozen."""
+        ...
+
+    @property
+    def base_sum(self) -> int | None:
+        """The sum over the bits of a frozen base."""
+        ...
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def model_folder(self) -> str: ...
+
+    @property
+    def policy(self) -> Any: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def writer(self) -> StateWriter: ...
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def save(engine: Restorable, folder: str, *, staged: bool) -> None:
+    """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
+    one; the reference's weights; the KL coefficient; rank 0's random state. Of a policy with adapters, these alone, and a sum
+    over the base's bits. `staged`: a copy of all this is written after the return.
+    """
+    (engine.writer.start if staged else engine.writer.write)(_state(engine), folder)
+
+
+def load(engine: Restorable, folder: str) -> None:
+    """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state.
+    The optimizer's settings and a fixed KL coefficient stay those of `begin`.
+
+    Raises CheckpointError for a folder without one, and for adapters that were trained on another base.
+    """
+    if not (Path(folder) / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint"
+        )
+    state = _state(engine)
+    expect_one_process()
+    load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    if engine.base_sum is not None and state["base"].item() != engine.base_sum:
+        raise CheckpointError(
+            f"{folder} has adapters of another base than the weights in {engine.model_folder}. Fix: the model.path, model.dtype "
+            "and trainer.seed of the run that saved it"
+        )
+    for model, name in _under_training(engine):
+        part = state[name] if name else state
+        set_state_dict(
+            model.module,
+            _optimizer(model),
+            model_state_dict=part["model"],
+            optim_state_dict=part["optimizer"],
+            options=StateDictOptions(strict=not engine.adapted),  # the base is not among them
+        )
+        apply_settings(_optimizer(model), model.optim)
+        model.steps = int(part["steps"].item())
+        model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
+    if isinstance(engine.reference, Trainable):  # kept adapters were loaded in place
+        set_model_state_dict(engine.reference.module, state["reference"])
+    if engine.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is the configuration's
+        engine.kl_coef = float(state["kl_coef"].item())
+    torch.set_rng_state(state["random"])
+
+
+def _under_training(engine: Restorable) -> list[tuple[Trainable, str]]:
+    """With the keys of their states; the policy's is on top."""
+    return [(engine.actor, "")] + ([(engine.critic, "critic")] if engine.critic is not None else [])
+
+
+def _state(engine: Restorable) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "random": torch.get_rng_state(),
+        "kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64),
+    }
+    for model, name in _under_training(engine):
+        weights, optimizer = get_state_dict(model.module, _with_moments(model))
+        if model is engine.actor and engine.adapted:
+            trained = {name for name, p in model.module.named_parameters() if p.requires_grad}
+            weights = {name: tensor for name, tensor in weights.items() if name in trained}
+        part = {
+            "model": weights,
+            "optimizer": optimizer,
+            "steps": torch.tensor(model.steps),
+            "nonfinite_in_a_row": torch.tensor(model.nonfinite_in_a_row),
+        }
+        state |= {name: part} if name else part
+    if isinstance(engine.reference, StartPolicy):
+        state["reference"] = engine.reference.kept
+    elif engine.reference is not None:
+        state["reference"] = get_model_state_dict(engine.reference.module)
+    if engine.base_sum is not None:
+        state["base"] = torch.tensor(engine.base_sum)
+    return state
+
+
+def _optimizer(model: Trainable) -> torch.optim.AdamW:
+    if model.optimizer is None:
+        raise CheckpointError(
+            "the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first"
+        )
+    return model.optimizer
+
+
+def _with_moments(model: Trainable) -> torch.optim.AdamW:
+    """Its optimizer, with moments of 0 if it has not stepped yet. torch would make them by a step at learning rate 0, which
+    AdamW's bias correction counts: to save would change what comes after.
+    """
+    optimizer = _optimizer(model)
+    if not optimizer.state:
+        for p in model.parameters:
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            optimizer.state[p] = {
+                "step": step,
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer
+
+
+def export(engine: Restorable, folder: str) -> None:
+    """Weights in the serving dtype, config, generation config, and the tokenizer's files of the folder it started from."""
+    weights: dict[str, Tensor] = {}
+    for name, tensor in engine.full_weights():
+        # Every rank takes part in the gather; only rank 0 keeps what it gives.
+        if engine.rank == 0:
+            weights[name] = tensor.cpu()
+    if engine.rank == 0:
+        model: Any = engine.policy.model
+        model.save_pretrained(folder, state_dict=weights)
+        copy_tokenizer(engine.model_folder, folder)
+    if engine.world_size > 1:
+        dist.barrier()
+
+
+def copy_tokenizer(source: str, folder: str) -> None:
+    """Every small file beside the weights of a model folder: the tokenizer's, whatever it calls them. Keeps what is there."""
+    if not Path(source).is_dir():
+        return
+    for file in Path(source).iterdir():
+        target = Path(folder) / file.name
+        ours = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
+        if file.is_file() and not ours and not target.exists():
+            shutil.copy(file, target)

@@ -1,0 +1,180 @@
+"""A module under an optimizer on one rank of several: gradients in micro-batches, one clock for the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from millrace.config import ActorConfig, OptimConfig
+from millrace.errors import MillraceError
+from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
+from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.meter import Meter
+from millrace.train.packing import MicroBatch, Rows, pack, split
+
+MAX_NONFINITE_STEPS = 3
+"""Optimizer steps in a row without a finite loss and gradient before the run fails: it will not recover."""
+
+WHOLE_GRADIENT_BYTES = 1 << 30
+
+Outputs = tuple[Tensor, ...]
+"""What a module says of the trained tokens of a micro-batch, each [M]."""
+
+LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
+"""(outputs, micro-batch) -> this micro-batch's share of the loss, and the sums [S] float64 that the meter names."""
+
+
+class Trainable:
+    """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments.
+
+    `actor` has the token limit of a micro-batch. `dtype` is that of the model's passes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        actor: ActorConfig,
+        dtype: str,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.limit = actor.ppo_max_token_len_per_gpu
+        # torch's varlen attention is for half precision on CUDA alone.
+        self.padded = device.type == "cpu" or dtype == "float32"
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        # Summed over ranks once for each mini-batch, where whole gradients may stay that long; else for each micro-batch.
+        self.keeps_whole_gradients = (
+            4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
+        )
+        self.optim = actor.optim
+        self.horizon = 1
+        self.optimizer: torch.optim.AdamW | None = None
+        self.steps = 0
+        """Optimizer steps since `begin`, skipped ones included: the LR schedule's clock."""
+        self.nonfinite_in_a_row = 0
+
+    def begin(self, optim: OptimConfig, horizon: int) -> None:
+        """A fresh AdamW and LR schedule for `horizon` optimizer steps; the weights stay."""
+        self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
+        self.optimizer = adamw(self.parameters, optim)
+
+    def micro_batches(self, rows: Rows, members: Ints) -> Iterator[tuple[MicroBatch, bool]]:
+        """This rank's share of the rows `members`, and whether each is the last. As many on every rank, at least one."""
+        shares = split(rows, members, max_tokens=self.limit, world_size=self.world_size)
+        for i, share in enumerate(shares):
+            yield (
+                pack(rows, share[self.rank], self.device, padded=self.padded),
+                i == len(shares) - 1,
+            )
+
+    def accumulate(
+        self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
+    ) -> None:
+        """Gradients of this rank's share of the mini-batch, summed over ranks by the end of the last micro-batch's backward pass."""
+        for micro, last in self.micro_batches(rows, members):
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
+                self.module.set_requires_all_reduce(
+                    last
+                )  # among copies of the model, if there are any: once is enough
+            outputs: Outputs = self.module(micro, temperature)
+            loss, sums = loss_of(outputs, micro)
+            # FSDP averages gradients over ranks, and the shares of the loss are to be added.
+            torch.autograd.backward(loss * self.world_size)
+            meter.add(sums, outputs[0].detach(), micro)
+
+    def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
+        """Clip and step, on all ranks or on none: the loss and the norm that decide are global."""
+        if self.optimizer is None:
+            raise MillraceError(
+                "the train engine has no optimizer. Fix: call begin(optim, horizon) before the first step"
+            )
+        lr = lr_at(self.optim, self.horizon, self.steps)
+        gradients = gradients_of(self.parameters)
+        sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
+        # The one place in a step where the host waits for the device.
+        *values, norm = torch.cat([sums, gradient_norm(gradients).to(sums).reshape(1)]).tolist()
+        self.steps += 1
+        if math.isfinite(norm) and math.isfinite(values[0]):
+            self.nonfinite_in_a_row = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            clip_(gradients, norm, self.optim.clip_grad)
+            self.optimizer.step()
+            meter.finish(values, norm, lr, first_pass=first_pass)
+        else:
+            self.nonfinite_in_a_row += 1
+            meter.skip_nonfinite()
+        self.optimizer.zero_grad()
+        if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+            raise MillraceError(
+                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss or gradient that is not finite "
+                f"(the last: loss {values[0]}, norm {norm}). Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
+            )
+
+    def skip_step(self, meter: Meter) -> None:
+        """A mini-batch with nothing to learn from: the schedule's clock goes on, the weights and moments stay."""
+        self.steps += 1
+        meter.empty += 1
+
+    @torch.no_grad()
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+    ) -> list[Tensor]:
+        """The module's outputs for the trained tokens of `members` (all rows if None), each [K] float64 on the host, whole on
+        every rank; 0 for other tokens.
+        """
+        flats: list[Tensor] = []
+        for micro, _ in self.micro_batches(
+            rows, np.arange(len(rows.starts)) if members is None else members
+        ):
+            outputs: Outputs = self.module(micro, temperature, **options)
+            flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
+            for flat, output in zip(flats, outputs, strict=True):
+                flat[micro.source] = output.double().cpu()
+        if isinstance(self.module, FSDPModule):
+            # A forward pass leaves the root's weights whole; they would outlive a load, and take memory in sleep.
+            self.module.reshard()
+        whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
+        return list(whole)
+
+    def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(value, op)
+        return value
+
+    def move(self, device: torch.device) -> None:
+        """Weights and moments to the host, or back. What is on the host is pinned: copies run at the link's speed."""
+        states = list((self.optimizer.state if self.optimizer else {}).values())
+        self.module._apply(lambda t: moved(t, device))  # nn.Module.to, but for the pinned memory
+        for state in states:
+            for key, value in state.items():
+                state[key] = moved(value, device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; the copy may still be under way. Host memory comes from torch's cache of pinned blocks."""
+    if isinstance(tensor, DTensor):
+        # Not from_local: it would take the shard back to its mesh's device.
+        return DTensor(moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
+    if tensor.device == device:
+        return tensor
+    host = device.type == "cpu"
+    return torch.empty_like(tensor, device=device, pin_memory=host).copy_(tensor, non_blocking=True)

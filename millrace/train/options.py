@@ -1,0 +1,95 @@
+"""The options of a step, computed once from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.algorithms.correction_plan import CorrectionPlan
+from millrace.algorithms.estimators import AdvantageOptions
+from millrace.algorithms.loss_input import LossOptions
+from millrace.algorithms.modes import AggMode, default_aggregation
+from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig
+from millrace.ports import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Everything that the functions of a step read, but the batch and the models."""
+
+    actor: ActorConfig
+    algorithm: AlgorithmConfig
+    correction: CorrectionPlan
+    loss: LossOptions
+    advantages: AdvantageOptions
+    aggregation: AggMode
+    loss_scale: float
+    """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
+    cliprange_value: float
+    """The critic's."""
+    critic_warmup: int
+    """Optimizer steps in which the critic learns alone."""
+    temperature: float
+    """The one at which rollouts are sampled."""
+    lag_bound: int
+    seed: int
+
+
+def step_options(config: Config) -> StepOptions:
+    """Return the options of `config`."""
+    actor, algorithm = config.actor, config.algorithm
+    return StepOptions(
+        actor=actor,
+        algorithm=algorithm,
+        correction=algorithm.rollout_correction.plan(
+            bypass=config.async_training.use_rollout_log_probs
+        ),
+        loss=_loss(actor),
+        advantages=_advantages(algorithm),
+        aggregation=actor.loss_agg_mode or default_aggregation(actor.policy_loss.loss_mode),
+        loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
+        cliprange_value=config.critic.cliprange_value,
+        critic_warmup=config.trainer.critic_warmup,
+        temperature=config.rollout.temperature,
+        lag_bound=config.schedule.lag_bound,
+        seed=config.trainer.seed,
+    )
+
+
+def _loss(actor: ActorConfig) -> LossOptions:
+    own = actor.policy_loss
+    return LossOptions(
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        tau_pos=own.tau_pos,
+        tau_neg=own.tau_neg,
+        dro_beta=own.dro_beta,
+        ppo_kl_coef=own.ppo_kl_coef,
+        dppo_clip_c=own.dppo_clip_c,
+    )
+
+
+def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
+    weights = dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False))
+    return AdvantageOptions(
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        component_weights=weights or None,
+        bootstrap_truncated=algorithm.bootstrap_truncated,
+        whiten=True,
+    )
+
+
+def optim_of(config: Config, phase: Phase) -> OptimConfig:
+    """Return the policy's optimizer settings in a phase."""
+    optim, sft = config.actor.optim, config.sft
+    if phase == "rl":
+        return optim
+    shape = {
+        "lr": sft.lr,
+        "lr_warmup_steps": sft.lr_warmup_steps,
+        "lr_scheduler_type": "linear",
+        "min_lr_ratio": 0.0,
+    }
+    return optim.model_copy(update=shape)

@@ -1,0 +1,280 @@
+"""From samples to micro-batches of packed tokens: whole-array NumPy work, no Python for each token.
+
+A **row** is one trajectory: prompt and segments in one run of tokens. Rows are cut after their last trained token, and the
+model reads all but that one: nothing else is needed to predict the trained tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.errors import bad_value
+from millrace.train.fsdp.packed_attention import Ints, Layout, make_layout
+from millrace.types import Author, Floats, Sample, Tokens, floats_of, tokens_of
+
+SMALL_UNIT = 4
+"""The rows of a sample stay together where they are at most this fraction (1/4) of what one micro-batch holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Trajectories in one run of tokens: [T] counts all of them together, [K] the trained ones, [N] the rows."""
+
+    tokens: Ints
+    """[T] token ids."""
+    trained: NDArray[np.bool_]
+    """[T] true for tokens of the policy."""
+    order: Ints
+    """[T] which of the trained tokens each is; of no meaning where `trained` is false."""
+    rollout_log_probs: NDArray[np.float32]
+    """[K] log-probs at the rollout."""
+    versions: Ints
+    """[K] policy version that drew each."""
+    starts: Ints
+    """[N] position of each row's first token."""
+    lengths: Ints
+    """[N] tokens of each row, prompt included."""
+    inputs: Ints
+    """[N] tokens of each row that the model reads: those before its last trained one; 0 if none is trained."""
+    trained_tokens: Ints
+    """[N] trained tokens of each row."""
+    prompt_lengths: Ints
+    """[N] tokens of each row's prompt; rows of one sample begin with the same ones."""
+    sample: Ints
+    """[N] number of each row's sample."""
+    first_row: Ints
+    """[samples + 1] rows of sample i are first_row[i] to first_row[i + 1] - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass reads: T packed tokens, and where in them M trained tokens are predicted."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, position of each token in its row."""
+    layout: Layout
+    select: Tensor
+    """[M] int64 positions in input_ids that predict a trained token; a shared prompt's last one does so for several rows."""
+    targets: Tensor
+    """[M] int64 the trained tokens."""
+    source: Tensor
+    """[M] int64 on the host: which of the trained tokens of Rows each is."""
+    sequence: Tensor
+    """[M] int64 on the host: row of each trained token, by its place in this micro-batch. Never decreasing."""
+    num_sequences: int
+    """Rows of this micro-batch."""
+
+
+def rows_of_samples(samples: Sequence[Sample]) -> Rows:
+    """One row for each trajectory, samples in order. Raises ValueError if a trajectory has no prompt to predict from."""
+    tokens, log_probs = tokens_of(), floats_of()
+    versions: list[tuple[int, int]] = []  # version and length of each segment of the policy
+    runs: list[int] = []  # lengths of prompts and segments, as they come
+    authored: list[bool] = []
+    row_runs: list[int] = []
+    counts = [0]
+    for sample in samples:
+        prompt = sample.prompt.tokens
+        if not prompt:
+            raise ValueError(
+                f"the prompt of sample {sample.prompt.index} has no tokens: nothing predicts its first token"
+            )
+        for trajectory in sample.trajectories:
+            tokens.extend(prompt)
+            runs.append(len(prompt))
+            authored.append(False)
+            for segment in trajectory.segments:
+                tokens.extend(segment.tokens)
+                runs.append(len(segment.tokens))
+                authored.append(segment.author is Author.POLICY)
+                if segment.author is Author.POLICY:
+                    log_probs.extend(segment.log_probs)
+                    versions.append((segment.version, len(segment.tokens)))
+            row_runs.append(1 + len(trajectory.segments))
+        counts.append(counts[-1] + len(sample.trajectories))
+    drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
+    return _rows(
+        tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts
+    )
+
+
+def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
+    """One row for each (prompt, response); the response's tokens are trained."""
+    tokens, runs = tokens_of(), list[int]()
+    for prompt, response in examples:
+        if not prompt:
+            raise ValueError(
+                "a demonstration's prompt has no tokens: nothing predicts its first token"
+            )
+        tokens.extend(prompt)
+        tokens.extend(response)
+        runs += (len(prompt), len(response))
+    n = len(runs) // 2
+    none = np.zeros(0, dtype=np.int64)
+    return _rows(tokens, floats_of(), none, runs, [False, True] * n, [2] * n, list(range(n + 1)))
+
+
+def _rows(
+    tokens: Tokens,
+    log_probs: Floats,
+    versions: Ints,
+    runs: list[int],
+    authored: list[bool],
+    row_runs: list[int],
+    counts: list[int],
+) -> Rows:
+    flat = _int64(tokens)
+    trained = np.repeat(np.asarray(authored, dtype=bool), np.asarray(runs, dtype=np.int64))
+    run_ends = np.concatenate([[0], np.cumsum(np.asarray(runs, dtype=np.int64))])
+    edges = run_ends[np.concatenate([[0], np.cumsum(np.asarray(row_runs, dtype=np.int64))])]
+    starts, lengths = edges[:-1], np.diff(edges)
+    before = np.concatenate([[0], np.cumsum(trained)])
+    trained_tokens = before[edges[1:]] - before[edges[:-1]]
+    # The last trained token of a row is the before[row end]-th trained token overall.
+    inputs = np.zeros(len(starts), dtype=np.int64)
+    has = trained_tokens > 0
+    inputs[has] = np.flatnonzero(trained)[before[edges[1:]][has] - 1] - starts[has]
+    first_run = np.cumsum(row_runs) - row_runs
+    first_row = np.asarray(counts, dtype=np.int64)
+    return Rows(
+        tokens=flat,
+        trained=trained,
+        order=before[1:] - 1,
+        rollout_log_probs=np.array(log_probs, dtype=np.float32),
+        versions=versions,
+        starts=starts,
+        lengths=lengths,
+        inputs=inputs,
+        trained_tokens=trained_tokens,
+        prompt_lengths=np.asarray(runs, dtype=np.int64)[first_run.astype(np.int64)],
+        sample=np.repeat(np.arange(len(counts) - 1), np.diff(first_row)),
+        first_row=first_row,
+    )
+
+
+def _int64(tokens: Tokens) -> Ints:
+    if not tokens:
+        return np.zeros(0, dtype=np.int64)
+    return torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64).numpy()
+
+
+def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:
+    """Which rows each rank reads in each micro-batch: result[micro-batch][rank] is an array of row numbers.
+
+    Every row of `members` with a trained token is in exactly one of them; none has more than `max_tokens` tokens; the ranks'
+    shares of a micro-batch are about equal, some may be empty; at least one micro-batch. The same on every rank.
+    Raises ConfigError if one row is over `max_tokens`.
+    """
+    members = members[rows.inputs[members] > 0]
+    lengths = rows.inputs[members]
+    if len(members) and int(lengths.max()) > max_tokens:
+        raise bad_value(
+            "actor.ppo_max_token_len_per_gpu",
+            max_tokens,
+            f"a trajectory has {int(lengths.max())} tokens before its last one, and must fit",
+            f"actor.ppo_max_token_len_per_gpu={int(lengths.max())} or more",
+        )
+    units, sizes = _units(rows, members, max_tokens, world_size)
+    # Longest first: best for the greedy below.
+    order = np.argsort(-sizes, kind="stable")
+    micro_batches = max(-(-int(sizes.sum()) // (max_tokens * world_size)), 1)
+    while (bins := _fill(sizes[order], micro_batches * world_size, max_tokens)) is None:
+        micro_batches += 1
+    shares = [_longest_first(rows, [units[order[i]] for i in bin_]) for bin_ in bins]
+    return [shares[i * world_size : (i + 1) * world_size] for i in range(micro_batches)]
+
+
+def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
+    """What is dealt out whole, and its tokens: the rows of a sample, if that leaves the shares even; else single rows.
+
+    Rows of a sample share a prompt, which a micro-batch reads once.
+    """
+    lengths = rows.inputs[members]
+    if not len(members):
+        return [], lengths
+    cuts = np.flatnonzero(np.diff(rows.sample[members])) + 1
+    sizes = np.add.reduceat(lengths, np.concatenate([[0], cuts]))
+    total = int(lengths.sum())
+    fits_one = world_size == 1 and total <= max_tokens
+    if fits_one or int(sizes.max()) * SMALL_UNIT <= min(max_tokens, total // world_size):
+        return np.split(members, cuts), sizes
+    return list(members[:, None]), lengths
+
+
+def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
+    """Rows of one length lie side by side then: see attention.py."""
+    members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
+    return members[np.argsort(-rows.inputs[members], kind="stable")]
+
+
+def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
+    """Each length in turn to the emptiest bin; bins fullest first, or None if one is over `limit`."""
+    heap = [(0, bin_) for bin_ in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for i, length in enumerate(lengths.tolist()):
+        load, bin_ = heapq.heappop(heap)
+        if load + length > limit:
+            return None
+        bins[bin_].append(i)
+        heapq.heappush(heap, (load + length, bin_))
+    return [bins[bin_] for load, bin_ in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
+    """The rows `members`, longest first, as one micro-batch; a prompt that several of them begin with is read once.
+
+    Without members, a dummy of one token that predicts nothing: it keeps a rank without work in step with the others, for
+    its forward and backward take part in every collective. `padded` as in `make_layout`.
+    """
+    if not len(members):
+        return _dummy(device, padded=padded)
+    lengths = rows.inputs[members]
+    _, first, group = np.unique(rows.sample[members], return_index=True, return_inverse=True)
+    # Nothing is shared if every row is of another sample.
+    shared = rows.prompt_lengths[members] if len(first) < len(members) else np.zeros_like(lengths)
+    shared_ends = np.cumsum(shared[first])
+    own = lengths - shared
+    own_starts = shared_ends[-1] + np.cumsum(own) - own
+    shared_starts = (shared_ends - shared[first])[group]
+
+    column = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    from_prompt = column < np.repeat(shared, lengths)
+    token = column + np.where(
+        from_prompt, np.repeat(shared_starts, lengths), np.repeat(own_starts - shared, lengths)
+    )
+    source = column + np.repeat(rows.starts[members], lengths)
+    num_tokens = int(shared_ends[-1] + own.sum())
+    input_ids, position_ids = (
+        np.empty(num_tokens, dtype=np.int64),
+        np.empty(num_tokens, dtype=np.int64),
+    )
+    input_ids[token], position_ids[token] = rows.tokens[source], column
+
+    predicts = np.flatnonzero(rows.trained[source + 1])
+    targets = source[predicts] + 1
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        position_ids=torch.from_numpy(position_ids).to(device),
+        layout=make_layout(lengths, token, num_tokens, device, padded=padded),
+        select=torch.from_numpy(token[predicts]).to(device),
+        targets=torch.from_numpy(rows.tokens[targets]).to(device),
+        source=torch.from_numpy(rows.order[targets]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)[predicts]),
+        num_sequences=len(members),
+    )
+
+
+def _dummy(device: torch.device, *, padded: bool) -> MicroBatch:
+    none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    layout = make_layout(np.ones(1, dtype=np.int64), zero.numpy(), 1, device, padded=padded)
+    on_device = none.to(device)
+    return MicroBatch(zero.to(device), zero.to(device), layout, on_device, on_device, none, none, 0)

@@ -1,0 +1,154 @@
+"""The losses of one micro-batch of policy and critic, and the sums from which a step's metrics are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from millrace.algorithms.correction import correct
+from millrace.algorithms.correction_plan import Place, Proximal
+from millrace.algorithms.kl import KL
+from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.proximal import interpolate
+from millrace.algorithms.value import value_loss
+from millrace.train.experience import Experience
+from millrace.train.fsdp.trainable import Outputs
+from millrace.train.mini_batch import MiniBatch
+from millrace.train.options import StepOptions
+from millrace.train.packing import MicroBatch
+
+POLICY_SUMS = (
+    "loss",
+    "pg_loss",
+    "kl_loss",
+    "tokens",
+    "entropy",
+    "clipped",
+    "clipped_lower",
+    "log_ratio",
+)
+"""What a micro-batch of the policy adds up, in this order: the global loss's share and its parts, sums over trained tokens."""
+CRITIC_SUMS = ("loss", "tokens", "clipped")
+
+
+class PolicyLoss:
+    """Loss = aggregated policy loss + kl_loss_coef x aggregated KL - entropy_coeff x aggregated entropy, of one mini-batch."""
+
+    def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
+        self.data = data
+        self.mini = mini
+        self.actor = options.actor
+        self.lose = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
+        self.options = options.loss
+        self.plan = options.correction
+        self.interpolated = data.old is None and self.plan.proximal is Proximal.INTERPOLATED
+
+    def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached. `outputs` are log-probs and entropy [M]."""
+        log_probs, entropy = outputs[0], outputs[1]
+        at = self._columns(micro, log_probs)
+        mask = at["mask"] > 0
+        old = self._old(at, log_probs)
+        losses, stats = self.lose(
+            LossInput(
+                log_probs=log_probs,
+                old_log_probs=old,
+                advantages=at["advantages"],
+                sequence_ids=micro.sequence.to(log_probs.device),
+                num_sequences=micro.num_sequences,
+                mask=mask,
+                selected=at["selected"] > 0 if "selected" in at else None,
+            ),
+            self.options,
+        )
+        weights = (
+            self._weights_in_passing(at, log_probs, old, micro)
+            if self.plan.place is Place.PASSING
+            else at.get("weights")
+        )
+        pg_loss = ((losses if weights is None else losses * weights) * at["factors"]).sum()
+        loss, kl_loss = pg_loss, pg_loss.new_zeros(())
+        if self.actor.use_kl_loss:
+            kl_loss = (
+                KL[self.actor.kl_loss_type](log_probs, at["reference"]) * at["factors"]
+            ).sum()
+            loss = loss + self.actor.kl_loss_coef * kl_loss
+        if self.actor.entropy_coeff:
+            loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
+        with torch.no_grad():
+            per_token = (
+                at["mask"],
+                entropy * at["mask"],
+                stats["clipped"],
+                stats["clipped_lower"],
+                stats["log_ratio"],
+            )
+            sums = torch.cat(
+                [
+                    torch.stack([loss.detach(), pg_loss.detach(), kl_loss.detach()]).double(),
+                    torch.stack(per_token).sum(-1, dtype=torch.float64),
+                ]
+            )
+        return loss, sums
+
+    def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
+        """What the loss needs of each token, [M] each, in one copy to the device."""
+        data, mini, source = self.data, self.mini, micro.source
+        columns = {
+            "advantages": data.advantages,
+            "factors": mini.factors,
+            "mask": mini.mask,
+            "rollout": data.rollout,
+        }
+        optional = {
+            "old": data.old,
+            "reference": data.reference if self.actor.use_kl_loss else None,
+            "weights": mini.weights,
+            "selected": mini.selected,
+            "ages": data.ages if self.interpolated else None,
+        }
+        columns |= {name: column for name, column in optional.items() if column is not None}
+        # float64 keeps the digits for float64 models; it is a few bytes a token.
+        stacked = torch.stack([column[source].double() for column in columns.values()]).to(like)
+        return dict(zip(columns, stacked, strict=True))
+
+    def _old(self, at: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
+        """What ratios are taken against; the current log-probs are right for the only step on a batch."""
+        if "old" in at:
+            return at["old"]
+        if self.interpolated:
+            return interpolate(at["rollout"], log_probs, -at["ages"], 0)
+        return log_probs.detach()
+
+    def _weights_in_passing(
+        self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
+    ) -> Tensor:
+        """Importance weights of current or interpolated policy over rollout: a micro-batch holds whole rows."""
+        lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
+        numerator = old if self.interpolated else log_probs.detach()
+        return correct(
+            numerator, at["rollout"], lengths, self.plan.options, include=at["mask"] > 0
+        ).weights.to(log_probs.dtype)
+
+
+class CriticLoss:
+    """Aggregated value loss of one mini-batch."""
+
+    def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
+        assert data.values is not None and data.returns is not None
+        self.columns = (mini.factors, mini.mask.double(), data.values, data.returns)
+        self.cliprange = options.cliprange_value
+
+    def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached. `outputs` are values [M]."""
+        (values,) = outputs
+        factors, mask, old, returns = torch.stack(
+            [column[micro.source] for column in self.columns]
+        ).to(values)
+        losses, stats = value_loss(values, old, returns, cliprange=self.cliprange)
+        loss = (losses.masked_fill(mask == 0, 0.0) * factors).sum()
+        sums = torch.stack([loss.detach(), mask.sum(), (stats["clipped"] * mask).sum()]).double()
+        return loss, sums

@@ -1,0 +1,1 @@
+"""The vLLM rollout engine, and its end of a weight sync."""

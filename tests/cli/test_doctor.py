@@ -1,0 +1,26 @@
+"""The doctor asks for what pyproject.toml asks for."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from millrace.cli import doctor as checkup
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def least(requirements: list[str]) -> dict[str, str]:
+    """Name and oldest version of each."""
+    found = [re.fullmatch(r"([\w-]+)>=([\d.]+)(,.*)?", line) for line in requirements]
+    assert all(found), requirements
+    return {match[1]: match[2] for match in found if match}
+
+
+def test_the_packages_that_a_run_needs_are_those_of_pyproject():
+    assert least(PROJECT["dependencies"]) == checkup._NEEDED
+
+
+def test_the_optional_packages_are_those_of_the_extras():
+    extras = PROJECT["optional-dependencies"]
+    wanted = least([line for name in ("ray", "vllm", "lora") for line in extras[name]])
+    assert wanted == {name: version for name, (version, *_) in checkup._OPTIONAL.items()}

@@ -1,0 +1,306 @@
+"""The command line: what it teaches, what it prints for programs, and the exit codes that it promises."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from millrace import __version__
+from millrace.cli import console
+from millrace.cli import doctor as checkup
+from millrace.cli import main as cli
+from millrace.config import recipe
+from millrace.pipeline.validation import Result, Transcript
+from millrace.run import export as exporting
+from millrace.run import summary
+from millrace.run.train import Outcome
+
+QUICKSTART = str(Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml")
+SMALL = [
+    "data.train_files=['task:copy?size=100']",
+    "data.val_files=[]",
+    "model.shape.hidden_size=16",
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Runs `millrace ARGUMENTS` in an empty folder, in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
+        monkeypatch.setattr(console, "_told", False)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def test_version(run):
+    assert run("--version") == (0, f"millrace {__version__}\n", "")
+
+
+def test_the_command_is_installed():
+    command = Path(sys.executable).parent / "millrace"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"millrace {__version__}\n", "")
+
+
+def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for part in (
+        "millrace train quickstart",
+        "key=value",
+        "--help-config",
+        "130 or 143",
+    ):
+        assert part in out
+    for command in ("train", "sft", "eval", "export", "ledger", "doctor"):
+        assert f" {command} " in out
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "ledger", "doctor"])
+def test_every_command_has_help(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0 and f"millrace {command}" in out and "--json" in out
+
+
+def test_help_config_prints_every_key(run):
+    code, out, _ = run("train", "--help-config")
+    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert code == 0 and {key for key, _ in recipe.all_keys()} <= shown
+    code, out, _ = run("train", "--help-config", "--json")
+    keys = json.loads(out)
+    assert code == 0 and list(keys) == [key for key, _ in recipe.all_keys()]
+    assert all(
+        set(value) == {"type", "default", "meaning"} and value["meaning"] for value in keys.values()
+    )
+
+
+def test_a_dry_run_prints_the_configuration_and_every_derived_number(run, tmp_path):
+    code, out, err = run(
+        "train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json"
+    )
+    assert (code, err) == (0, "")
+    printed = json.loads(out.splitlines()[-1])
+    assert set(printed) == {"config", "derived"}
+    assert printed["config"] == recipe.load(
+        QUICKSTART, [*SMALL, "trainer.total_epochs=3"]
+    ).model_dump(mode="json")
+    assert printed["derived"] == {
+        "window": 64,
+        "capacity": 96,
+        "lag_bound": 2,
+        "lookahead": 64,
+        "versions": 5,
+        "optimizer_steps": 10,
+        "lr_horizon": 10,
+        "samples": 300,
+        "trajectories": 2400,
+        "nodes_needed": 1,
+    }
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(run, tmp_path):
+    code, out, _ = run("train", QUICKSTART, *SMALL, "--dry-run")
+    lines = out.splitlines()
+    title = next(n for n, line in enumerate(lines) if line.strip() == "derived")
+    (tmp_path / "again.yaml").write_text("\n".join(lines[:title]))
+    assert code == 0 and recipe.load(tmp_path / "again.yaml") == recipe.load(QUICKSTART, SMALL)
+    assert ["capacity", "96"] in [line.split() for line in lines[title:]]
+
+
+def test_a_dry_run_checks_the_data_too(run):
+    code, out, err = run("train", QUICKSTART, "data.train_files=[nowhere.jsonl]", "--dry-run")
+    assert (code, out) == (2, "") and err.startswith(
+        "error: data.train_files = 'nowhere.jsonl': no such file"
+    )
+
+
+def test_a_command_without_arguments_says_what_is_missing(run):
+    code, _, err = run("train")
+    assert code == 2 and "RECIPE is missing, for example quickstart" in err
+    assert run("ledger")[0] == 2
+    assert run("no-such-command")[0] == 2
+    assert run("train", QUICKSTART, "--no-such-option")[0] == 2
+
+
+def test_sft_without_steps_is_refused(run):
+    code, _, err = run("sft", QUICKSTART, "sft.steps=0")
+    assert (
+        code == 2 and err == "error: sft.steps = 0: there is nothing to do. Fix: sft.steps=200.\n"
+    )
+
+
+def test_a_ledger_of_what_is_no_run_is_refused(run, tmp_path):
+    for folder in ("nowhere", "."):
+        code, out, err = run("ledger", folder)
+        assert (code, out) == (2, "")
+        assert err.startswith(
+            f"error: RUN = {folder!r}: has no history.jsonl: not a run folder. Fix: "
+        )
+
+
+def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ()) -> None:
+    lines: list[dict] = [{"event": "start", "attempt": 1, "version": 0}]
+    for version, samples in enumerate(trained, 1):
+        admitted = sum(map(len, trained[:version])) + len(held)
+        lines.append(
+            {
+                "event": "version",
+                "attempt": 1,
+                "version": version,
+                "admitted": admitted,
+                "trained": samples,
+            }
+        )
+    lines.append({**lines[-1], "event": "end", "trained": [], "held": list(held), "complete": True})
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(run, tmp_path):
+    write_history(tmp_path, [0, 1], [2, 3])
+    code, out, _ = run("ledger", ".", "--json")
+    found = json.loads(out)
+    assert code == 0 and (
+        found["admitted"],
+        found["trained"],
+        found["lost"],
+        found["trained_twice"],
+    ) == (4, 4, 0, 0)
+    write_history(tmp_path, [0, 1], [1, 3])
+    code, out, _ = run("ledger", ".", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["trained_twice"] == 1
+
+
+def test_the_doctor_reports_as_json_and_as_a_table(run):
+    code, out, _ = run("doctor", "--json")
+    report = json.loads(out)
+    names = {check["name"] for check in report["checks"]}
+    assert {"Python", "torch", "transformers", "pydantic"} <= names
+    assert all(set(check) == {"name", "state", "found", "fix"} for check in report["checks"])
+    assert all(check["fix"] for check in report["checks"] if check["state"] == "bad")
+    assert (
+        report["complete"]
+        == all(check["state"] != "bad" for check in report["checks"])
+        == (code == 0)
+    )
+    again, table, _ = run("doctor")
+    assert again == code and "Python" in table
+
+
+def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(recipe, "load", broken)
+    code, _, err = run("train", QUICKSTART)
+    assert (
+        code == 1 and "Traceback" in err and err.endswith("\nerror: RuntimeError: no such luck\n")
+    )
+
+
+def test_the_first_cause_of_a_group_is_no_mere_cancellation():
+    import asyncio
+
+    cause = ValueError("it")
+    inner = BaseExceptionGroup("inner", [asyncio.CancelledError(), cause])
+    assert cli.first_cause(BaseExceptionGroup("outer", [asyncio.CancelledError(), inner])) is cause
+    assert cli.first_cause(cause) is cause
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_an_address_runs_on_that_ray_cluster(run, command):
+    code, out, _ = run(
+        command, QUICKSTART, *SMALL, "--address", "10.0.0.1:6379", "--dry-run", "--json"
+    )
+    trainer = json.loads(out)["config"]["trainer"]
+    assert code == 0 and (trainer["runtime"], trainer["ray_address"]) == ("ray", "10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("command", ["sync", "modes"])
+def test_benchmarks_take_an_address_too(run, command):
+    code, _, err = run("bench", command, QUICKSTART, *SMALL, "--address", "ray://head:10001")
+    assert code == 2 and "trainer.ray_address = 'ray://head:10001'" in err
+
+
+def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(run):
+    _, out, _ = run("train", "--help-config")
+    lines = [line.strip() for line in out.splitlines()]
+    assert "critic.optim.lr <float> = 1e-05" in lines and "actor.optim.lr <float> = 1e-06" in lines
+    assert "actor.optim.betas <[float, float]> = [0.9, 0.999]" in lines
+    assert any(
+        line.startswith("actor.loss_agg_mode <") and line.endswith("= null") for line in lines
+    )
+
+
+def test_with_json_a_failure_is_an_object_too(run):
+    code, out, err = run("train", QUICKSTART, "rollout.n=0", "--json")
+    told = json.loads(out)
+    assert (code, told["complete"], told["exit_code"]) == (2, False, 2)
+    assert err == f"error: {told['error']}\n" and told["error"].startswith("rollout.n = 0:")
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("actor.clip_ratio=0.2", "Fix: actor.clip_ratio_low and actor.clip_ratio_high"),
+        (
+            "trainer.total_training_steps=100",
+            "Fix: rollout.total_rollout_steps, which counts samples",
+        ),
+        (
+            "trainer.project_name=mine",
+            "no such key. Fix: `millrace train --help-config` prints every key",
+        ),
+        ("rollout.n", "Fix: for example rollout.n=8"),
+        ("actor.optim.betas=[2,0.9]", "actor.optim.betas.0 = 2: must be less than 1"),
+        ("trainer.seed=99999999999999999999", "trainer.seed = 99999999999999999999"),
+    ],
+)
+def test_what_users_of_other_systems_write_is_refused_with_a_fix_that_is_one(run, said, fix):
+    code, _, err = run("train", QUICKSTART, said, "--dry-run")
+    assert code == 2 and fix in err, err
+
+
+@pytest.mark.parametrize("command", ["modes", "sync", "train"])
+def test_measuring_commands_have_a_dry_run_that_needs_no_devices(run, command):
+    shape = str(Path(QUICKSTART).parent / "shapes" / "qwen2_7b.yaml")
+    code, out, err = run("bench", command, shape, "--dry-run", "--json")
+    assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
+
+
+def test_what_models_and_folders_are_called_is_no_markup():
+    """A run whose model says [/b] ends as any other."""
+    odd = "[/b] \\[x = 0\\] [red]"
+    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
+    console = Console(file=io.StringIO(), width=300)
+    summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
+    printed = console.file.getvalue()
+    assert printed.count(odd) == 8 and f"run         {odd}\n" in printed
+
+
+def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
+    monkeypatch.setattr(
+        checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")]
+    )
+    _, out, _ = run("doctor")
+    assert "missing [a]" in out and "pip install 'y[z]'" in out
+
+
+def test_an_export_to_where_nothing_can_be_written_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "verify", lambda path: None)
+    code, _, err = run("export", str(tmp_path), "/proc/x")
+    assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err

@@ -1,0 +1,385 @@
+"""Recipes: layers of plain data become one configuration, and later layers win."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from millrace.config import Config, layers, recipe, verl
+from millrace.errors import ConfigError
+from millrace.schedule.modes import MODES
+
+QUICKSTART = Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "r.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def schedule_of(config: Config) -> dict:
+    return config.async_training.model_dump(mode="json")
+
+
+# -- modes
+
+TABLE = {
+    "colocate_sync": (
+        "colocated",
+        "drain",
+        lambda trigger, staleness: trigger >= 1 and staleness == 0,
+    ),
+    "on_policy_pipeline": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger == 1 and staleness == 0,
+    ),
+    "one_step_off": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger == 1 and staleness == 1,
+    ),
+    "stream_off_policy": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger > 1 and staleness == 0,
+    ),
+    "async_staleness": (
+        "separate",
+        "drain",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
+    "async_partial": (
+        "separate",
+        "interrupt",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
+    "async_swap": ("separate", "swap", lambda trigger, staleness: trigger >= 1 and staleness > 0),
+    "colocate_partial": (
+        "colocated",
+        "interrupt",
+        lambda trigger, staleness: trigger >= 1 and staleness > 0,
+    ),
+}
+"""DESIGN's table of modes."""
+
+
+def test_the_table_has_every_mode():
+    assert set(TABLE) == set(MODES)
+
+
+@pytest.mark.parametrize("mode", TABLE)
+@pytest.mark.parametrize(
+    "before",
+    ["name: r", *(f"mode: {mode}" for mode in TABLE), "async_training: {partial_rollout: true}"],
+)
+def test_a_mode_is_the_tables_row_whatever_the_recipe_said_before(write, before, mode):
+    config = recipe.load(write(before), [f"mode={mode}"])
+    placement, on_sync, fits = TABLE[mode]
+    schedule = config.async_training
+    assert (config.mode, schedule.placement.value, schedule.on_sync.value) == (
+        mode,
+        placement,
+        on_sync,
+    )
+    assert fits(schedule.trigger_parameter_sync_step, schedule.staleness_threshold)
+    assert not schedule.partial_rollout
+
+
+def test_one_step_off_trains_each_sample_one_version_later(write):
+    schedule = recipe.load(write("mode: one_step_off")).schedule
+    assert schedule.lookahead == 1 and schedule.lag_bound == 1
+
+
+OTHER = {
+    "placement": "colocated",
+    "trigger_parameter_sync_step": 7,
+    "staleness_threshold": 0.25,
+    "on_sync": "swap",
+    "lookahead": 3,
+    "require_batches": 2,
+}
+
+
+@pytest.mark.parametrize("mode", TABLE)
+@pytest.mark.parametrize("key", OTHER)
+@pytest.mark.parametrize("where", ["recipe", "command line"])
+def test_every_key_of_a_mode_can_be_overridden_beside_it(write, mode, key, where):
+    beside = (
+        f"mode: {mode}\nasync_training: {{{key}: {OTHER[key]}}}" if where == "recipe" else "name: r"
+    )
+    overrides = [] if where == "recipe" else [f"mode={mode}", f"async_training.{key}={OTHER[key]}"]
+    changed = schedule_of(recipe.load(write(beside), overrides))
+    plain = schedule_of(recipe.load(write(f"mode: {mode}")))
+    assert changed[key] == OTHER[key]
+    assert {k: v for k, v in changed.items() if k != key} == {
+        k: v for k, v in plain.items() if k != key
+    }
+
+
+def test_a_mode_keeps_what_it_says_nothing_of(write):
+    text = "mode: async_partial\nasync_training: {trigger_parameter_sync_step: 3, staleness_threshold: 0.75, require_batches: 2}"
+    schedule = recipe.load(write(text), ["mode=async_swap"]).async_training
+    assert (
+        schedule.trigger_parameter_sync_step,
+        schedule.staleness_threshold,
+        schedule.require_batches,
+    ) == (3, 0.75, 2)
+    assert recipe.load(write(text), ["mode=on_policy_pipeline"]).schedule.capacity == 64
+
+
+def test_partial_rollout_means_interrupt(write):
+    for spelled in ("true", "false"):
+        config = recipe.load(
+            write("mode: async_staleness"), [f"async_training.partial_rollout={spelled}"]
+        )
+        assert config.async_training.on_sync.value == (
+            "interrupt" if spelled == "true" else "drain"
+        )
+    partial = write("async_training: {partial_rollout: true}")
+    assert recipe.load(partial).async_training.on_sync.value == "interrupt"
+    assert (
+        recipe.load(partial, ["async_training.on_sync=swap"]).async_training.on_sync.value == "swap"
+    )
+
+
+@pytest.mark.parametrize("mode", ["colocate_sync", "one_step_off"])
+def test_the_train_batch_sets_the_trigger(write, mode):
+    text = "actor: {ppo_mini_batch_size: 8}\nasync_training: {require_batches: 2, trigger_parameter_sync_step: 5}"
+    config = recipe.load(write(text), [f"mode={mode}", "data.train_batch_size=64"])
+    assert config.async_training.trigger_parameter_sync_step == 4
+    assert config.schedule.window == 64
+
+
+# -- layers
+
+
+def test_later_layers_win_key_by_key(write):
+    write("name: parent\nrollout: {n: 2, temperature: 0.5}\nsft: {steps: 1}", "parent.yaml")
+    write("inherits: parent.yaml\nrollout: {n: 3}", "child.yaml")
+    config = recipe.load(
+        write("inherits: child.yaml\nsft: {steps: 2}", "grandchild.yaml"),
+        ["rollout.n=4", "rollout.n=5"],
+    )
+    assert (config.name, config.rollout.n, config.rollout.temperature, config.sft.steps) == (
+        "parent",
+        5,
+        0.5,
+        2,
+    )
+
+
+def test_inherits_is_a_path_from_the_recipe(write, tmp_path):
+    (tmp_path / "sub").mkdir()
+    write("rollout: {n: 3}", "parent.yaml")
+    assert recipe.load(write("inherits: ../parent.yaml", "sub/child.yaml")).rollout.n == 3
+
+
+def test_the_file_names_the_run_where_the_recipe_does_not(write):
+    assert recipe.load(write("mode: async_swap", "my run (2).yaml")).name == "my-run-2-"
+    assert recipe.load(QUICKSTART).name == "quickstart"
+
+
+def test_an_empty_section_is_no_section(write):
+    assert recipe.load(write("data:\nrollout:\n  n: 3\n")).rollout.n == 3
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rollout.n",
+        "actor.ppo_mini_batch_size",
+        "actor.optim.lr",
+        "model.path",
+        "algorithm.adv_estimator",
+    ],
+)
+def test_the_prefix_of_verl_is_stripped(write, key):
+    value = {"actor.optim.lr": "0.5", "model.path": "here", "algorithm.adv_estimator": "grpo"}.get(
+        key, "6"
+    )
+    assert recipe.load(write("name: r"), [f"actor_rollout_ref.{key}={value}"]) == recipe.load(
+        write("name: r"), [f"{key}={value}"]
+    )
+    nested = yaml.safe_dump({"actor_rollout_ref": {key: yaml.safe_load(value)}})
+    assert recipe.load(write(f"name: r\n{nested}")) == recipe.load(
+        write("name: r"), [f"{key}={value}"]
+    )
+
+
+@pytest.mark.parametrize(("theirs", "ours"), verl.ALIASES.items())
+def test_aliases(write, theirs, ours):
+    numbers = {
+        "length": "64",
+        "len": "3",
+        "penalty_factor": "0.5",
+        "enable": "false",
+        "bypass_mode": "false",
+        "size": "1",
+        "policy": "true",
+    }
+    value = next((v for end, v in numbers.items() if theirs.endswith(end)), "x.py:f")
+    assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(
+        write("name: r"), [f"{ours}={value}"]
+    )
+
+
+def test_verls_resume_mode(write):
+    assert recipe.load(write("name: r"), ["trainer.resume_mode=disable"]).trainer.resume == "never"
+
+
+def test_verls_fsdp_size(write):
+    assert (
+        recipe.load(
+            write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]
+        ).trainer.fsdp_size
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("2.e-3", 2e-3),
+        ("+3e-5", 3e-5),
+        ("1e3", 1000.0),
+        ("0.5", 0.5),
+        ("1", 1.0),
+    ],
+)
+def test_numbers_are_numbers_however_they_are_spelled(write, text, value):
+    assert recipe.load(write("name: r"), [f"actor.optim.lr={text}"]).actor.optim.lr == value
+    assert recipe.load(write(f"actor: {{optim: {{lr: {text}}}}}")).actor.optim.lr == value
+
+
+@pytest.mark.parametrize(
+    ("item", "read"),
+    [
+        (
+            "data.train_files=[a.jsonl,b.jsonl]",
+            lambda c: c.data.train_files == ("a.jsonl", "b.jsonl"),
+        ),
+        (
+            'data.train_files=["task:copy?size=3"]',
+            lambda c: c.data.train_files == ("task:copy?size=3",),
+        ),
+        ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
+        ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
+        ("+rollout.n=5", lambda c: c.rollout.n == 5),
+        (
+            "model.shape={hidden_size: 32}",
+            lambda c: c.model.shape.hidden_size == 32 and c.model.shape.num_hidden_layers == 3,
+        ),
+        ("reward.function=a.py:f=g", lambda c: c.reward.function == "a.py:f=g"),
+    ],
+)
+def test_overrides_are_read_as_yaml(write, item, read):
+    assert read(recipe.load(write("name: r"), [item]))
+
+
+# -- dump
+
+settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "mode": st.sampled_from(sorted(MODES)),
+        "rollout.n": st.integers(2, 64),
+        "rollout.temperature": st.floats(0.01, 10),
+        "rollout.max_prompt_length": st.integers(1, 4096),
+        "rollout.stop": st.lists(st.text(max_size=5), max_size=3),
+        "actor.optim.lr": st.floats(1e-12, 1, exclude_min=True),
+        "actor.optim.betas": st.tuples(
+            st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)
+        ).map(list),
+        "actor.loss_agg_mode": st.sampled_from(["token-mean", "seq-mean-token-sum-norm"]),
+        "async_training.staleness_threshold": st.floats(0, 8),
+        "async_training.trigger_parameter_sync_step": st.integers(1, 32),
+        "async_training.require_batches": st.integers(1, 4),
+        "async_training.partial_rollout": st.booleans(),
+        "data.train_files": st.lists(st.text(min_size=1, max_size=20), max_size=3),
+        "trainer.deterministic": st.just(False),
+        "trainer.run_dir": st.text(max_size=20),
+        "model.trust_remote_code": st.booleans(),
+    },
+)
+
+
+@given(settings)
+@example({"trainer.run_dir": "0E0"})
+@example({"trainer.run_dir": "+1_0e5", "data.train_files": [".5e1", "", "-", "1:30.5"]})
+def test_a_dumped_configuration_makes_the_same_run(tmp_path_factory, chosen):
+    layer: dict = {}
+    for key, value in chosen.items():
+        section, _, name = key.rpartition(".")
+        where = layer
+        for part in filter(None, section.split(".")):
+            where = where.setdefault(part, {})
+        where[name] = value
+    config = recipe.parse(recipe.resolve([layer]))
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(recipe.dump(config))
+    assert recipe.load(path) == config
+    assert recipe.dump(recipe.load(path)) == recipe.dump(config)
+
+
+def test_the_quickstart_dumps_to_itself(write):
+    config = recipe.load(QUICKSTART)
+    assert recipe.load(write(recipe.dump(config))) == config
+
+
+# -- errors that no folder of tests/bad_inputs has
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 70)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+keys = [key for key, _ in recipe.all_keys()]
+
+
+@given(st.dictionaries(st.sampled_from(keys), junk, max_size=4))
+def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen):
+    """Never a crash: each is a Config, or a ConfigError in the one form that all of them have."""
+    try:
+        layer: dict = {}
+        for key, value in chosen.items():
+            layers.merge(layer, layers.expand({key: value}))
+        config = recipe.parse(recipe.resolve([layer]))
+    except ConfigError as error:
+        for line in str(error).split("\n"):
+            assert " = " in line and ". Fix: " in line and line.endswith("."), line
+        return
+    assert config.derived(100).window >= 1
+
+
+def test_a_key_that_breaks_a_line_is_shown_escaped():
+    with pytest.raises(ConfigError, match=re.escape(r"'actor.policy_loss.\n' = None: no such key")):
+        recipe.parse({"actor": {"policy_loss": {"\n": None}}})
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_recipe_or_refused(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(recipe.load(path), Config)
+    except ConfigError as error:
+        assert "Fix: " in str(error)

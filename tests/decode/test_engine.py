@@ -1,0 +1,471 @@
+import asyncio
+import random
+
+import pytest
+import torch
+
+from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
+from millrace.decode.engine import build
+from millrace.decode.kv_cache import NAME
+from millrace.errors import DataError, MillraceError, SyncError, WorkerError
+from millrace.testing import check_replica, joined
+from millrace.types import SamplingParams, Stop, tokens_of
+from tests.decode.helpers import (
+    EOS,
+    VOCABULARY,
+    WIDE,
+    engine,
+    error,
+    folder,
+    full_log_probs,
+    llama,
+    long,
+    prompt,
+    qwen,
+    turns,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"deterministic": True}, {"slots": 1}, {"kv_on_swap": "recompute", "slots": 3}]
+)
+def test_the_engine_conforms_to_its_port(changes):
+    async def make():
+        return engine(**changes)
+
+    asyncio.run(check_replica(make))
+
+
+@pytest.mark.parametrize("make_model", [qwen, llama])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(make_model, deterministic):
+    """Forty requests of all lengths through eight slots, at temperatures 1 and 0.7, greedy among them."""
+    model, reference = make_model(), make_model()
+
+    async def one(eng, i):
+        temperature = (1.0, 0.7, 0.0)[i % 3]
+        params = SamplingParams(max_tokens=1 + (7 * i) % 40, seed=i, temperature=temperature)
+        await turns(i % 5)
+        (segment,) = await eng.generate(prompt(i), params, "s")
+        if temperature == 0:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([[*prompt(i), *segment.tokens]])).logits[0]
+            assert logits[len(prompt(i)) - 1 : -1].argmax(-1).tolist() == segment.tokens.tolist()
+        return error(reference, prompt(i), segment, temperature or 1.0)
+
+    async def run():
+        eng = engine(model, deterministic=deterministic)
+        return await asyncio.gather(*(one(eng, i) for i in range(40)))
+
+    assert max(asyncio.run(run())) < 1e-5
+
+
+def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass():
+    async def run():
+        eng = engine(qwen(dtype="bfloat16"))
+        got = await asyncio.gather(
+            *(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12))
+        )
+        return max(error(qwen(dtype="bfloat16"), prompt(i), s) for i, (s,) in enumerate(got))
+
+    assert asyncio.run(run()) < 0.05
+
+
+def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone():
+    model, ids = qwen(), torch.tensor([[*prompt(1, 12)], [*prompt(2, 12)]])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.inference_mode():
+        before = model(ids, attention_mask=mask).logits
+        asyncio.run(engine(model).generate(prompt(0), long(3), "s"))
+        assert model.config._attn_implementation == NAME
+        assert torch.equal(before, model(ids, attention_mask=mask).logits)
+
+
+def test_samples_follow_the_models_distribution():
+    model = qwen()
+    with torch.inference_mode():
+        expected = torch.softmax(model(torch.tensor([[*prompt(3, 6)]])).logits[0, -1] / 0.8, -1)
+
+    async def run():
+        eng = engine(model, slots=64)
+        calls = (
+            eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s")
+            for s in range(4000)
+        )
+        return torch.tensor([s.tokens[0] for (s,) in await asyncio.gather(*calls)])
+
+    found = torch.bincount(asyncio.run(run()), minlength=VOCABULARY) / 4000
+    assert (found - expected).abs().max() < 0.025  # three standard deviations at p = 0.5
+
+
+def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs():
+    async def run():
+        eng = engine()
+        cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
+        return await asyncio.gather(
+            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))
+        )
+
+    for i, (segment,) in enumerate(asyncio.run(run())):
+        assert error(qwen(), prompt(i), segment) < 1e-5
+        ids = torch.tensor([[*prompt(i), *segment.tokens]])
+        with torch.inference_mode():
+            probs = torch.softmax(qwen()(ids).logits[0, len(prompt(i)) - 1 : -1], -1)
+        rank = (probs > probs.gather(1, ids[0, len(prompt(i)) :, None])).sum(1)
+        above = (probs * (probs > probs.gather(1, ids[0, len(prompt(i)) :, None]))).sum(1)
+        assert {
+            0: rank.max() < 1,
+            1: rank.max() < 2,
+            2: rank.max() < 1,
+            3: above.max() < 0.5,
+            4: True,
+        }[i % 5]
+
+
+def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored():
+    async def run():
+        eng = engine()
+        calls = [
+            eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s")
+            for i in range(16)
+        ]
+        return await asyncio.gather(*calls)
+
+    results = asyncio.run(run())
+    for i, (segment,) in enumerate(results):
+        if i % 2 == 0:
+            assert segment.stop is Stop.LENGTH
+        elif segment.stop is Stop.EOS:
+            assert segment.tokens[-1] == EOS and EOS not in segment.tokens[:-1]
+        else:
+            assert EOS not in segment.tokens
+    assert any(s.stop is Stop.EOS for (s,) in results)
+
+
+def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it():
+    def decode(tokens):
+        return "".join(chr(97 + t) for t in tokens)
+
+    async def run():
+        eng = engine(decode=decode, max_len=90)
+        plain = await asyncio.gather(
+            *(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8))
+        )
+        texts = [decode(s.tokens) for (s,) in plain]
+        stops = [(text[20:23], "never seen") for text in texts]
+        params = [long(60, seed=i, stop=stop) for i, stop in enumerate(stops)]
+        stopped = await asyncio.gather(
+            *(eng.generate(prompt(i), p, "s") for i, p in enumerate(params))
+        )
+        # A prompt that ends in the first half of the string, drawn by an earlier call of the same response.
+        end = texts[0].index(stops[0][0])
+        head = plain[0][0].tokens[: end + 2]
+        rest = await eng.generate(
+            prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
+        )
+        assert not eng._table.with_stop
+        # Behind a whole one, which the response has gone past: it ends at the next.
+        past = plain[0][0].tokens[: end + 3]
+        on = await eng.generate(
+            prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s"
+        )
+        assert len(on[0].tokens) > 1 or decode(past + on[0].tokens).count(stops[0][0]) == 2
+        return texts, stops, stopped, rest
+
+    texts, stops, stopped, rest = asyncio.run(run())
+    for text, (stop, _), (segment,) in zip(texts, stops, stopped, strict=True):
+        assert segment.stop is Stop.STRING
+        assert decode(segment.tokens) == text[: text.index(stop) + len(stop)]
+    assert rest[0].stop is Stop.STRING and len(rest[0].tokens) == 1
+
+
+def test_a_response_ends_where_the_engine_has_no_more_room():
+    async def run():
+        eng = engine(max_len=32)
+        return await asyncio.gather(
+            *(eng.generate(prompt(0, n), long(1000), "s") for n in (1, 20, 31))
+        )
+
+    for n, (segment,) in zip((1, 20, 31), asyncio.run(run()), strict=True):
+        assert segment.stop is Stop.LENGTH and len(segment.tokens) == 32 - n
+        assert error(qwen(), prompt(0, n), segment) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "words"),
+    [
+        (prompt(0, 32), long(1), "32 tokens"),
+        (tokens_of(), long(1), "at least 1"),
+        (prompt(0, 4), long(0), "max_tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(tokens, params, words):
+    with pytest.raises(MillraceError, match=words) as caught:
+        asyncio.run(engine(max_len=32).generate(tokens, params, "s"))
+    assert isinstance(caught.value, DataError) or words == "max_tokens"
+
+
+def test_queued_requests_are_served_in_order_of_arrival():
+    done = []
+
+    async def one(eng, i):
+        await eng.generate(prompt(i), long(5), "s")
+        done.append(i)
+
+    async def run():
+        eng = engine(slots=4)
+        await asyncio.gather(*(one(eng, i) for i in range(22)))
+        stats = await eng.stats()
+        assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(
+            len(prompt(i)) for i in range(22)
+        )
+
+    asyncio.run(run())
+    assert done == sorted(done)
+
+
+def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so():
+    """Under keep, log-probs after the swap are of new weights over old K and V: neither model's own, but those behind the draw."""
+    old, new = qwen(0), qwen(1)
+
+    async def run(kv_on_swap):
+        eng = engine(qwen(0), kv_on_swap=kv_on_swap, slots=4, version=3)
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(40, seed=i), "s")) for i in range(6)
+        ]
+        await turns(12)
+        seconds = await eng.swap(4, dict(new.named_parameters()))
+        assert seconds > 0
+        return await asyncio.gather(*tasks)
+
+    for mode in ("recompute", "keep"):
+        for i, segments in enumerate(asyncio.run(run(mode))):
+            drawn_late = i >= 4  # these waited for a slot
+            assert [s.version for s in segments] == ([4] if drawn_late else [3, 4])
+            assert sum(len(s.tokens) for s in segments) == 40
+            assert [s.stop for s in segments] == [None] * (len(segments) - 1) + [Stop.LENGTH]
+            context = prompt(i)
+            if not drawn_late:
+                assert error(old, context, segments[0]) < 1e-5
+                assert error(new, context, segments[0]) > 0.1
+            after = error(new, context + joined(segments[:-1]), segments[-1])
+            if mode == "recompute" or drawn_late:
+                assert after < 1e-5
+            else:
+                assert after > 1e-3
+                assert mixed_error(old, new, context + segments[0].tokens, segments[1]) < 1e-5
+
+
+@torch.inference_mode()
+def mixed_error(old, new, context, segment) -> float:
+    """Error against a forward pass of `new` whose K and V of `context` but its last token are those of `old`."""
+    cache = old(torch.tensor([[*context[:-1]]]), use_cache=True).past_key_values
+    ids = torch.tensor([[context[-1], *segment.tokens]])
+    logits = new(ids, past_key_values=cache, use_cache=True).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+    return (expected - torch.tensor(segment.log_probs)).abs().max().item()
+
+
+def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment():
+    async def run():
+        eng = engine()
+        task = asyncio.create_task(eng.generate(prompt(0), long(20), "s"))
+        await turns(6)
+        await eng.swap(1, eng.weights())
+        await eng.swap(2, eng.weights())
+        return await task
+
+    assert [s.version for s in asyncio.run(run())] == [0, 2]
+
+
+def test_a_swap_that_does_not_fit_raises_and_copies_nothing():
+    eng = engine()
+    staged = {name: tensor.clone() + 1 for name, tensor in eng.weights().items()}
+    before = {name: tensor.clone() for name, tensor in eng.weights().items()}
+    first, last = next(iter(staged)), list(staged)[-1]
+    for wrong in (
+        {**staged, last: torch.zeros(3)},
+        {k: v for k, v in staged.items() if k != first},
+        {**staged, "other": before[first]},
+    ):
+        with pytest.raises(SyncError):
+            asyncio.run(eng.swap(1, wrong))
+    assert eng.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in eng.weights().items())
+
+
+def test_interruption_with_a_swap_between_goes_on_under_the_new_weights():
+    new = qwen(1)
+
+    async def run():
+        eng = engine(slots=4)
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)
+        ]
+        await turns(9)
+        await eng.interrupt()
+        first = [t.result() for t in tasks]
+        assert not eng._pending()
+        await eng.swap(1, dict(new.named_parameters()))
+        calls = []
+        for i, segments in enumerate(first):
+            done = joined(segments)
+            calls.append(
+                eng.generate(prompt(i) + done, long(30 - len(done), seed=i, offset=len(done)), "s")
+            )
+        return first, await asyncio.gather(*calls)
+
+    for i, (first, rest) in enumerate(zip(*asyncio.run(run()), strict=True)):
+        assert first == () if i >= 4 else first[-1].stop is Stop.INTERRUPTED
+        assert [s.version for s in rest] == [1]
+        assert len(joined(first)) + len(joined(rest)) == 30
+        assert error(new, prompt(i) + joined(first), rest[0]) < 1e-5
+
+
+def test_an_error_in_the_loop_fails_every_caller_with_that_error():
+    async def run():
+        eng = engine(slots=2)
+        tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
+        await turns(5)
+
+        def broken(*args, **kwargs):
+            raise FloatingPointError("lost the device")
+
+        eng._decoder._call = broken
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(r) for r in results] == [FloatingPointError] * 5
+        with pytest.raises(WorkerError, match="lost the device"):
+            await eng.generate(prompt(0), long(1), "s")
+
+    asyncio.run(run())
+
+
+def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep():
+    async def run():
+        eng = engine()
+        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+        await turns(3)
+        with pytest.raises(WorkerError, match="1 requests under way"):
+            await eng.sleep()
+        await task
+        await eng.sleep()
+        assert not eng._decoder.cache.layers
+        with pytest.raises(WorkerError, match="asleep"):
+            await eng.generate(prompt(0), long(1), "s")
+        await eng.wake()
+        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+        await turns(3)
+        await eng.close()
+        with pytest.raises(WorkerError, match="closed"):
+            await task
+        with pytest.raises(WorkerError, match="closed"):
+            await eng.generate(prompt(0), long(1), "s")
+
+    asyncio.run(run())
+
+
+def test_cancelled_requests_free_their_slots_at_once_running_or_queued():
+    async def run():
+        eng = engine(slots=2)
+        tasks = [asyncio.create_task(eng.generate(prompt(i), long(60), "s")) for i in range(6)]
+        await turns(4)
+        for i in (0, 3, 5):
+            tasks[i].cancel()
+        await turns(3)
+        assert eng._table.occupied == 2 and len(eng._queue) == 1
+        kept = await asyncio.gather(*(tasks[i] for i in (1, 2, 4)))
+        assert [len(joined(r)) for r in kept] == [60] * 3
+        return [error(qwen(), prompt(i), s) for i, (s,) in zip((1, 2, 4), kept, strict=True)]
+
+    assert max(asyncio.run(run())) < 1e-5
+
+
+def requests_for_bits():
+    draw = random.Random(3)
+    return [
+        (
+            prompt(i, draw.randrange(1, 40)),
+            SamplingParams(draw.randrange(1, 40), seed=i, temperature=draw.choice([1.0, 0.7, 0.0])),
+        )
+        for i in range(36)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_bits_depend_on_no_other_request(dtype):
+    """The same requests together, in other orders, staggered in time, alone, and with co-runners that are cancelled."""
+    model, requests = qwen(dtype=dtype, shape=WIDE), requests_for_bits()
+
+    async def run(order, delay, companions=0):
+        eng = engine(model, deterministic=True, slots=20)
+        noise = [
+            asyncio.create_task(eng.generate(prompt(99 + i), long(50, top_p=0.9), "s"))
+            for i in range(companions)
+        ]
+
+        async def one(i):
+            await turns(delay(i))
+            (segment,) = await eng.generate(*requests[i], "s")
+            return i, (segment.tokens.tobytes(), segment.log_probs.tobytes(), segment.stop)
+
+        results = dict(await asyncio.gather(*(one(i) for i in order)))
+        for task in noise:
+            task.cancel()
+        await asyncio.gather(*noise, return_exceptions=True)
+        return results
+
+    order = list(range(len(requests)))
+    base = asyncio.run(run(order, lambda i: 0))
+    assert asyncio.run(run(order[::-1], lambda i: 0)) == base
+    assert asyncio.run(run(order, lambda i: (i * 7) % 50)) == base
+    assert (
+        asyncio.run(run(order[::3] + order[1::3] + order[2::3], lambda i: i % 9, companions=4))
+        == base
+    )
+    for i in order[:8]:
+        assert asyncio.run(run([i], lambda i: 0))[i] == base[i]
+
+
+def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them():
+    """Forty short requests and two long ones in 42 slots: the long ones end up in two rows, their log-probs still exact."""
+
+    async def run():
+        eng = engine(slots=42)
+        lengths = [60 if i in (17, 41) else 3 + i % 7 for i in range(42)]
+        tasks = [
+            asyncio.create_task(eng.generate(prompt(i), long(n, seed=i), "s"))
+            for i, n in enumerate(lengths)
+        ]
+        await turns(25)
+        assert eng._table.rows == 2
+        return await asyncio.gather(*tasks)
+
+    results = asyncio.run(run())
+    for i, (segment,) in enumerate(results):
+        expected = full_log_probs(qwen(), prompt(i), segment.tokens)
+        assert (expected - torch.tensor(segment.log_probs)).abs().max() < 1e-5
+
+
+def test_build_makes_the_engine_that_the_configuration_describes():
+    config = Config(
+        model=ModelConfig(dtype="bfloat16"),
+        trainer=TrainerConfig(device="cpu", seed=2),
+        rollout=RolloutConfig(max_prompt_length=10, max_response_length=6, max_num_seqs=5),
+    )
+    eng = build(config.sides, config.model, str(folder()))
+    (segment,) = asyncio.run(eng.generate(prompt(0, 10), long(100), "s"))
+    assert len(segment.tokens) == 6
+    assert asyncio.run(eng.stats()).slots == 5
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(eng.weights().values(), qwen(2, "bfloat16").parameters(), strict=True)
+    )

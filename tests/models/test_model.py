@@ -1,0 +1,76 @@
+import json
+
+import pytest
+import torch
+
+from millrace.config import ModelShape
+from millrace.errors import ConfigError
+from millrace.models.model import eos_ids, load_model, write_shape
+
+SHAPE = ModelShape(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=32,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_shape(
+        tmp_path,
+        SHAPE,
+        vocab_size=19,
+        bos_token_id=0,
+        eos_token_id=[1, 4],
+        pad_token_id=2,
+        max_position_embeddings=64,
+    )
+    return tmp_path
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_shape_becomes_a_qwen2_folder_without_weights(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (16, 2, 19)
+    assert config["initializer_range"] == 0.5 / 4 and config["tie_word_embeddings"]
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json"]
+
+
+def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_alone(folder):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = load_model(folder, seed=7, dtype="float32")
+    assert torch.equal(torch.rand(3), expected)
+    assert same(first, load_model(folder, seed=7, dtype="float32"))
+    assert not same(first, load_model(folder, seed=8, dtype="float32"))
+    assert not first.training
+
+
+def test_bfloat16_weights_are_the_float32_ones_rounded_and_rotary_buffers_stay_float32(folder):
+    full, half = (load_model(folder, seed=7, dtype=d) for d in ("float32", "bfloat16"))
+    assert all(
+        torch.equal(x.bfloat16(), y)
+        for x, y in zip(full.parameters(), half.parameters(), strict=True)
+    )
+    assert {b.dtype for b in half.buffers()} == {torch.float32}
+    assert half.lm_head.weight is half.model.embed_tokens.weight
+
+
+def test_saved_weights_are_loaded_whatever_the_seed(folder, tmp_path):
+    model = load_model(folder, seed=7, dtype="float32")
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved", seed=9, dtype="float32")
+    assert same(model, again)
+    assert eos_ids(again) == eos_ids(model) == (1, 4)
+
+
+def test_a_folder_without_model_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_model(tmp_path, seed=0, dtype="float32")

@@ -1,0 +1,202 @@
+"""The folder of a run: what may go on from what, and what a checkpoint brings along."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.config import recipe
+from millrace.errors import ConfigError
+from millrace.pipeline.checkpoint import Checkpoints
+from millrace.run.folder import open_eval_dir, open_run_dir, release
+from millrace.runtime.local import check_devices, visible_gpus
+from millrace.schedule.ledger import Ledger
+
+RECIPE = Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml"
+
+
+class Engine:
+    """Writes one file, as a train engine would."""
+
+    async def save(self, folder: str, staged: bool) -> None:
+        (Path(folder) / "weights").write_text("1")
+
+    async def saved(self) -> None: ...
+
+
+def config_of(*overrides: str) -> recipe.Config:
+    return recipe.load(RECIPE, list(overrides))
+
+
+def checkpoint_of(folder: Path, *overrides: str) -> Path:
+    """A checkpoint of a run with these settings and a tokenizer of its own."""
+    run = open_run_dir(config_of(f"trainer.run_dir={folder}", *overrides))
+    run.model.mkdir()
+    (run.model / "tokenizer.json").write_text("its own")
+    ledger = Ledger(config_of().schedule)
+    return asyncio.run(Checkpoints(run.path, keep=1).save(ledger.snapshot(), Engine()))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return checkpoint_of(tmp_path / "first")
+
+
+def test_a_folder_that_goes_on_from_a_checkpoint_takes_its_tokenizer(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in (
+        open_run_dir(
+            config_of(f"trainer.run_dir={tmp_path / 'second'}", f"trainer.resume={checkpoint}")
+        ),
+        open_eval_dir(config_of(f"trainer.resume={checkpoint}")),
+    ):
+        assert (
+            run.resume_from == checkpoint
+            and (run.model / "tokenizer.json").read_text() == "its own"
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["trainer.seed=3", "rollout.n=4", "data.shuffle=false", "data.train_files=['task:copy']"],
+)
+def test_a_run_goes_on_with_the_problems_it_began_with(checkpoint: Path, change: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{change.split('=')[0]} = .* was made with"):
+        open_run_dir(config_of(f"trainer.resume={checkpoint}", change))
+
+
+KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
+KL_IN_LOSS = "actor.use_kl_loss=true"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("grpo", "remax"), ("remax", "rloo"), ("grpo", "gae"), ("gae", "grpo"), ("gae", "remax")],
+)
+def test_a_run_goes_on_with_what_its_estimator_needs(tmp_path: Path, before: str, now: str) -> None:
+    key = "algorithm.adv_estimator"
+    found = checkpoint_of(tmp_path / "run", f"{key}={before}")
+    with pytest.raises(
+        ConfigError,
+        match=rf"{key} = '{now}': .* was made with {before}.*Fix: {key}={before}, or a new run",
+    ):
+        open_run_dir(config_of(f"trainer.resume={found}", f"{key}={now}"))
+
+
+@pytest.mark.parametrize("kl", [KL_IN_REWARD, KL_IN_LOSS])
+def test_a_run_goes_on_with_or_without_a_reference_as_it_began(tmp_path: Path, kl: str) -> None:
+    without, with_ = checkpoint_of(tmp_path / "without"), checkpoint_of(tmp_path / "with", kl)
+    with pytest.raises(ConfigError, match="was made without a reference policy"):
+        open_run_dir(config_of(f"trainer.resume={without}", kl))
+    with pytest.raises(ConfigError, match="was made with a reference policy"):
+        open_run_dir(config_of(f"trainer.resume={with_}"))
+
+
+def test_estimators_and_kls_that_need_the_same_models_may_change(tmp_path: Path) -> None:
+    found = checkpoint_of(tmp_path / "run", KL_IN_LOSS)
+    assert (
+        open_run_dir(
+            config_of(f"trainer.resume={found}", KL_IN_REWARD, "algorithm.adv_estimator=rloo")
+        ).resume_from
+        == found
+    )
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
+    assert visible_gpus() == ["2", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> None:
+    check_devices(config_of().sides, ["0", "1"])
+    check_devices(config_of("mode=colocate_sync").sides, ["0"])
+    check_devices(
+        config_of("trainer.nnodes=9", "trainer.n_gpus_per_node=8").sides, []
+    )  # processes of a CPU
+    with pytest.raises(
+        ConfigError, match="trainer 1 and rollout 1 devices need 2 GPUs, and this machine offers 1"
+    ):
+        check_devices(config_of().sides, ["0"])
+    with pytest.raises(ConfigError, match="2 nodes are needed"):
+        check_devices(config_of("trainer.n_gpus_per_node=8").sides, [str(i) for i in range(16)])
+
+
+def test_auto_goes_on_with_the_last_run_that_has_a_checkpoint(tmp_path: Path) -> None:
+    """Not with one that was stopped while it started, nor with a warm-up's folder."""
+    checkpoint_of(tmp_path / "quickstart-1")
+    newest = checkpoint_of(tmp_path / "quickstart-2")
+    (tmp_path / "quickstart-3" / "logs").mkdir(parents=True)
+    run = open_run_dir(config_of("trainer.resume=auto"), tmp_path)
+    assert (run.path, run.resume_from) == (tmp_path / "quickstart-2", newest)
+    assert run.notes == (f"{tmp_path / 'quickstart-3'} has no checkpoint",)
+
+
+def test_auto_says_so_where_it_begins_from_the_start(tmp_path: Path) -> None:
+    run = open_run_dir(config_of("trainer.resume=auto"), tmp_path)
+    assert (
+        run.resume_from is None
+        and run.notes[-1]
+        == f"no run of quickstart in {tmp_path} has a checkpoint: a new one begins"
+    )
+    again = open_run_dir(config_of("trainer.resume=auto", f"trainer.run_dir={run.path}"), tmp_path)
+    assert again.path == run.path and again.notes == (
+        f"{run.path} has no checkpoint: the run begins from its start",
+    )
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from millrace.config import recipe
+from millrace.run.folder import open_run_dir
+open_run_dir(recipe.load(sys.argv[1], [f"trainer.run_dir={sys.argv[2]}"]))
+print("open", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    """They would lose samples to each other; a process that was killed holds nothing."""
+    folder = tmp_path / "run"
+    mine = config_of("trainer.resume=auto", f"trainer.run_dir={folder}")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(RECIPE), str(folder)], stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        with pytest.raises(
+            ConfigError,
+            match=rf"trainer.run_dir = '{folder}': process {other.pid} on .* is writing here. Fix: wait",
+        ):
+            open_run_dir(mine)
+    finally:
+        other.kill()
+        other.communicate()
+    assert open_run_dir(mine).path == folder
+    assert open_run_dir(mine).path == folder, "the same process goes on in it"
+    release(folder)
+
+
+def test_where_a_folder_cannot_be_locked_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    folder = tmp_path / "run"
+    (note,) = open_run_dir(config_of(f"trainer.run_dir={folder}")).notes
+    assert (
+        note
+        == f"{folder} cannot be locked (No locks available): see to it that no other process trains there"
+    )

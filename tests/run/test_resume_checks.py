@@ -1,0 +1,166 @@
+"""What a resume may change: each key is applied, or refused by name, or said to be past."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.config import Config, recipe
+from millrace.config.explain import all_keys, section_of
+from millrace.errors import ConfigError
+from millrace.models.model import write_shape
+from millrace.run.folder import open_run_dir
+from millrace.run.resume_checks import APPLIED, BY_MODELS, PAST, RULES
+from millrace.train.fsdp import engine as fsdp_train
+from tests.run.test_folder import checkpoint_of, config_of
+
+
+def leaves() -> list[str]:
+    return [key for key, field in all_keys() if not section_of(field.annotation)]
+
+
+def test_every_key_is_decided_once() -> None:
+    """A new key of rollout, data, model or sft is in one of the tables, or this fails."""
+    named = [key for rule in (*RULES, *PAST) for key in rule.keys] + list(BY_MODELS)
+    assert sorted(named) == sorted(set(named)) and set(named) <= set(leaves())
+    known = {key for key, _ in recipe.all_keys()}
+    assert set(APPLIED) <= known and not set(APPLIED) & set(named)
+    assert not {"rollout", "data", "model", "sft"} & set(APPLIED)
+    rest = [key for key in leaves() if key not in named and key not in APPLIED]
+    assert [key for key in rest if not any(key.startswith(f"{s}.") for s in APPLIED)] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([], "rollout.temperature=0.7"),
+        ([], "rollout.max_response_length=4"),
+        ([], "rollout.max_prompt_length=7"),
+        (["data.filter_overlong_prompts=true"], "rollout.max_prompt_length=9"),
+        ([], "rollout.stop=[x]"),
+        ([], "rollout.ignore_eos=true"),
+        (["rollout.drawn_lengths.median=4"], "rollout.drawn_lengths.enable=true"),
+        (
+            ["rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=4"],
+            "rollout.drawn_lengths.median=3",
+        ),
+        ([], "data.train_max_samples=100"),
+        ([], "data.filter_overlong_prompts=true"),
+        ([], "data.prompt_key=question"),
+        ([], "model.shape.hidden_size=32"),
+        ([], "model.tokenizer=bpe"),
+        (["model.tokenizer=bpe"], "model.tokenizer_vocab_size=300"),
+        (["model.lora_rank=4"], "model.lora_alpha=8"),
+        (["model.lora_rank=4"], "model.dtype=bfloat16"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tmp_path: Path, before: list[str], now: str
+) -> None:
+    found = checkpoint_of(tmp_path / "run", *before)
+    key = now.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key} = .*was made with .*Fix: {key}=.*or a new run"):
+        open_run_dir(config_of(f"trainer.resume={found}", *before, now))
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        "rollout.max_response_length=16",
+        "rollout.max_prompt_length=16",
+        "rollout.drawn_lengths.median=3",
+        "model.lora_alpha=8",
+        "model.dtype=bfloat16",
+        "model.tokenizer_vocab_size=300",
+        "mode=colocate_sync",
+        "async_training.staleness_threshold=0.25",
+        "actor.optim.weight_decay=0.1",
+        "actor.ppo_mini_batch_size=16",
+        "reward.function=exact",
+        "data.val_max_samples=4",
+        "rollout.engine=vllm",
+        "trainer.n_gpus_per_node=2",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+    ],
+)
+def test_what_can_be_honoured_is_taken(tmp_path: Path, now: str) -> None:
+    found = checkpoint_of(tmp_path / "run")
+    run = open_run_dir(config_of(f"trainer.resume={found}", now))
+    assert run.resume_from == found and run.notes == ()
+
+
+def test_what_is_past_is_said(tmp_path: Path) -> None:
+    adaptive = "algorithm.kl_ctrl.type=adaptive"
+    found = checkpoint_of(tmp_path / "run", adaptive)
+    now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", adaptive]
+    run = open_run_dir(config_of(f"trainer.resume={found}", *now))
+    assert [note.partition(":")[0] for note in run.notes] == [
+        "sft.steps = 300",
+        "sft.lr = 0.001",
+        "algorithm.kl_ctrl.kl_coef = 0.1",
+    ]
+
+
+def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
+    shape = Config().model.shape
+    deeper = shape.model_copy(update={"num_hidden_layers": 5})
+    for name, one in (("mine", shape), ("moved", shape), ("other", deeper)):
+        write_shape(tmp_path / name, one, vocab_size=32)
+    found = checkpoint_of(tmp_path / "run", f"model.path={tmp_path / 'mine'}")
+    config = (tmp_path / "mine" / "config.json").read_bytes()
+    (found / "model" / "config.json").write_bytes(config)  # as problems.copy_config does
+    assert "model/config.json" not in json.loads((found / "manifest.json").read_text())["files"]
+    said = f"trainer.resume={found}"
+    moved = config_of(said, f"model.path={tmp_path / 'moved'}")
+    assert open_run_dir(moved).resume_from == found
+    with pytest.raises(ConfigError, match=r"model.path = .*num_hidden_layers is 5.*made with 3"):
+        open_run_dir(config_of(said, f"model.path={tmp_path / 'other'}"))
+    with pytest.raises(ConfigError, match=r"model.path = 'some/model'.*Fix: model.path=.*mine"):
+        open_run_dir(config_of(said, "model.path=some/model"))
+
+
+def test_the_optimizer_takes_its_settings_from_the_configuration(tmp_path: Path) -> None:
+    """Moments come from the checkpoint; weight decay, betas and eps do not. Nor does a fixed KL."""
+    write_shape(tmp_path / "model", Config().model.shape, vocab_size=32)
+
+    def engine(**optim: object) -> fsdp_train.FsdpTrainEngine:
+        config = Config(
+            trainer={"device": "cpu"},
+            actor={"optim": optim},
+            critic={"optim": optim},
+            algorithm={
+                "adv_estimator": "gae",
+                "kl_ctrl": {"kl_coef": 0.5 if optim else 0.001},
+            },
+        )
+        made = fsdp_train.build(config, str(tmp_path / "model"), rank=0, world_size=1)
+        made.begin(config.actor.optim, 10)
+        return made
+
+    asyncio.run(engine().save(str(tmp_path / "saved")))
+    now = engine(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
+    asyncio.run(now.load(str(tmp_path / "saved")))
+    assert now.kl_coef == 0.5
+    for model in (now.actor, now.critic):
+        assert model is not None and isinstance(model.optimizer, torch.optim.AdamW)
+        groups = model.optimizer.param_groups
+        assert [(tuple(g["betas"]), g["eps"]) for g in groups] == [((0.8, 0.9), 1e-6)] * 2
+        assert [g["weight_decay"] for g in groups] == [0.2, 0.0]
+        assert [min(p.ndim for p in g["params"]) >= 2 for g in groups] == [True, False]
+
+
+def test_an_adaptive_kl_goes_on_where_it_was(tmp_path: Path) -> None:
+    write_shape(tmp_path / "model", Config().model.shape, vocab_size=32)
+    ctrl = {"type": "adaptive", "kl_coef": 0.5}
+    config = Config(trainer={"device": "cpu"}, algorithm={"kl_ctrl": ctrl})
+    made = fsdp_train.build(config, str(tmp_path / "model"), rank=0, world_size=1)
+    made.begin(config.actor.optim, 10)
+    made.kl_coef = 0.25
+    asyncio.run(made.save(str(tmp_path / "saved")))
+    made.begin(config.actor.optim, 10)
+    asyncio.run(made.load(str(tmp_path / "saved")))
+    assert made.kl_coef == 0.25

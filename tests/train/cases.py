@@ -1,0 +1,409 @@
+"""What the tests of training run at every number of ranks, and the plain single-process training they compare it with."""
+
+import asyncio
+import math
+import os
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
+
+from millrace.config import Config, ModelShape, OptimConfig
+from millrace.models.model import load_model, write_shape
+from millrace.ports import TrainBatch
+from millrace.train.fsdp.engine import FsdpTrainEngine, build
+from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.fsdp.sharding import mesh_of, shard
+from millrace.train.meter import Meter
+from millrace.train.packing import rows_of_examples
+from millrace.types import Author, Segment, Trajectory, floats_of, tokens_of
+from tests.train.samples import VOCAB, random_samples
+
+CPU = torch.device("cpu")
+# A large epsilon: AdamW's division makes noise of gradients near 0.
+OPTIM = OptimConfig(
+    lr=3e-3,
+    lr_warmup_steps=1,
+    lr_scheduler_type="linear",
+    weight_decay=0.1,
+    eps=1e-3,
+    clip_grad=0.05,
+)
+HORIZON = 12
+ROUNDS = 2
+CASES = {
+    "one micro-batch": {},
+    "many micro-batches": {
+        "ppo_max_token_len_per_gpu": 40,
+        "clip_ratio_low": 0.01,
+        "clip_ratio_high": 0.02,
+        "clip_ratio_c": 1.05,
+    },
+    "short last mini-batch, two epochs, own old log-probs": {
+        "ppo_max_token_len_per_gpu": 60,
+        "ppo_mini_batch_size": 3,
+        "ppo_epochs": 2,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "entropy_coeff": 0.01,
+        "own_old": True,
+        "tied": False,
+    },
+    "one step, own old log-probs": {"own_old": True, "ppo_mini_batch_size": 100},
+    "many lengths": {"counts": [10, 1, 12], "longest": 40},
+    "nothing for most ranks": {
+        "counts": [1, 2],
+        "ppo_mini_batch_size": 1,
+        "loss_agg_mode": "seq-mean-token-sum",
+    },
+    "nothing at all, and Dr.GRPO": {
+        "counts": [0, 2, 3, 3],
+        "ppo_mini_batch_size": 1,
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "norm_by_std": False,
+    },
+}
+
+
+def write_models(folder):
+    for name, tied in (("tied", True), ("untied", False)):
+        shape = ModelShape(
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            num_attention_heads=4,
+            tie_word_embeddings=tied,
+        )
+        write_shape(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
+
+
+LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
+"""Ranks, and how many share a copy of the model; 0 is all."""
+
+
+def config_of(case, layout="1"):
+    actor = {k: v for k, v in case.items() if k in type(Config().actor).model_fields}
+    return Config(
+        trainer={
+            "device": "cpu",
+            "n_gpus_per_node": LAYOUTS[layout][0],
+            "fsdp_size": LAYOUTS[layout][1],
+        },
+        rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
+        actor={
+            "ppo_max_token_len_per_gpu": 4096,
+            "ppo_mini_batch_size": 4,
+            "optim": OPTIM.model_dump(),
+        }
+        | actor,
+        algorithm={"norm_adv_by_std_in_grpo": case.get("norm_by_std", True)},
+        async_training={"use_rollout_log_probs": not case.get("own_old", False)},
+    )
+
+
+def model_of(case, folder):
+    """In float64 but for the norms, which transformers computes in float32: differences are then errors, not rounding."""
+    return load_model(
+        f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
+    ).double()
+
+
+def engine_of(case, folder, rank, layout="1"):
+    config, world_size = config_of(case, layout), LAYOUTS[layout][0]
+    sections = (config.model, config.trainer)
+    mesh = mesh_of(*sections, world_size, CPU)
+    policy = shard(PackedPolicy(model_of(case, folder)), *sections, mesh, CPU)
+    engine = FsdpTrainEngine(
+        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+    )
+    engine.restart(OPTIM, HORIZON)
+    return engine
+
+
+def batches_of(case):
+    counts = case.get("counts", [4, 1, 3, 5, 2, 4, 3])
+    return [
+        TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i)
+        for i in range(ROUNDS)
+    ]
+
+
+def run_case(case, folder, rank, layout="1"):
+    """Weights and metrics after each batch, and log-probs before the first: by the engine."""
+    engine = engine_of(case, folder, rank, layout)
+    batches = batches_of(case)
+    log_probs = asyncio.run(engine.log_probs(batches[0].samples))
+    reports = [asyncio.run(engine.step(batch)) for batch in batches]
+    return {
+        "log_probs": log_probs,
+        "metrics": [report.metrics for report in reports],
+        "steps": [report.optimizer_steps for report in reports],
+        "weights": {name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+                    for name, p in engine.policy.model.named_parameters()},
+    }  # fmt: skip
+
+
+# The plain way -------------------------------------------------------------------------------------------------------
+
+
+def plain_log_probs(model, sample, trajectory, temperature):
+    """(log p, entropy, rollout log p) of each token of the policy, by one forward pass over the whole trajectory."""
+    tokens, drawn = list(sample.prompt.tokens), []
+    for segment in trajectory.segments:
+        if segment.author is Author.POLICY:
+            drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
+        tokens += segment.tokens
+    log_p = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double() / temperature, -1)
+    return [
+        (log_p[at - 1, tokens[at]], -(log_p[at - 1].exp() * log_p[at - 1]).sum(), rollout)
+        for at, rollout in drawn
+    ]
+
+
+def plain_token_loss(new, old, advantage, actor):
+    ratio = torch.exp(new - old)
+    loss = torch.maximum(
+        -advantage * ratio,
+        -advantage * torch.clamp(ratio, 1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high),
+    )
+    return (
+        torch.minimum(loss, torch.tensor(-advantage * actor.clip_ratio_c))
+        if advantage < 0
+        else loss
+    )
+
+
+def plain_loss(model, mini_batch, advantages, old_log_probs, config):
+    """(PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
+    actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
+    sequences, entropies = [], []
+    for key, sample, trajectory in mini_batch:
+        rows = plain_log_probs(model, sample, trajectory, config.rollout.temperature)
+        olds = old_log_probs[key] if old_log_probs else [r for _, _, r in rows]
+        sequences.append(
+            [
+                plain_token_loss(n, o, advantages[key], actor)
+                for (n, _, _), o in zip(rows, olds, strict=True)
+            ]
+        )
+        entropies.append([e for _, e, _ in rows])
+
+    def agg(values):
+        sums = [sum(v) for v in values]
+        if mode == "token-mean":
+            return sum(sums) / max(sum(len(v) for v in values), 1)
+        if mode == "seq-mean-token-mean":
+            sums = [s / max(len(v), 1) for s, v in zip(sums, values, strict=True)]
+        if mode == "seq-mean-token-sum-norm":
+            sums = [s / config.rollout.max_response_length for s in sums]
+        return sum(sums) / max(sum(1 for v in values if v), 1)
+
+    pg_loss = agg(sequences)
+    return pg_loss, pg_loss - actor.entropy_coeff * agg(entropies)
+
+
+def plain_advantages(samples, norm_by_std):
+    advantages = {}
+    for i, sample in enumerate(samples):
+        rewards = np.array([t.score.value for t in sample.trajectories])
+        std = rewards.std(ddof=1) + 1e-6 if norm_by_std and len(rewards) > 1 else 1.0
+        for j, reward in enumerate(rewards):
+            advantages[i, j] = (
+                0.0 if len(set(rewards)) == 1 else float((reward - rewards.mean()) / std)
+            )
+    return advantages
+
+
+def plain_run(case, folder, model=None):
+    """(weights, per batch: mean PPO loss, mean gradient norm, mean learning rate)."""
+    config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}]
+    groups += [{"params": others, "weight_decay": 0.0}] if others else []
+    optimizer = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
+    step, results = 0, []
+    for batch in batches_of(case):
+        keys = [
+            [((i, j), s, t) for j, t in enumerate(s.trajectories)]
+            for i, s in enumerate(batch.samples)
+        ]
+        advantages = plain_advantages(batch.samples, config.algorithm.norm_adv_by_std_in_grpo)
+        old = None
+        if case.get("own_old"):
+            with torch.no_grad():
+                old = {
+                    k: [n for n, _, _ in plain_log_probs(model, s, t, 0.8)]
+                    for rows in keys
+                    for k, s, t in rows
+                }
+        losses, norms, rates = [], [], []
+        for _ in range(actor.ppo_epochs):
+            for first in range(0, len(keys), actor.ppo_mini_batch_size):
+                mini_batch = [
+                    row for rows in keys[first : first + actor.ppo_mini_batch_size] for row in rows
+                ]
+                if not any(s.log_probs for _, _, t in mini_batch for s in t.segments):
+                    step += 1  # nothing to learn from
+                    continue
+                pg_loss, loss = plain_loss(model, mini_batch, advantages, old, config)
+                optimizer.zero_grad()
+                for p in trained:
+                    p.grad = torch.zeros_like(p)
+                if isinstance(loss, torch.Tensor):
+                    loss.backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(trained, OPTIM.clip_grad).item())
+                rates.append(OPTIM.lr if step < 1 else OPTIM.lr * (1 - (step - 1) / (HORIZON - 1)))
+                for group in optimizer.param_groups:
+                    group["lr"] = max(rates[-1], 0.0)
+                optimizer.step()
+                losses.append(float(torch.as_tensor(pg_loss).detach()))
+                step += 1
+        results.append((np.mean(losses), np.mean(norms), np.mean(np.maximum(rates, 0.0))))
+    return {name: p.detach() for name, p in model.named_parameters()}, results
+
+
+# On several ranks ----------------------------------------------------------------------------------------------------
+
+
+def with_bad_log_prob(batch):
+    """The batch with a rollout log-prob that is not a number."""
+    sample = next(s for s in batch.samples if len(s.trajectories) > 1)
+    bad = Trajectory(
+        (Segment(tokens_of([1, 2]), log_probs=floats_of([math.nan, -1.0])),),
+        sample.trajectories[0].score,
+    )
+    changed = replace(sample, trajectories=(bad, *sample.trajectories))
+    return replace(batch, samples=(changed, *batch.samples))
+
+
+def demonstrations(n=24):
+    """Prompts of three tokens whose answer is the same three sorted, and the end of the sequence."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(3)] for _ in range(n)]
+    return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
+
+
+def on_ranks(folder, cases, run_case, extras):
+    """Results of every case by layout, then by rank, with that of the layout's function in `extras`. One spawn of four processes for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        mp.spawn(run_rank, args=(folder, cases, run_case, extras), nprocs=4)
+    return {
+        layout: [
+            torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False)
+            for rank in range(ranks)
+        ]
+        for layout, (ranks, _) in LAYOUTS.items()
+        if ranks > 1
+    }
+
+
+def run_rank(rank, folder, cases, run_case, extras):
+    """One of four processes: every case in every layout of several ranks, the smallest first. Results go to `folder`."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for layout, (world_size, _) in LAYOUTS.items():
+        if world_size == 1 or rank >= world_size:
+            continue
+        store = dist.FileStore(f"{folder}/store {layout}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        results = {name: run_case(case, folder, rank, layout) for name, case in cases.items()}
+        if layout in extras:
+            results["extra"] = extras[layout](folder, rank)
+        torch.save(results, f"{folder}/results-{layout}-{rank}.pt")
+        dist.destroy_process_group()
+
+
+def run_extra(folder, rank):
+    """Supervised steps, a skipped step, a checkpoint, an export, one step beyond the checkpoint."""
+    case = CASES["one micro-batch"]
+    engine = engine_of(case, folder, rank, "2")
+    sft = [asyncio.run(engine.sft_step(demonstrations(5))).metrics for _ in range(2)]
+    batch = batches_of(case)[0]
+    bad = asyncio.run(engine.step(with_bad_log_prob(batch))).metrics
+    asyncio.run(engine.save(f"{folder}/checkpoint"))
+    asyncio.run(engine.export(f"{folder}/export"))
+    exported = dict(engine.full_weights())
+    last = asyncio.run(engine.step(batch)).metrics
+    weights = dict(engine.full_weights())
+    return {
+        "sft": sft,
+        "bad": bad,
+        "exported": exported,
+        "last": last,
+        "weights": weights,
+        "loaded": run_loaded(folder, rank, "2"),
+    }
+
+
+def run_copies(folder, rank):
+    """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
+    case = CASES["one micro-batch"]
+    engine = engine_of(case, folder, rank, "2 x 2")
+    asyncio.run(engine.load(f"{folder}/checkpoint"))
+    rows = {name: own.clone() for name, _, _, own in engine.shards()}
+    last = asyncio.run(engine.step(batches_of(case)[0])).metrics
+    asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
+    exchanged = {keeps: exchanges(engine, keeps) for keeps in (True, False)}
+    weights, loaded = dict(engine.full_weights()), run_loaded(folder, rank, "2 x 2")
+    return {
+        "rows": rows,
+        "last": last,
+        "weights": weights,
+        "exchanged": exchanged,
+        "loaded": loaded,
+    }
+
+
+def exchanges(engine, keeps_whole_gradients):
+    """How often a mini-batch of several micro-batches has gradients exchanged between copies."""
+    engine.actor.keeps_whole_gradients, engine.actor.limit = keeps_whole_gradients, 12
+    honest, calls = dist.all_reduce, []
+
+    def counted(tensor, op=dist.ReduceOp.SUM, group=None, **options):
+        calls.append(group)
+        return honest(tensor, op, group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        rows = rows_of_examples(demonstrations())
+        members = np.arange(len(rows.starts))
+        assert len(list(engine.actor.micro_batches(rows, members))) > 1
+        meter = Meter(("loss",))
+        engine.actor.accumulate(
+            rows,
+            members,
+            1.0,
+            lambda out, micro: (out[0].sum(), out[0].sum().detach().reshape(1)),
+            meter,
+        )
+    return len(calls)
+
+
+def run_loaded(folder, rank, layout):
+    """An engine as a user builds it, in float32: what its ranks have of what the first one loads, and a batch."""
+    tree = config_of({}, layout).model_dump()
+    tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
+    built = build(
+        Config.model_validate(tree), f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0]
+    )
+    buffers = [
+        dict(m.named_buffers())
+        for m in (built.actor.module, built.critic.module, built.reference.module)
+    ]
+    loaded = {"weights": dict(built.full_weights()), "buffers": buffers}
+    built.restart(OPTIM, HORIZON)
+    return loaded | {"metrics": asyncio.run(built.step(batches_of({})[0])).metrics}
+
+
+def logits_of(folder, tokens):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]

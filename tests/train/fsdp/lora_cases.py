@@ -1,0 +1,130 @@
+"""What the tests of adapters run at every number of ranks."""
+
+import asyncio
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from millrace.config import Config
+from millrace.models.model import load_model
+from millrace.train.fsdp import lora
+from millrace.train.fsdp.engine import FsdpTrainEngine, build
+from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.fsdp.sharding import mesh_of, shard
+from tests.train import cases as train_cases
+from tests.train.cases import CPU, HORIZON, LAYOUTS, OPTIM
+
+RANK, ALPHA = 4, 6.0
+CASES = {
+    name: train_cases.CASES[name]
+    for name in ("many micro-batches", "short last mini-batch, two epochs, own old log-probs")
+}
+
+
+def config_of(case, layout="1", **sections):
+    tree = train_cases.config_of(case, layout).model_dump()
+    tree["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA}
+    for section, values in sections.items():
+        tree[section] |= values
+    return Config.model_validate(tree)
+
+
+def loaded(case, folder):
+    return load_model(
+        f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
+    )
+
+
+def engine_of(case, folder, rank, layout):
+    """In float64."""
+    config, world_size = config_of(case, layout), LAYOUTS[layout][0]
+    policy = PackedPolicy(
+        lora.inject(loaded(case, folder), config.model, config.trainer.seed).double()
+    )
+    sections = (config.model, config.trainer)
+    policy = shard(policy, *sections, mesh_of(*sections, world_size, CPU), CPU)
+    engine = FsdpTrainEngine(
+        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+    )
+    engine.restart(OPTIM, HORIZON)
+    return engine
+
+
+def plain_model(case, folder):
+    """peft's own, in float64: drawn as ours is, from the seed after the model's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config_of(case).trainer.seed + 1)
+        settings = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        return get_peft_model(loaded(case, folder), settings).double()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def base_of(engine):
+    return {name: whole(tensor) for name, tensor in lora.base_weights(engine.policy.model)}
+
+
+def adapters_of(engine):
+    return {name: whole(tensor) for name, tensor in lora.adapters(engine.policy.model)}
+
+
+def run_case(case, folder, rank, layout="1"):
+    engine = engine_of(case, folder, rank, layout)
+    reports = [asyncio.run(engine.step(batch)) for batch in train_cases.batches_of(case)]
+    rows = {name: (shape, own.clone()) for name, shape, _, own in engine.adapters()}
+    return {
+        "metrics": [r.metrics for r in reports],
+        "base": base_of(engine),
+        "adapters": adapters_of(engine),
+        "rows": rows,
+        "merged": dict(engine.full_weights()),
+    }
+
+
+def with_reference(folder, rank=0, layout="1", **sections):
+    """As a user builds it, with the KL to the reference and a critic, in float32."""
+    config = config_of(
+        {},
+        layout,
+        **({"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}} | sections),
+    )
+    engine = build(config, f"{folder}/tied", rank=rank, world_size=LAYOUTS[layout][0])
+    engine.restart(OPTIM, HORIZON)
+    return engine
+
+
+def run_extra(folder, rank):
+    """What rank 0 loaded alone, a batch, a checkpoint and an export, one batch beyond the checkpoint."""
+    engine = with_reference(folder, rank, "2")
+    start = {"base": base_of(engine), "adapters": adapters_of(engine)}
+    batches = train_cases.batches_of({})
+    asyncio.run(engine.step(batches[0]))
+    asyncio.run(engine.save(f"{folder}/checkpoint"))
+    asyncio.run(engine.export(f"{folder}/export"))
+    exported, adapters = dict(engine.full_weights()), adapters_of(engine)
+    last = asyncio.run(engine.step(batches[1])).metrics
+    return {
+        "start": start,
+        "exported": exported,
+        "adapters": adapters,
+        "last": last,
+        "weights": dict(engine.full_weights()),
+    }
+
+
+def run_copies(folder, rank):
+    """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
+    engine = with_reference(folder, rank, "2 x 2")
+    asyncio.run(engine.load(f"{folder}/checkpoint"))
+    last = asyncio.run(engine.step(train_cases.batches_of({})[1])).metrics
+    asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
+    return {
+        "last": last,
+        "adapters": adapters_of(engine),
+        "weights": dict(engine.full_weights()),
+        "base": engine.base_sum,
+    }

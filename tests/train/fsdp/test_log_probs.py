@@ -1,0 +1,78 @@
+"""Log-probs and entropies in chunks, against full logits."""
+
+import pytest
+import torch
+
+from millrace.train.fsdp.log_probs import log_probs_and_entropy
+
+
+def reference(hidden, weight, targets, temperature):
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def make(n, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, 6, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(11, 6, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, 11, (n,), generator=g)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("used", ["both", "log_prob", "entropy"])
+def test_values_and_gradients_match_full_logits(chunk, temperature, used):
+    hidden, weight, targets = make(9)
+    g = torch.Generator().manual_seed(1)
+    a, b = (
+        torch.randn(9, generator=g, dtype=torch.float64) * (used in ("both", name))
+        for name in ("log_prob", "entropy")
+    )
+
+    def loss(log_prob, entropy):
+        parts = [(log_prob * a).sum()] * (used != "entropy") + [(entropy * b).sum()] * (
+            used != "log_prob"
+        )
+        return sum(parts)
+
+    want = reference(hidden, weight, targets, temperature)
+    want_grads = torch.autograd.grad(loss(*want), (hidden, weight))
+    got = log_probs_and_entropy(hidden, weight, targets, temperature, chunk=chunk)
+    got_grads = torch.autograd.grad(loss(*got), (hidden, weight))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got_grads, want_grads, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_gradcheck(chunk):
+    hidden, weight, targets = make(5)
+    assert torch.autograd.gradcheck(
+        lambda h, w: log_probs_and_entropy(h, w, targets, 0.7, chunk=chunk), (hidden, weight)
+    )
+
+
+def test_bfloat16_is_computed_in_float32():
+    hidden, weight, targets = make(50, torch.bfloat16)
+    got = log_probs_and_entropy(hidden, weight, targets, 1.0)
+    assert got[0].dtype == got[1].dtype == torch.float32
+    want = reference(hidden, weight, targets, 1.0)
+    torch.testing.assert_close(got, tuple(w.float() for w in want), rtol=1e-5, atol=1e-5)
+    (got[0] + got[1]).sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_stay_connected_with_a_gradient_of_zero():
+    hidden, weight, targets = make(0)
+    log_prob, entropy = log_probs_and_entropy(hidden, weight, targets, 1.0)
+    assert log_prob.shape == entropy.shape == (0,)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert not weight.grad.any()
+
+
+def test_impossible_tokens_do_not_make_nan():
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [-torch.inf]], requires_grad=True)
+    _, entropy = log_probs_and_entropy(hidden, weight, torch.tensor([0]), 1.0)
+    assert entropy.item() == 0.0
+    with pytest.raises(ValueError, match="temperature"):
+        log_probs_and_entropy(hidden, weight, torch.tensor([0]), 0.0)

@@ -1,0 +1,207 @@
+"""One mini-batch under every loss, at any number of ranks and any size of micro-batches: what `test_invariance` compares."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from millrace.algorithms.modes import AggMode, LossMode
+from millrace.config import Config
+from millrace.ports import TrainBatch
+from millrace.train.arrived import arrived
+from millrace.train.experience import Models, make_experience
+from millrace.train.fsdp.critic import PackedCritic
+from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.fsdp.optim import gradients_of
+from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.fsdp.sharding import mesh_of, shard
+from millrace.train.meter import Meter
+from millrace.train.options import step_options
+from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from tests.train import cases as train_cases
+from tests.train.cases import CPU, OPTIM
+from tests.train.samples import random_samples
+
+CUTS = (40, 70, 4096)
+"""Tokens of a micro-batch: many, some, one."""
+SAMPLES = random_samples(3, [4, 1, 3, 5, 2, 3, 0])
+VERSION = 2
+
+COV = {"clip_cov_ratio": 0.2, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2}
+BOUNDS = {
+    "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.02},
+    "dppo_kl": {"clip_ratio_low": 0.004, "clip_ratio_high": 0.004},
+}
+OWN = {"async_training": {"use_rollout_log_probs": False}}
+
+
+def _correction(**keys: Any) -> dict[str, Any]:
+    return {"algorithm": {"rollout_correction": keys}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    f"{mode}, {agg}": {
+        "actor": {
+            "policy_loss": {"loss_mode": mode, **COV},
+            "loss_agg_mode": agg,
+            **BOUNDS.get(mode, {}),
+        }
+    }
+    for mode in get_args(LossMode)
+    for agg in get_args(AggMode)
+} | {
+    "token weights, normalised": OWN
+    | _correction(rollout_is="token", rollout_is_batch_normalize=True),
+    "sequence weights in a band": OWN
+    | _correction(rollout_is="sequence", rollout_is_threshold="0.2_5.0"),
+    "rejection by token and by sequence": OWN
+    | _correction(
+        rollout_rs="token_k1,seq_max_k2",
+        rollout_rs_threshold=("0.4_3.0", 0.6),
+        rollout_token_veto_threshold=0.2,
+    ),
+    "rejection before the baseline": OWN
+    | _correction(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True
+    ),
+    "rejection by the current policy": _correction(
+        rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3
+    ),
+    "weights in passing": _correction(rollout_is="sequence")
+    | {"actor": {"policy_loss": {"loss_mode": "reinforce"}}},
+    "interpolated": OWN | _correction(rollout_is="token", proximal="interpolate"),
+    "interpolated, normalised": OWN
+    | _correction(rollout_is="token", rollout_is_batch_normalize=True, proximal="interpolate"),
+    "age": _correction(max_token_age=1),
+    "KL and entropy": {
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_type": "k3+",
+            "kl_loss_coef": 0.3,
+            "entropy_coeff": 0.1,
+        }
+    },
+    "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}},
+    "critic": {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95}},
+    "optimal token baseline": {"algorithm": {"adv_estimator": "optimal_token_baseline"}},
+    "everything": {
+        "actor": {
+            "policy_loss": {"loss_mode": "gspo"},
+            "clip_ratio_low": 0.01,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.2,
+            "entropy_coeff": 0.1,
+            "loss_agg_mode": "seq-mean-token-sum-norm",
+        },
+        "algorithm": {
+            "adv_estimator": "reinforce_plus_plus",
+            "use_kl_in_reward": True,
+            "rollout_correction": {
+                "rollout_is": "token",
+                "rollout_rs": "token_k3",
+                "rollout_rs_threshold": 0.4,
+                "max_token_age": 1,
+            },
+        },
+    }
+    | OWN,
+}
+
+
+LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2), "2 x 1": (2, 1)}
+"""Ranks, and how many share a copy of the model; 0 is all."""
+
+
+def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> Config:
+    actor = {"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 7} | case.get("actor", {})
+    return Config(
+        trainer={"device": "cpu", "n_gpus_per_node": world_size, "fsdp_size": fsdp_size},
+        rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
+        actor=actor,
+        algorithm=case.get("algorithm", {}),
+        async_training=case.get("async_training", {}),
+    )
+
+
+def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> FsdpTrainEngine:
+    """With a reference and a critic that have something to say."""
+    config = config_of({}, world_size, fsdp_size)
+    sections = (config.model, config.trainer)
+    mesh = mesh_of(*sections, world_size, CPU)
+
+    def model() -> PackedPolicy:
+        return PackedPolicy(train_cases.model_of({}, folder))
+
+    engine = FsdpTrainEngine(
+        shard(model(), *sections, mesh, CPU),
+        config,
+        model_folder=folder,
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
+        critic=shard(PackedCritic(model().model), *sections, mesh, CPU),
+        reference=shard(model().requires_grad_(False), *sections, mesh, CPU),
+    )
+    engine.restart(OPTIM, 10)
+    with torch.no_grad():
+        for parameter in engine.reference.module.parameters():
+            parameter.mul_(1.2)
+        engine.critic.module.head.weight.fill_(0.1)
+    return engine
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[str, Any]:
+    """Sums and gradients of one mini-batch, and the numbers of tokens that were trained."""
+    config = config_of(case)
+    options = engine.options = step_options(config)
+    critic = engine.critic if config.needs_critic else None
+    for model in (engine.actor, engine.critic, engine.reference):
+        model.limit = cut
+    data = make_experience(
+        arrived(TrainBatch(SAMPLES, VERSION), options.algorithm),
+        Models(engine.actor, critic, engine.reference),
+        options,
+        engine.kl_coef,
+    )
+    (members,) = engine._mini_batches(data)
+    mini = engine._settle(data, members, untouched=True)
+    found: dict[str, Any] = {"tokens": mini.tokens, "metrics": mini.metrics}
+    for model, loss, names in (
+        (engine.actor, PolicyLoss, POLICY_SUMS),
+        (critic, CriticLoss, CRITIC_SUMS),
+    ):
+        if model is not None:
+            meter = Meter(names)
+            model.accumulate(data.rows, members, 0.8, loss(data, mini, options), meter)
+            found[f"{model.name} sums"] = model.reduce(meter.take(), dist.ReduceOp.SUM)
+            found[f"{model.name} gradients"] = [whole(g) for g in gradients_of(model.parameters)]
+            for parameter in model.parameters:
+                parameter.grad = None
+    return found
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Four processes: every case in every layout. Rank 0's results go to `folder`."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for layout, (world_size, fsdp_size) in LAYOUTS.items():
+        if rank >= world_size:
+            continue
+        store = dist.FileStore(f"{folder}/invariance {layout}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        engine = engine_of(folder, rank, world_size, fsdp_size)
+        results = {}
+        for i, (name, case) in enumerate(CASES.items()):
+            # As of a small model, whose whole gradients stay until the last micro-batch, and of a large one.
+            engine.actor.keeps_whole_gradients = engine.critic.keeps_whole_gradients = i % 4 < 2
+            results[name] = run_case(engine, case, CUTS[i % 2])
+        if not rank:
+            torch.save(results, f"{folder}/invariance {layout}.pt")
+        dist.destroy_process_group()

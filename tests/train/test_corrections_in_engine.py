@@ -1,0 +1,419 @@
+"""Old log-probs, weights and rejection inside the engine, against a plain loop; what they cost in forward passes; no-op steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.algorithms.modes import AggMode
+from millrace.train.fsdp.trainable import Trainable
+from millrace.types import Sample
+from tests.train import cases as train_cases
+from tests.train.algorithm_cases import (
+    DECOUPLED,
+    VERSION,
+    Rows,
+    Rule,
+    Token,
+    Trained,
+    at_version,
+    config_of,
+    correction,
+    engine_of,
+    group_advantages,
+    moments,
+    plain_rows,
+    plain_train,
+    samples_of,
+    scores_of,
+    step,
+    weights,
+)
+
+CAP = 2.0
+REINFORCE = {"policy_loss": {"loss_mode": "reinforce"}}
+
+
+# What is trained on, said again in plain words --------------------------------------------------------------------------
+
+
+def bypass(rows: Rows, _: Rows) -> Trained:
+    return [[(t, t.rollout, 1.0) for t in row] for row in rows]
+
+
+def decoupled(rows: Rows, _: Rows) -> Trained:
+    return [[(t, t.arrival, 1.0) for t in row] for row in rows]
+
+
+def token_weight(t: Token) -> float:
+    return min(math.exp(t.arrival - t.rollout), CAP)
+
+
+def token_weights(rows: Rows, _: Rows) -> Trained:
+    return [[(t, t.arrival, token_weight(t)) for t in row] for row in rows]
+
+
+def normalised_token_weights(rows: Rows, batch: Rows) -> Trained:
+    mean = np.mean([token_weight(t) for row in batch for t in row])
+    return [[(t, t.arrival, token_weight(t) / mean) for t in row] for row in rows]
+
+
+def sequence_weights(rows: Rows, _: Rows) -> Trained:
+    products = [min(math.exp(sum(t.arrival - t.rollout for t in row)), CAP) for row in rows]
+    return [[(t, t.arrival, w) for t in row] for row, w in zip(rows, products, strict=True)]
+
+
+def weights_in_passing(rows: Rows, _: Rows) -> Trained:
+    return [
+        [(t, t.rollout, min(math.exp(t.current - t.rollout), CAP)) for t in row] for row in rows
+    ]
+
+
+def interpolated(t: Token) -> float:
+    return t.rollout + t.age / (t.age + 1) * (t.current - t.rollout)
+
+
+def interpolated_weights(rows: Rows, _: Rows) -> Trained:
+    return [
+        [(t, interpolated(t), min(math.exp(interpolated(t) - t.rollout), CAP)) for t in row]
+        for row in rows
+    ]
+
+
+def by_token_and_sequence(rows: Rows, _: Rows) -> Trained:
+    """0.4 <= arrival / rollout <= 2 of each token, and no token of the response further off than k2 = 1.5."""
+
+    def far(row: list[Token]) -> bool:
+        return max((t.arrival - t.rollout) ** 2 / 2 for t in row) > 1.5
+
+    return [
+        [
+            (t, t.arrival, 1.0)
+            for t in row
+            if not far(row) and 0.4 <= math.exp(t.arrival - t.rollout) <= 2
+        ]
+        for row in rows
+    ]
+
+
+def by_current_policy(rows: Rows, _: Rows) -> Trained:
+    """The mean of k3 of current over rollout is at most 0.3: judged anew in each mini-batch."""
+
+    def near(row: list[Token]) -> bool:
+        logs = [t.current - t.rollout for t in row]
+        return bool(row) and np.mean([math.exp(x) - 1 - x for x in logs]) <= 0.3
+
+    return [[(t, t.rollout, 1.0) for t in row] if near(row) else [] for row in rows]
+
+
+def by_age(rows: Rows, _: Rows) -> Trained:
+    return [[(t, t.rollout, 1.0) for t in row if t.age <= 1] for row in rows]
+
+
+RULES: dict[str, tuple[dict[str, Any], Rule]] = {
+    "bypass": ({}, bypass),
+    "decoupled": ({"async_training": DECOUPLED}, decoupled),
+    "token weights": (
+        {"async_training": DECOUPLED, "algorithm": correction(rollout_is="token")},
+        token_weights,
+    ),
+    "normalised": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(rollout_is="token", rollout_is_batch_normalize=True),
+        },
+        normalised_token_weights,
+    ),
+    "sequence weights": (
+        {"async_training": DECOUPLED, "algorithm": correction(rollout_is="sequence")},
+        sequence_weights,
+    ),
+    "weights in passing": (
+        {"actor": REINFORCE, "algorithm": correction(rollout_is="token")},
+        weights_in_passing,
+    ),
+    "interpolated": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(rollout_is="token", proximal="interpolate"),
+        },
+        interpolated_weights,
+    ),
+    "rejection": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(
+                rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=("0.4_2.0", 1.5)
+            ),
+        },
+        by_token_and_sequence,
+    ),
+    "rejection by the current policy": (
+        {"algorithm": correction(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3)},
+        by_current_policy,
+    ),
+    "age": ({"algorithm": correction(max_token_age=1)}, by_age),
+}
+REJECT = {"rejection", "rejection by the current policy", "age"}
+
+
+@pytest.mark.parametrize(
+    ("name", "agg"),
+    [(n, a) for n in RULES for a in (get_args(AggMode) if n in REJECT else ["token-mean"])],
+)
+def test_two_steps_are_those_of_a_plain_loop(name: str, agg: str, folder: str) -> None:
+    """Ratios, weights and which tokens there are; denominators are of what rejection leaves, in every aggregation."""
+    keys, rule = RULES[name]
+    config = config_of(**keys | {"actor": {"loss_agg_mode": agg} | keys.get("actor", {})})
+    samples = samples_of()
+    engine = engine_of(folder, config)
+    report = step(engine, samples)
+    plain = plain_train(folder, config, samples, group_advantages(scores_of(samples)), rule)
+    assert len(plain.losses) == 2
+    assert report.metrics["actor/pg_loss"] == pytest.approx(
+        np.mean(plain.losses), rel=1e-6, abs=1e-9
+    )
+    assert report.metrics["train/trained_token_share"] == pytest.approx(
+        plain.trained / plain.tokens
+    )
+    assert (plain.trained < plain.tokens) == (name in REJECT)
+    for key, weight in weights(engine.policy.model).items():
+        torch.testing.assert_close(weight, plain.weights[key], rtol=1e-5, atol=1e-7)
+
+
+def test_a_rejected_response_is_in_no_baseline(folder: str) -> None:
+    keys = correction(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True
+    )
+    config = config_of(async_training=DECOUPLED, algorithm=keys)
+    samples = samples_of()
+
+    def kept(row: list[Token]) -> bool:
+        return not row or 0.8 <= math.exp(np.mean([t.arrival - t.rollout for t in row])) <= 1.5
+
+    def rule(rows: Rows, _: Rows) -> Trained:
+        return [[(t, t.arrival, 1.0) for t in row] if kept(row) else [] for row in rows]
+
+    none = group_advantages(scores_of(samples))
+    found = [
+        [kept(row) for row in rows]
+        for rows in plain_rows(train_cases.model_of({}, folder), samples, none, VERSION)
+    ]
+    advantages = group_advantages(scores_of(samples), found)
+    assert any(
+        advantages[key] != pytest.approx(none[key]) for key in advantages if found[key[0]][key[1]]
+    )
+    engine = engine_of(folder, config)
+    report = step(engine, samples)
+    plain = plain_train(folder, config, samples, advantages, rule)
+    assert report.metrics["actor/pg_loss"] == pytest.approx(np.mean(plain.losses), rel=1e-6)
+    for key, weight in weights(engine.policy.model).items():
+        torch.testing.assert_close(weight, plain.weights[key], rtol=1e-5, atol=1e-7)
+
+
+# Steps without a token ---------------------------------------------------------------------------------------------------
+
+ONE_BY_ONE = {"actor": {"ppo_mini_batch_size": 1}}
+
+
+def far_off(one: Sample) -> Sample:
+    """The same, drawn by a policy that would never have said it."""
+    said = [
+        [
+            replace(s, log_probs=type(s.log_probs)("f", [-15.0] * len(s.log_probs)))
+            for s in t.segments
+        ]
+        for t in one.trajectories
+    ]
+    return replace(
+        one,
+        trajectories=tuple(
+            replace(t, segments=tuple(s)) for t, s in zip(one.trajectories, said, strict=True)
+        ),
+    )
+
+
+REJECT_ALL: dict[str, tuple[dict[str, Any], Any]] = {
+    "age": (correction(max_token_age=1), lambda one: at_version(one, 0)),
+    "rule, decoupled": (
+        correction(rollout_rs="token_k1", rollout_rs_threshold="0.001_1000", rollout_is="token"),
+        far_off,
+    ),
+    "rule, bypass": (correction(rollout_rs="token_k1", rollout_rs_threshold="0.001_1000"), far_off),
+}
+
+
+def rejecting(name: str, folder: str) -> tuple[Any, Any, tuple[Sample, ...]]:
+    """An engine that has stepped once, what makes a sample rejected whole, and three samples that are not."""
+    algorithm, spoil = REJECT_ALL[name]
+    asynchronous = DECOUPLED if "decoupled" in name else {}
+    engine = engine_of(
+        folder, config_of(algorithm=algorithm, async_training=asynchronous, **ONE_BY_ONE)
+    )
+    samples = tuple(at_version(one, VERSION) for one in samples_of(3, [4, 3, 5]))
+    step(engine, samples[:1])
+    return engine, spoil, samples
+
+
+@pytest.mark.parametrize("name", REJECT_ALL)
+def test_a_mini_batch_that_is_rejected_whole_changes_nothing_but_the_clock(
+    name: str, folder: str
+) -> None:
+    engine, spoil, samples = rejecting(name, folder)
+    before, remembered = weights(engine.policy), moments(engine)
+    report = step(engine, (spoil(samples[1]),))
+    assert (
+        report.optimizer_steps,
+        report.skipped_steps,
+        report.totals["actor/rejected_steps"],
+    ) == (1, 1, 1.0)
+    assert (
+        report.totals["actor/nonfinite_steps"] == 0
+        and report.metrics["train/trained_token_share"] == 0
+    )
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    assert not {"actor/pg_loss", "actor/entropy", "actor/grad_norm"} & report.metrics.keys(), (
+        "0 would be a figure of something"
+    )
+    assert all(torch.equal(weight, before[key]) for key, weight in weights(engine.policy).items())
+    assert (
+        all(torch.equal(a, b) for a, b in zip(moments(engine), remembered, strict=True))
+        and remembered
+    )
+    assert engine.steps == 2
+    lr = step(engine, samples[2:]).metrics["actor/lr"]
+    assert lr == pytest.approx(train_cases.OPTIM.lr * (1 - 1 / (train_cases.HORIZON - 1))), (
+        "the third step's, from 0"
+    )
+
+
+@pytest.mark.parametrize("name", REJECT_ALL)
+def test_of_several_mini_batches_one_that_is_rejected_is_as_if_it_were_not_there(
+    name: str, folder: str
+) -> None:
+    engine, spoil, samples = rejecting(name, folder)
+    other, _, _ = rejecting(name, folder)
+    report = step(engine, (samples[0], spoil(samples[1]), samples[2]))
+    assert (
+        report.optimizer_steps,
+        report.skipped_steps,
+        report.totals["actor/rejected_steps"],
+    ) == (3, 1, 1.0)
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    step(other, (samples[0], replace(samples[1], trajectories=()), samples[2]))
+    ours, theirs = weights(engine.policy), weights(other.policy)
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-12, atol=1e-14)
+
+
+# What it costs -----------------------------------------------------------------------------------------------------------
+
+RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.3}
+OTB = {"adv_estimator": "optimal_token_baseline"}
+COV = {"policy_loss": {"loss_mode": "clip_cov"}}
+KL_REWARD = {"use_kl_in_reward": True}
+PASSES: dict[str, tuple[dict[str, Any], int, int]] = {
+    # configuration, passes of the policy over a batch of one step, and over one of two
+    "bypass": ({}, 0, 0),
+    "bypass, weights in passing": (
+        {"actor": REINFORCE, "algorithm": correction(rollout_is="sequence")},
+        0,
+        0,
+    ),
+    "bypass, age": ({"algorithm": correction(max_token_age=1)}, 0, 0),
+    "bypass, rejection": ({"algorithm": correction(**RS)}, 1, 2),
+    "bypass, rejection before the baseline": (
+        {"algorithm": correction(**RS, reject_before_baseline=True)},
+        1,
+        1,
+    ),
+    "bypass, normalised weights": (
+        {
+            "actor": REINFORCE,
+            "algorithm": correction(rollout_is="token", rollout_is_batch_normalize=True),
+        },
+        1,
+        2,
+    ),
+    "bypass, clip_cov": ({"actor": COV}, 1, 2),
+    "bypass, optimal token baseline": ({"algorithm": OTB}, 1, 1),
+    "bypass, KL in the reward": ({"algorithm": KL_REWARD}, 0, 0),
+    "decoupled": ({"async_training": DECOUPLED}, 0, 1),
+    "decoupled, weights": (
+        {"async_training": DECOUPLED, "algorithm": correction(rollout_is="token")},
+        1,
+        1,
+    ),
+    "decoupled, rejection": ({"async_training": DECOUPLED, "algorithm": correction(**RS)}, 1, 1),
+    "decoupled, KL in the reward": ({"async_training": DECOUPLED, "algorithm": KL_REWARD}, 1, 1),
+    "decoupled, clip_cov": ({"async_training": DECOUPLED, "actor": COV}, 1, 2),
+    "decoupled, clip_cov and weights": (
+        {"async_training": DECOUPLED, "actor": COV, "algorithm": correction(rollout_is="token")},
+        1,
+        2,
+    ),
+    "interpolated": (
+        {"async_training": DECOUPLED, "algorithm": correction(proximal="interpolate")},
+        0,
+        0,
+    ),
+    "interpolated, weights in passing": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(rollout_is="token", proximal="interpolate"),
+        },
+        0,
+        0,
+    ),
+    "interpolated, rejection": (
+        {"async_training": DECOUPLED, "algorithm": correction(**RS, proximal="interpolate")},
+        1,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_forward_passes_are_made_only_where_something_asks_for_them(
+    name: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, of_one, of_two = PASSES[name]
+    calls: list[str] = []
+    tokens = Trainable.tokens
+
+    def counted(self: Trainable, *args: Any, **options: Any) -> list[torch.Tensor]:
+        calls.append(self.name)
+        return tokens(self, *args, **options)
+
+    monkeypatch.setattr(Trainable, "tokens", counted)
+    config = config_of(**keys)
+    engine = engine_of(folder, config)
+    for counts, want in (([2, 3], of_one), ([2, 3, 2, 2, 3], of_two)):
+        calls.clear()
+        step(engine, samples_of(5, counts))
+        assert calls.count("actor") == want
+        assert calls.count("reference") == config.needs_reference and calls.count("critic") == 0
+
+
+def test_reference_and_critic_make_one_pass_each(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    tokens = Trainable.tokens
+    monkeypatch.setattr(
+        Trainable,
+        "tokens",
+        lambda self, *a, **o: [calls.append(self.name), tokens(self, *a, **o)][1],
+    )
+    step(
+        engine_of(
+            folder, config_of(algorithm={"adv_estimator": "gae"}, actor={"use_kl_loss": True})
+        ),
+        samples_of(),
+    )
+    assert sorted(calls) == ["critic", "reference"]

@@ -1,0 +1,266 @@
+"""What is saved is the state at the cut, to the bit, whatever trains while it is written; what cannot be written is said."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from millrace.config import Config, OptimConfig
+from millrace.errors import CheckpointError
+from millrace.ports import TrainBatch
+from millrace.train import state_writer
+from millrace.train.fsdp import engine as fsdp_train
+from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.state_writer import StateWriter, on_host
+from tests.decode.helpers import folder as model_folder
+from tests.train.samples import random_samples
+
+WITH_ALL_MODELS = {"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}}
+CASES: dict[str, dict[str, Any]] = {
+    "a policy": {},
+    "with a critic and a reference": WITH_ALL_MODELS,
+    "sharded over one rank": {"model": {"dtype": "bfloat16"}},
+    "adapters and their reference": {"model": {"lora_rank": 2}, "actor": {"use_kl_loss": True}},
+}
+
+
+class Gate:
+    """Holds whatever is written, by the real function, until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.writers: set[str] = set()
+        real = state_writer.save_checkpoint
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.writers.add(threading.current_thread().name)
+            assert self.open.wait(60)
+            return real(*args, **kwargs)
+
+        patch.setattr(state_writer, "save_checkpoint", held)
+
+
+def engine_of(overrides: dict[str, Any], rank: int = 0, world_size: int = 1) -> FsdpTrainEngine:
+    torch.set_num_threads(1)
+    lengths = {"max_prompt_length": 8, "max_response_length": 25}
+    config = Config(trainer={"device": "cpu"}, rollout=lengths, **overrides)
+    engine = fsdp_train.build(config, str(model_folder()), rank=rank, world_size=world_size)
+    engine.restart(OptimConfig(lr=1e-2), 10)
+    return engine
+
+
+def batch(seed: int) -> TrainBatch:
+    return TrainBatch(random_samples(seed, [4, 2, 3]), 0)
+
+
+async def save_both_ways(
+    engine: FsdpTrainEngine, folder: Path, gate: Gate, *, held: bool = True
+) -> None:
+    """The same cut at once and staged; of the staged one nothing is written before two more steps are done, if it is `held`."""
+    await engine.step(batch(0))
+    await engine.save(str(folder / "at once"))
+    if held:
+        gate.open.clear()
+    await engine.save(str(folder / "staged"), True)
+    for seed in (1, 2):
+        await engine.step(batch(seed))
+    assert not (folder / "staged" / ".metadata").exists(), "steps do not wait for it"
+    gate.open.set()
+    await engine.saved()
+    await engine.save(str(folder / "later"))
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, by its path in the state."""
+    dcp_to_torch_save(folder, folder.with_suffix(".pt"))
+
+    def walk(value: Any, path: str) -> dict[str, Tensor]:
+        if isinstance(value, Tensor):
+            return {path: value}
+        parts = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list | tuple)
+            else ()
+        )
+        return {name: t for key, part in parts for name, t in walk(part, f"{path}/{key}").items()}
+
+    return walk(torch.load(folder.with_suffix(".pt"), weights_only=False), "")
+
+
+def check_bits(folder: Path) -> dict[str, Tensor]:
+    at_once, staged, later = (tensors(folder / name) for name in ("at once", "staged", "later"))
+    assert list(staged) == list(at_once)
+    assert [
+        name
+        for name, t in staged.items()
+        if t.dtype != at_once[name].dtype or not torch.equal(t, at_once[name])
+    ] == []
+    assert any(not torch.equal(t, later[name]) for name, t in staged.items()), (
+        "the state has gone on"
+    )
+    return staged
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_staged_save_has_the_bits_of_the_cut_though_the_engine_steps_on(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "adapters" in case:
+        pytest.importorskip("peft")
+    gate, engine = Gate(monkeypatch), engine_of(CASES[case])
+    asyncio.run(save_both_ways(engine, tmp_path, gate))
+    asyncio.run(engine.close())
+    names = check_bits(tmp_path)
+    assert {"/random", "/kl_coef", "/steps"} <= set(names) and any(
+        name.endswith("/exp_avg") for name in names
+    )
+    if CASES[case] == WITH_ALL_MODELS:
+        assert {name.split("/")[1] for name in names} >= {
+            "model",
+            "optimizer",
+            "critic",
+            "reference",
+        }
+    assert gate.writers == {threading.current_thread().name, "state-writer_0"}, (
+        "what is saved at once needs no thread"
+    )
+
+
+def test_who_gives_up_waiting_does_not_end_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, engine = Gate(monkeypatch), engine_of(next(iter(CASES.values())))
+
+    async def main() -> None:
+        gate.open.clear()
+        await engine.save(str(tmp_path), True)
+        waiting = asyncio.ensure_future(engine.saved())
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        asyncio.get_running_loop().call_later(0.2, gate.open.set)
+        await engine.saved()
+        assert (tmp_path / ".metadata").exists(), "it was still being written"
+
+    asyncio.run(main())
+    asyncio.run(engine.close())
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        gate, engine = Gate(patch), engine_of(WITH_ALL_MODELS, rank, 2)
+        # Rank 1's thread waits for rank 0's in a collective, while both take part in those of two steps.
+        asyncio.run(save_both_ways(engine, Path(folder), gate, held=rank == 0))
+        if rank == 1:
+            (Path(folder) / "file").write_text("")
+        with pytest.raises(
+            CheckpointError, match=r"file/engine was not written: rank \d: \w+Error: "
+        ):
+            asyncio.run(save_into_a_file(engine, Path(folder) / "file" / "engine"))
+        asyncio.run(engine.step(batch(5)))
+    dist.destroy_process_group()
+
+
+async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
+    await engine.step(batch(4))
+    await engine.save(str(folder), True)
+    await engine.step(batch(5))
+    await engine.saved()
+
+
+def test_ranks_agree_on_a_staged_save_while_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every one of them hears of a failure."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+    check_bits(tmp_path)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_next_save_is_its_own(
+    tmp_path: Path, staged: bool
+) -> None:
+    (tmp_path / "file").write_text("")
+    engine = engine_of({})
+
+    async def main() -> None:
+        with pytest.raises(
+            CheckpointError,
+            match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
+        ):
+            await engine.save(str(tmp_path / "file" / "engine"), staged)
+            await engine.saved()
+        await engine.saved()
+        await engine.save(str(tmp_path / "good"), staged)
+        await engine.saved()
+
+    asyncio.run(main())
+    assert (tmp_path / "good" / ".metadata").is_file()
+
+
+def test_at_most_one_save_is_under_way_and_an_engine_is_not_closed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, engine = Gate(monkeypatch), engine_of({})
+    gate.open.clear()
+
+    async def main() -> None:
+        await engine.save(str(tmp_path / "first"), True)
+        second = asyncio.ensure_future(engine.save(str(tmp_path / "second"), True))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        gate.open.set()
+        await second
+        assert (tmp_path / "first" / ".metadata").is_file()
+        await engine.close()
+        assert (tmp_path / "second" / ".metadata").is_file()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
+    state = {"a": [weight, (1, "x")], "b": torch.tensor(3)}
+    copy = on_host(state)
+    assert (
+        copy["a"][1] == (1, "x")
+        and torch.equal(copy["a"][0], weight)
+        and copy["a"][0].stride() == weight.stride()
+    )
+    assert copy["a"][0].data_ptr() != weight.data_ptr() and not copy["a"][0].requires_grad
+
+    copies: list[weakref.ref[Tensor]] = []
+
+    def remember(value: Any) -> Any:
+        copies.append(weakref.ref(copied := value["w"].clone()))
+        return {"w": copied}
+
+    monkeypatch.setattr(state_writer, "on_host", remember)
+    writer = StateWriter(timeout_s=10)
+    writer.start({"w": torch.ones(3)}, str(tmp_path))
+    asyncio.run(writer.done())
+    end = time.monotonic() + 10  # the thread tells that it is done before it lets go
+    while copies[0]() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [ref() for ref in copies] == [None], "host memory is not kept until the next save"
