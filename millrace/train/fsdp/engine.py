@@ -6,7 +6,6 @@ of its own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,27 +20,20 @@ from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
 from millrace.models.model import DTYPES
 from millrace.ports import Phase, StepReport, TrainBatch
-from millrace.train.arrived import arrived
-from millrace.train.experience import Experience, Models, make_experience
+from millrace.train.experience import Models, make_experience
 from millrace.train.fsdp import lora
 from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
-from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import load, mesh_of
 from millrace.train.fsdp.trainable import Outputs, Trainable, moved
-from millrace.train.meter import Meter
-from millrace.train.metrics import (
-    critic_metrics,
-    pad_share,
-    policy_metrics,
-    sampler_metrics,
-)
-from millrace.train.mini_batch import MiniBatch, settle
+from millrace.train.metrics import Meter, batch_metrics, pad_share
+from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
-from millrace.train.packing import MicroBatch, rows_of_examples, rows_of_samples
+from millrace.train.packing import MicroBatch
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
 from millrace.types import Sample, Tokens
 
@@ -121,39 +113,52 @@ class FsdpTrainEngine:
     async def step(self, batch: TrainBatch) -> StepReport:
         """One optimizer step for each mini-batch of `ppo_mini_batch_size` samples (the last may be short), `ppo_epochs` times.
 
-        The metrics of a batch, the same on every rank, are documented in training_metrics.py, but for these counts:
+        The metrics of a batch, the same on every rank, are documented in metrics.py, but for these counts:
         actor/nonfinite_steps  optimizer steps skipped for a loss or gradient that is not finite; they are in no other metric
         actor/rejected_steps   optimizer steps skipped because the mini-batch had no token to train: all were rejected
         train/tokens           prompt and response tokens of the trajectories that were trained, each epoch
         """
         options, models = self.options, Models(self.actor, self.critic, self.reference)
-        data = make_experience(arrived(batch, options.algorithm), models, options, self.kl_coef)
+        arrays = arrays_of(batch, options.algorithm)
+        data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         corrections: list[dict[str, float]] = []
         first_tokens, rejected = torch.zeros_like(data.include), 0
-        for k, members in enumerate(self._mini_batches(data) * options.actor.ppo_epochs):
-            mini = self._settle(data, members, untouched=k == 0)
+        size, temperature = options.actor.ppo_mini_batch_size, options.temperature
+        for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
+            mini = settle(data, members, self.actor, options, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
             if k == 0:
                 first_tokens = mini.mask
-            first_pass = k * options.actor.ppo_mini_batch_size < data.num_samples
+            first_pass = k * size < data.num_samples
             if self.critic is not None:
-                self._step(self.critic, data, mini, CriticLoss, critic_meter, first_pass)
-            if self.actor.steps >= options.critic_warmup:
-                self._step(self.actor, data, mini, PolicyLoss, meter, first_pass)
-            else:
-                self.actor.skip_step(meter)
+                critic_loss = CriticLoss(data, mini, options) if mini.tokens else None
+                self.critic.train_on(
+                    data.rows,
+                    members,
+                    temperature,
+                    critic_loss,
+                    critic_meter,
+                    first_pass=first_pass,
+                )
+            learns = mini.tokens and self.actor.steps >= options.critic_warmup
+            loss = PolicyLoss(data, mini, options) if learns else None
+            self.actor.train_on(data.rows, members, temperature, loss, meter, first_pass=first_pass)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
-        seen = self.actor.reduce(
-            meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM
-        ).cpu()
-        metrics = sampler_metrics(seen, data, options, same_weights=first_tokens if fresh else None)
-        metrics |= policy_metrics(meter, data, corrections, options)
-        if self.critic is not None:
-            metrics |= critic_metrics(critic_meter, data)
-        if options.algorithm.use_kl_in_reward:
-            metrics |= self._steer_kl(data)
+        metrics = batch_metrics(
+            data,
+            meter,
+            critic_meter if self.critic is not None else None,
+            corrections,
+            options,
+            same_weights=first_tokens if fresh else None,
+            sum_ranks=self._sum_ranks,
+        )
+        ctrl = options.algorithm.kl_ctrl
+        if options.algorithm.use_kl_in_reward and ctrl.type == "adaptive":
+            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
+            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
         totals = {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
@@ -178,7 +183,7 @@ class FsdpTrainEngine:
         meter = Meter(("loss",))
         self.actor.accumulate(rows, members, 1.0, loss_of, meter)
         self.actor.optimizer_step(meter, first_pass=False)
-        cells = self.actor.reduce(meter.cells().to(self.device), dist.ReduceOp.SUM).cpu()
+        cells = self._sum_ranks(meter.cells()).cpu()
         metrics = meter.step_means("sft/") | {
             "sft/loss": meter.sums["loss"],
             "sft/pad_share": pad_share(cells),
@@ -251,61 +256,8 @@ class FsdpTrainEngine:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    # One mini-batch ---------------------------------------------------------------------------------------------------
-
-    def _mini_batches(self, data: Experience) -> list[Ints]:
-        """Rows of each mini-batch."""
-        first_row, size = data.rows.first_row, self.options.actor.ppo_mini_batch_size
-        edges = [*range(0, data.num_samples, size), data.num_samples]
-        return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
-
-    def _settle(self, data: Experience, members: Ints, *, untouched: bool) -> MiniBatch:
-        """`untouched`: the weights are those of the batch's arrival."""
-
-        def current() -> Tensor:
-            if untouched and data.arrival is not None:
-                return data.arrival
-            return self.actor.tokens(data.rows, members, temperature=self.options.temperature)[0]
-
-        generator = torch.Generator().manual_seed(self.options.seed + self.actor.steps)
-        return settle(data, members, self.options, current=current, generator=generator)
-
-    def _step(
-        self,
-        model: Trainable,
-        data: Experience,
-        mini: MiniBatch,
-        loss: type[PolicyLoss] | type[CriticLoss],
-        meter: Meter,
-        first_pass: bool,
-    ) -> None:
-        if not mini.tokens:
-            model.skip_step(meter)
-            return
-        model.accumulate(
-            data.rows,
-            mini.members,
-            self.options.temperature,
-            loss(data, mini, self.options),
-            meter,
-        )
-        model.optimizer_step(meter, first_pass=first_pass)
-
-    def _steer_kl(self, data: Experience) -> dict[str, float]:
-        """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
-        ctrl, used = self.options.algorithm.kl_ctrl, self.kl_coef
-        if ctrl.type == "adaptive":
-            self.kl_coef = adapt(
-                used,
-                data.kl_to_reference,
-                target=ctrl.target_kl,
-                horizon=ctrl.horizon,
-                count=len(data.lengths),
-            )
-        return {
-            "actor/reward_kl_penalty": data.kl_to_reference,
-            "actor/reward_kl_penalty_coeff": used,
-        }
+    def _sum_ranks(self, value: Tensor) -> Tensor:
+        return self.actor.reduce(value.to(self.device), dist.ReduceOp.SUM)
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or not self.config.trainer.offload:

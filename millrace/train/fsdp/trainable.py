@@ -16,8 +16,9 @@ from millrace.config import ActorConfig, OptimConfig
 from millrace.errors import MillraceError
 from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
 from millrace.train.fsdp.packed_attention import Ints
-from millrace.train.meter import Meter
-from millrace.train.packing import MicroBatch, Rows, pack, split
+from millrace.train.metrics import Meter
+from millrace.train.packing import MicroBatch, pack, split
+from millrace.train.rows import Rows
 
 MAX_NONFINITE_STEPS = 3
 """Optimizer steps in a row without a finite loss and gradient before the run fails: it will not recover."""
@@ -98,6 +99,27 @@ class Trainable:
             torch.autograd.backward(loss * self.world_size)
             meter.add(sums, outputs[0].detach(), micro)
 
+    def train_on(
+        self,
+        rows: Rows,
+        members: Ints,
+        temperature: float,
+        loss_of: LossOf | None,
+        meter: Meter,
+        *,
+        first_pass: bool,
+    ) -> None:
+        """Take one optimizer step on the rows `members`. Without a loss there is nothing to learn.
+
+        Such a step advances the schedule's clock; weights and moments stay.
+        """
+        if loss_of is None:
+            self.steps += 1
+            meter.empty += 1
+            return
+        self.accumulate(rows, members, temperature, loss_of, meter)
+        self.optimizer_step(meter, first_pass=first_pass)
+
     def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
         """Clip and step, on all ranks or on none: the loss and the norm that decide are global."""
         if self.optimizer is None:
@@ -126,11 +148,6 @@ class Trainable:
                 f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss or gradient that is not finite "
                 f"(the last: loss {values[0]}, norm {norm}). Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
             )
-
-    def skip_step(self, meter: Meter) -> None:
-        """A mini-batch with nothing to learn from: the schedule's clock goes on, the weights and moments stay."""
-        self.steps += 1
-        meter.empty += 1
 
     @torch.no_grad()
     def tokens(
