@@ -1,8 +1,7 @@
-"""Rollout correction: importance weights and rejection between the rollout's policy (b) and the trainer's (a).
+"""Rollout correction: weights and rejection between the rollout's policy (b) and the trainer's (a).
 
-Decoupled: a is the trainer's log-probs of the weights before the step. Without a third policy
-(bypass): a is the policy under training. Weights multiply token losses. Weights and `keep` are
-constants, without a gradient.
+Decoupled: a is the trainer's policy before the step. Bypass: a is the policy under training.
+Weights multiply token losses. Weights and `keep` are constants, without a gradient.
 
 Rejection leaves out the tokens and whole sequences whose policies are too far apart. All of it
 looks at l = log pi_a - log pi_b, in float64. A token's l is clamped to +-20. For k1, so is the sum
@@ -27,7 +26,7 @@ PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Perplexities are reported up to e^100."""
 EDGE = 1e-12
-"""Slack of every bound, so that rounding in float64 does not put a value that is exactly at a bound outside of it."""
+"""Slack of every bound: rounding in float64 does not put a value at a bound outside of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +174,10 @@ def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tenso
     fraction_high and fraction_low are the shares above and below the bounds. All are 0 where there is nothing to count.
     """
     statistic, valid = _statistic(rule, ratios)
-    low, high = (
-        beyond(statistic, rule.lower, rule.upper)
-        if rule.in_ratio_space
-        else _over(statistic, rule.upper)
-    )
+    high = statistic > rule.upper * (1 + EDGE)
+    low = torch.zeros_like(high)
+    if rule.in_ratio_space:
+        low, high = beyond(statistic, rule.lower, rule.upper)
     accepted = valid & ~low & ~high
     shown = statistic.exp() if rule.in_ratio_space else statistic
     metrics = spread(shown[valid]) | {
@@ -198,11 +196,6 @@ def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
     """Whether each ratio is below `lower`, and above `upper`: compared as logs, with the slack EDGE; no lower bound is 0."""
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
-
-
-def _over(statistic: Tensor, upper: float) -> tuple[Tensor, Tensor]:
-    high = statistic > upper * (1 + EDGE)
-    return torch.zeros_like(high), high
 
 
 def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:

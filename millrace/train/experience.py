@@ -1,7 +1,7 @@
-"""A batch as training sees it: what each of its tokens was, is worth and is compared with. Made once, before its first step.
+"""The experience of a batch: log-probs, advantages and correction, made before the first step.
 
-Everything is [K], over the trained tokens of the batch, on the host and the same on every rank; so all that is counted,
-averaged, drawn or rejected over the batch is so over the whole of it.
+All tensors are [K], over the trained tokens of the batch, on the host, and the same on every rank.
+Counts, means, draws and rejections over the batch therefore cover the whole batch.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ class Experience:
     ids: Tensor
     """[K] int64 trajectory of each token."""
     ages: Tensor
-    """[K] int64 versions between the one that drew the token and the live one."""
+    """[K] int64 number of versions between the token's own and the live one."""
     include: Tensor
-    """[K] bool: not left out by overlong_filtering or max_token_age."""
+    """[K] bool: left out neither by overlong_filtering nor by max_token_age."""
     rollout: Tensor
     """[K] log-probs of the policy that drew each token."""
     arrival: Tensor | None
-    """[K] of the policy as it was when the batch arrived, where something asks for it."""
+    """[K] log-probs of the policy at the batch's arrival; None if nothing needs them."""
     old: Tensor | None
-    """[K] what the loss takes ratios against. None: what `PolicyLoss` makes of the current ones."""
+    """[K] log-probs that the loss takes ratios against.
+
+    None: `PolicyLoss` derives them from the current log-probs.
+    """
     reference: Tensor | None
-    """[K] of the frozen reference policy."""
+    """[K] log-probs of the frozen reference policy."""
     advantages: Tensor
     """[K] float64."""
     values: Tensor | None
-    """[K] the critic's, at the batch's arrival."""
+    """[K] values of the critic at the batch's arrival."""
     returns: Tensor | None
-    """[K] its targets."""
+    """[K] targets of the critic."""
     correction: Correction | None
-    """Of the whole batch, where the proximal policy is known at its arrival."""
+    """Correction of the whole batch, if the proximal policy is known at its arrival."""
     zero_variance_share: float
     """Share of samples whose rewards are all equal."""
     kl_to_reference: float
@@ -88,7 +91,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The policy, and what else takes part."""
+    """The models that take part in a step."""
 
     policy: Policy
     critic: Forward | None
@@ -98,23 +101,23 @@ class Models:
 def make_experience(
     batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
-    """Return all that is known before the first step. Up to one forward pass each of policy, critic and reference."""
+    """Return all that is known before the first step.
+
+    Takes at most one forward pass each of the policy, the critic and the reference.
+    """
     plan, rows = options.correction, batch.rows
-    judged = torch.ones_like(batch.ids, dtype=torch.bool)
-    if options.algorithm.overlong_filtering:
-        judged = ~batch.truncated[batch.ids]
-    include = judged & _young(batch.ages, plan.max_token_age)
+    include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
     arrival, squares = _arrival(models.policy, rows, options)
     correction = in_baselines = None
     if arrival is not None and plan.place is Place.ARRIVAL:
         correction = correct(arrival, batch.rollout, batch.lengths, plan.options, include=include)
         if plan.before_baseline:
-            # A sequence is left out if it is rejected whole. A filtered one is not rejected.
-            kept, asked = (
+            # Only a sequence that is rejected whole leaves the baselines. A filtered one stays.
+            kept, unfiltered = (
                 sequence_sums(flags.double(), batch.ids, len(batch.lengths))
-                for flags in (correction.keep, judged)
+                for flags in (correction.keep, batch.unfiltered)
             )
-            in_baselines = (kept > 0) | (asked == 0)
+            in_baselines = (kept > 0) | (unfiltered == 0)
     old = batch.rollout if plan.proximal is Proximal.ROLLOUT else arrival
     reference, values = (
         None if model is None else model.tokens(rows, temperature=options.temperature)[0]
@@ -162,10 +165,13 @@ def make_experience(
 def _arrival(
     policy: Policy, rows: Rows, options: StepOptions
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Log-probs and sums of squared probabilities at the batch's arrival, where something asks for them."""
+    """Return log-probs and sums of squared probabilities at the batch's arrival, each [K] or None.
+
+    None: nothing in the options needs the values, and no forward pass is made.
+    """
     plan, actor = options.correction, options.actor
     squares = options.algorithm.adv_estimator == "optimal_token_baseline"
-    # In the only step on a batch, the policy under training is that of the arrival.
+    # A single step on a batch trains the policy of its arrival.
     one_step = actor.ppo_epochs == 1 and len(rows.first_row) - 1 <= actor.ppo_mini_batch_size
     recomputed = plan.proximal is Proximal.RECOMPUTED and (
         plan.active or options.algorithm.use_kl_in_reward or not one_step
@@ -177,4 +183,5 @@ def _arrival(
 
 
 def _young(ages: Tensor, limit: int | None) -> Tensor:
+    """Return [K] bool: ages up to `limit`; all, if there is no limit."""
     return torch.ones_like(ages, dtype=torch.bool) if limit is None else ages <= limit

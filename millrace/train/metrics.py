@@ -114,10 +114,11 @@ def batch_metrics(
     actor/reward_kl_penalty_coeff  the coefficient of this batch
     """
     output = sum_ranks(policy.outputs(len(data.rollout))).cpu()
-    metrics = _sampler_metrics(output, data, options, same_weights=same_weights)
-    metrics |= _policy_metrics(policy, data, corrections, options)
+    own = _policy_metrics(policy, data, corrections, options)
     if critic is not None:
-        metrics |= _critic_metrics(critic, data)
+        own |= _critic_metrics(critic, data)
+    # A correction of the batch or of its mini-batches replaces the drift of the whole.
+    metrics = _sampler_metrics(output, data, options, same_weights=same_weights) | own
     if options.algorithm.use_kl_in_reward:
         metrics |= {
             "actor/reward_kl_penalty": data.kl_to_reference,
@@ -192,10 +193,20 @@ def _sampler_metrics(
     """
     at = (output[1, :-2] > 0) & data.include
     current, rollout = output[0, :-2], data.rollout
-    delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
     metrics = {"train/pad_share": pad_share(output[0, -2:])}
-    if not len(delta):
+    if not bool(at.any()):
         return metrics
+    bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
+    metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
+    plan = options.correction
+    if plan.place is Place.PASSING:
+        numerator = current
+        if plan.proximal is Proximal.INTERPOLATED:
+            numerator = interpolate(rollout, current, -data.ages, 0)
+        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
+    elif plan.active and data.correction is None:
+        metrics |= drift(current, rollout, data.lengths, at)
+    delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
     metrics |= {
         "actor/kl_to_sampler": delta.mean().item(),
         "actor/k3_to_sampler": k3(rollout[at], current[at]).mean().item(),
@@ -205,15 +216,6 @@ def _sampler_metrics(
     if same_weights is not None:
         gap = (rollout - current)[at & same_weights & (data.ages == 0)].abs()
         metrics |= {"actor/log_prob_gap_same_version": gap.mean().item()} if len(gap) else {}
-    bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
-    metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
-    plan = options.correction
-    if plan.place is Place.PASSING:
-        interpolated = plan.proximal is Proximal.INTERPOLATED
-        numerator = interpolate(rollout, current, -data.ages, 0) if interpolated else current
-        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
-    elif plan.active and data.correction is None:
-        metrics |= drift(current, rollout, data.lengths, at)
     return metrics
 
 

@@ -1,6 +1,7 @@
-"""What one optimizer step trains on, settled for the whole mini-batch before any micro-batch of it is computed.
+"""The data of one optimizer step, settled for the whole mini-batch before its first micro-batch.
 
-Rejection, denominators and choices over the mini-batch are the same on every rank and however it is cut.
+Rejection, denominators and choices over the mini-batch are the same on every rank. They do not
+depend on how the mini-batch is cut.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place, Proximal
-from millrace.algorithms.losses import clip_cov_tokens, interpolate, kl_cov_tokens, ppo_clip
+from millrace.algorithms.losses import (
+    clip_cov_tokens,
+    clipped_surrogate,
+    interpolate,
+    kl_cov_tokens,
+    log_ratio,
+    token_weights,
+)
 from millrace.algorithms.modes import SELECTS
 from millrace.algorithms.ragged import sequence_sums
 from millrace.train.experience import Experience, Policy
@@ -25,7 +32,10 @@ from millrace.train.options import StepOptions
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """Host tensors [K] over the trained tokens of the whole batch; of meaning for the rows `members` alone."""
+    """Host tensors [K] over the trained tokens of the whole batch.
+
+    Only the values of the rows `members` have a meaning.
+    """
 
     members: Ints
     """Rows of this mini-batch."""
@@ -34,13 +44,13 @@ class MiniBatch:
     factors: Tensor
     """[K] float64: factor of each token's loss in the aggregate, 0 where not trained."""
     weights: Tensor | None
-    """[K] importance weights, where they are known before the step."""
+    """[K] importance weights, if they are known before the step."""
     selected: Tensor | None
-    """[K] bool: chosen by covariance, for the losses that need it."""
+    """[K] bool: tokens chosen by covariance, for the losses that need them."""
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     metrics: dict[str, float]
-    """Of the correction, where it is this mini-batch's own."""
+    """Metrics of the correction, if this mini-batch has its own; else empty."""
 
 
 def mini_batches(data: Experience, num_samples: int) -> list[Ints]:
@@ -111,15 +121,10 @@ def _select(
         return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
     clipped = None
     if old is not None:
-        _, stats = ppo_clip(
-            now,
-            old,
-            advantages,
-            clip_low=actor.clip_ratio_low,
-            clip_high=actor.clip_ratio_high,
-            clip_c=actor.clip_ratio_c,
+        ratios = log_ratio(now, old).exp()
+        _, clipped = clipped_surrogate(
+            ratios, advantages, actor.clip_ratio_low, actor.clip_ratio_high
         )
-        clipped = stats["clipped"] > 0
     return clip_cov_tokens(
         now,
         advantages,

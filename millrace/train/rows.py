@@ -36,32 +36,38 @@ from millrace.types import (
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Trajectories in one run of tokens: [T] counts all of them together, [K] the trained ones, [N] the rows."""
+    """Trajectories in one run of tokens.
+
+    [T] counts all tokens together, [K] the trained ones, and [N] the rows.
+    """
 
     tokens: Ints
     """[T] token ids."""
     trained: NDArray[np.bool_]
     """[T] true for tokens of the policy."""
     order: Ints
-    """[T] which of the trained tokens each is; of no meaning where `trained` is false."""
+    """[T] number of each trained token among the trained ones; undefined for the others."""
     rollout_log_probs: NDArray[np.float32]
     """[K] log-probs at the rollout."""
     versions: Ints
-    """[K] policy version that drew each."""
+    """[K] policy version that drew each trained token."""
     starts: Ints
     """[N] position of each row's first token."""
     lengths: Ints
     """[N] tokens of each row, prompt included."""
     inputs: Ints
-    """[N] tokens of each row that the model reads: those before its last trained one; 0 if none is trained."""
+    """[N] tokens of each row that the model reads: all before its last trained one.
+
+    0 if none is trained.
+    """
     trained_tokens: Ints
     """[N] trained tokens of each row."""
     prompt_lengths: Ints
-    """[N] tokens of each row's prompt; rows of one sample begin with the same ones."""
+    """[N] tokens of each row's prompt. Rows of one sample share their prompt."""
     sample: Ints
     """[N] number of each row's sample."""
     first_row: Ints
-    """[samples + 1] rows of sample i are first_row[i] to first_row[i + 1] - 1."""
+    """[samples + 1] sample i has the rows first_row[i] to first_row[i + 1] - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +75,14 @@ class BatchArrays:
     """N trajectories with K trained tokens, on the host, the same on every rank."""
 
     version: PolicyVersion
-    """The live one."""
+    """The live policy version."""
     rows: Rows
     lengths: Tensor
     """[N] int64 trained tokens of each trajectory."""
     ids: Tensor
     """[K] int64 trajectory of each token."""
     ages: Tensor
-    """[K] int64 versions between the one that drew the token and the live one."""
+    """[K] int64 number of versions between the token's own and the live one."""
     rollout: Tensor
     """[K] float64 log-probs of the policy that drew each token."""
     scores: Tensor
@@ -85,12 +91,14 @@ class BatchArrays:
     """[N] int64 number of each trajectory's sample."""
     truncated: Tensor
     """[N] bool: cut by the length limit."""
+    unfiltered: Tensor
+    """[K] bool: not left out by overlong_filtering. A filtered token is not rejected."""
     components: dict[str, Tensor] | None
-    """[N] each: the reward's named components, for gdpo."""
+    """Name to [N] float64: components of the reward, for gdpo."""
     equal_share: float
     """Share of samples whose rewards are all equal."""
     greedy_scores: Tensor | None
-    """[N] the score of the greedy response to each trajectory's prompt, for remax."""
+    """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
 
 
 def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
@@ -101,18 +109,23 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
     rows = rows_of_samples(batch.samples)
     pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
     lengths = torch.from_numpy(rows.trained_tokens)
+    ids = sequence_ids(lengths)
+    cut = torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool)
     scores = [_score(trajectory, sample) for trajectory, sample in pairs]
     greedy = algorithm.adv_estimator == "remax"
     return BatchArrays(
         version=batch.version,
         rows=rows,
         lengths=lengths,
-        ids=sequence_ids(lengths),
+        ids=ids,
         ages=(batch.version - torch.from_numpy(rows.versions)).clamp(min=0),
         rollout=torch.from_numpy(rows.rollout_log_probs).double(),
         scores=_floats([score.value for score in scores]),
         groups=torch.from_numpy(rows.sample),
-        truncated=torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool),
+        truncated=cut,
+        unfiltered=~cut[ids]
+        if algorithm.overlong_filtering
+        else torch.ones_like(ids, dtype=torch.bool),
         equal_share=_equal_share(batch.samples, [score.value for score in scores]),
         components=_components([score.extra for score in scores], algorithm.gdpo_reward_keys)
         if algorithm.adv_estimator == "gdpo"
@@ -128,10 +141,11 @@ def _floats(values: list[float]) -> Tensor:
 
 
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:
+    """Return the score of a response. Raises MillraceError if it has none."""
     if trajectory is None or trajectory.score is None:
-        what = "greedy response" if trajectory is sample.greedy else "trajectory"
+        kind = "greedy response" if trajectory is sample.greedy else "trajectory"
         raise MillraceError(
-            f"a {what} of sample {sample.prompt.index} has no score: it cannot be trained"
+            f"a {kind} of sample {sample.prompt.index} has no score: it cannot be trained"
         )
     return trajectory.score
 
@@ -147,27 +161,35 @@ def _equal_share(samples: Sequence[Sample], values: list[float]) -> float:
 
 
 def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[str, Tensor]:
-    """[N] each: the reward's named components; all of them where none is `wanted`."""
+    """Return the `wanted` components of the rewards, name to [N] float64; all if none is wanted.
+
+    Raises MillraceError if a reward lacks a component, and if there are no components at all.
+    """
     names = wanted or sorted({name for extra in extras for name in extra})
     for name in names:
         if any(name not in extra for extra in extras):
             known = sorted({known for extra in extras for known in extra})
             raise MillraceError(
-                f"algorithm.gdpo_reward_keys: a reward has no component {name!r} (it has {', '.join(known) or 'none'}). "
-                "Fix: a reward function that returns a dict with score and every component, each time"
+                f"algorithm.gdpo_reward_keys: a reward has no component {name!r} "
+                f"(it has {', '.join(known) or 'none'}). Fix: let the reward function return a "
+                "dict of the score and every component in each call"
             )
     if not names and extras:
         raise MillraceError(
-            "algorithm.adv_estimator=gdpo: the reward function returns no components. Fix: return a dict of score and components"
+            "algorithm.adv_estimator=gdpo: the reward function returns no components. "
+            "Fix: return a dict of score and components"
         )
     return {name: _floats([extra[name] for extra in extras]) for name in names}
 
 
 def rows_of_samples(samples: Sequence[Sample]) -> Rows:
-    """One row for each trajectory, samples in order. Raises ValueError if a trajectory has no prompt to predict from."""
+    """Return one row for each trajectory, samples in order.
+
+    Raises ValueError if a prompt has no tokens: nothing predicts the first response token.
+    """
     tokens, log_probs = tokens_of(), floats_of()
-    versions: list[tuple[int, int]] = []  # version and length of each segment of the policy
-    runs: list[int] = []  # lengths of prompts and segments, as they come
+    versions: list[tuple[int, int]] = []  # version and length of each policy segment
+    runs: list[int] = []  # lengths of prompts and segments, in order
     authored: list[bool] = []
     row_runs: list[int] = []
     counts = [0]
@@ -175,7 +197,8 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
         prompt = sample.prompt.tokens
         if not prompt:
             raise ValueError(
-                f"the prompt of sample {sample.prompt.index} has no tokens: nothing predicts its first token"
+                f"the prompt of sample {sample.prompt.index} has no tokens: "
+                "nothing predicts its first token"
             )
         for trajectory in sample.trajectories:
             tokens += prompt
@@ -197,7 +220,10 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
 
 
 def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
-    """One row for each (prompt, response); the response's tokens are trained."""
+    """Return one row for each (prompt, response). The response's tokens are trained.
+
+    Raises ValueError if a prompt has no tokens.
+    """
     tokens, runs = tokens_of(), list[int]()
     for prompt, response in examples:
         if not prompt:

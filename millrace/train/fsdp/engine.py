@@ -122,6 +122,11 @@ class FsdpTrainEngine:
         arrays = arrays_of(batch, options.algorithm)
         data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
+        learners: list[tuple[Trainable, type[CriticLoss | PolicyLoss], Meter]] = [
+            (self.actor, PolicyLoss, meter)
+        ]
+        if self.critic is not None:
+            learners.insert(0, (self.critic, CriticLoss, critic_meter))
         corrections: list[dict[str, float]] = []
         first_tokens, rejected = torch.zeros_like(data.include), 0
         size, temperature = options.actor.ppo_mini_batch_size, options.temperature
@@ -132,19 +137,12 @@ class FsdpTrainEngine:
             if k == 0:
                 first_tokens = mini.mask
             first_pass = k * size < data.num_samples
-            if self.critic is not None:
-                critic_loss = CriticLoss(data, mini, options) if mini.tokens else None
-                self.critic.train_on(
-                    data.rows,
-                    members,
-                    temperature,
-                    critic_loss,
-                    critic_meter,
-                    first_pass=first_pass,
+            for model, loss, sums in learners:
+                warm = model is not self.actor or model.steps >= options.critic_warmup
+                loss_of = loss(data, mini, options) if mini.tokens and warm else None
+                model.train_on(
+                    data.rows, members, temperature, loss_of, sums, first_pass=first_pass
                 )
-            learns = mini.tokens and self.actor.steps >= options.critic_warmup
-            loss = PolicyLoss(data, mini, options) if learns else None
-            self.actor.train_on(data.rows, members, temperature, loss, meter, first_pass=first_pass)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
         metrics = batch_metrics(
             data,
