@@ -141,7 +141,7 @@ def _policy_metrics(
 
     Means of tokens are over trained tokens. Without a finite step there is no actor/*.
 
-    actor/pg_loss               aggregated policy loss, without KL and entropy bonus; mean over steps
+    actor/pg_loss               policy loss without KL and entropy bonus; mean over steps
     actor/kl_loss               aggregated KL to the reference, with use_kl_loss; mean over steps
     actor/entropy               entropy of the policy at the sampling temperature, nats
     actor/pg_clipfrac           share of tokens whose loss a bound of the loss mode changed

@@ -14,12 +14,12 @@ from millrace.train.fsdp.packed_attention import Ints, Layout, make_layout
 from millrace.train.rows import Rows
 
 SMALL_UNIT = 4
-"""The rows of a sample stay together where they are at most this fraction (1/4) of what one micro-batch holds."""
+"""A sample's rows stay together if they fill at most 1 / SMALL_UNIT of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads: T packed tokens, and where in them M trained tokens are predicted."""
+    """Input of one forward pass: T packed tokens, and the positions that predict M trained tokens."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -27,22 +27,26 @@ class MicroBatch:
     """[T] int64, position of each token in its row."""
     layout: Layout
     select: Tensor
-    """[M] int64 positions in input_ids that predict a trained token; a shared prompt's last one does so for several rows."""
+    """[M] int64 positions in input_ids that predict a trained token.
+
+    The last position of a shared prompt predicts a token for several rows.
+    """
     targets: Tensor
     """[M] int64 the trained tokens."""
     source: Tensor
-    """[M] int64 on the host: which of the trained tokens of Rows each is."""
+    """[M] int64 on the host: number of each among the trained tokens of Rows."""
     sequence: Tensor
-    """[M] int64 on the host: row of each trained token, by its place in this micro-batch. Never decreasing."""
+    """[M] int64 on the host: row of each trained token in this micro-batch. Never decreasing."""
     num_sequences: int
-    """Rows of this micro-batch."""
+    """Number of rows of this micro-batch."""
 
 
 def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:
-    """Which rows each rank reads in each micro-batch: result[micro-batch][rank] is an array of row numbers.
+    """Return the rows that each rank reads: result[micro-batch][rank] is an array of row numbers.
 
-    Every row of `members` with a trained token is in exactly one of them; none has more than `max_tokens` tokens; the ranks'
-    shares of a micro-batch are about equal, some may be empty; at least one micro-batch. The same on every rank.
+    Every row of `members` with a trained token is in exactly one array. No array has more than
+    `max_tokens` tokens. The ranks' shares of a micro-batch are about equal; some may be empty. There
+    is at least one micro-batch. The result is the same on every rank.
     Raises ConfigError if one row is over `max_tokens`.
     """
     members = members[rows.inputs[members] > 0]
@@ -65,9 +69,10 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
 
 
 def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
-    """What is dealt out whole, and its tokens: the rows of a sample, if that leaves the shares even; else single rows.
+    """Return the units that stay whole, and the tokens of each.
 
-    Rows of a sample share a prompt, which a micro-batch reads once.
+    A unit is the rows of a sample, if the shares then stay even; else a single row. Rows of a sample
+    share a prompt, which a micro-batch reads once.
     """
     lengths = rows.inputs[members]
     if not len(members):
@@ -82,13 +87,16 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
 
 
 def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
-    """Rows of one length lie side by side then: see attention.py."""
+    """Return the rows by descending length: rows of one length are adjacent (packed_attention.py)."""
     members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
     return members[np.argsort(-rows.inputs[members], kind="stable")]
 
 
 def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
-    """Each length in turn to the emptiest bin; bins fullest first, or None if one is over `limit`."""
+    """Put each length in turn into the emptiest bin, and return the bins, fullest first.
+
+    Return None if a bin exceeds `limit`.
+    """
     heap = [(0, bin_) for bin_ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i, length in enumerate(lengths.tolist()):
@@ -101,16 +109,16 @@ def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
 
 
 def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
-    """The rows `members`, longest first, as one micro-batch; a prompt that several of them begin with is read once.
+    """Return the rows `members`, longest first, as one micro-batch. A shared prompt is read once.
 
-    Without members, a dummy of one token that predicts nothing: it keeps a rank without work in step with the others, for
-    its forward and backward take part in every collective. `padded` as in `make_layout`.
+    Without members, return a dummy of one token that predicts nothing. Its forward and backward
+    passes let a rank without work take part in every collective. `padded` as in `make_layout`.
     """
     if not len(members):
         return _dummy(device, padded=padded)
     lengths = rows.inputs[members]
     _, first, group = np.unique(rows.sample[members], return_index=True, return_inverse=True)
-    # Nothing is shared if every row is of another sample.
+    # Rows of different samples share nothing.
     shared = rows.prompt_lengths[members] if len(first) < len(members) else np.zeros_like(lengths)
     shared_ends = np.cumsum(shared[first])
     own = lengths - shared

@@ -92,7 +92,7 @@ class FsdpTrainEngine:
         self.restart(optim_of(self.config, phase), horizon)
 
     def restart(self, optim: OptimConfig, horizon: int) -> None:
-        """Begin a phase of `horizon` optimizer steps, with the policy's optimizer settings `optim`."""
+        """Begin a phase of `horizon` optimizer steps, with optimizer settings `optim`."""
         self.actor.begin(optim, horizon)
         self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:
@@ -197,7 +197,7 @@ class FsdpTrainEngine:
         return StepReport(1, metrics, totals, meter.nonfinite)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """Return log p of each trained token at the training temperature, one list per trajectory."""
+        """Return log p of each trained token at the training temperature, for each trajectory."""
         rows = rows_of_samples(samples)
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]

@@ -29,7 +29,7 @@ Outputs = tuple[Tensor, ...]
 """Outputs of a module for the trained tokens of a micro-batch, each [M]."""
 
 LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
-"""(outputs, micro-batch) -> the micro-batch's share of the loss, and the meter's sums [S] float64."""
+"""(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
 
 
 class Trainable:
@@ -157,8 +157,8 @@ class Trainable:
         self.optimizer.zero_grad()
         if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss or gradient "
-                f"that is not finite (the last: loss {values[0]}, norm {norm}). "
+                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss "
+                f"or gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
                 f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
             )
 
