@@ -1,7 +1,7 @@
-"""From token losses to one number, normalised by counts of the whole mini-batch.
+"""Weights that reduce token losses to one number, normalised by counts of the whole mini-batch.
 
-The counts are given by the caller, never taken from the tensors at hand: so the parts that micro-batches and ranks compute
-add up to what one batch would give, however it is cut.
+The caller passes the counts. They never come from the tensors of the call. The parts that
+micro-batches and ranks compute therefore add up to the result of one batch, for any split.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ def token_weights(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the factor of each token's loss, [T] in `dtype`, which is that of the loss. Every mode is a weighted sum.
+    """Return the factor of each token's loss, [T] in `dtype`, the dtype of the loss.
+
+    Every mode is a weighted sum:
 
     mode                     factor
     token-mean               1 / total_tokens
     token-sum                1
     seq-mean-token-sum       1 / total_sequences
-    seq-mean-token-sum-norm  1 / (total_sequences * scale)      (Dr.GRPO's constant length, given by the caller)
+    seq-mean-token-sum-norm  1 / (total_sequences * scale), `scale` being Dr.GRPO's constant length
     seq-mean-token-mean      1 / (total_sequences * sequence_lengths[sequence])
 
-    Factors are computed in float64, so that no dtype of `sequence_lengths` costs precision.
+    Factors are computed in float64, so every dtype of `sequence_lengths` gives full precision.
 
-    sequence_ids [T] integers: index into sequence_lengths. sequence_lengths [S]: trained tokens of each WHOLE sequence, also
-    if only some of its tokens are here. total_tokens: trained tokens of the global mini-batch; total_sequences: its
-    sequences that have one. Both are counted after rejection, so a sequence that is masked whole
-    weighs nothing in a mean. (verl's trainers divide by the configured size of the mini-batch, which
-    counts such a sequence. Without that size, its agg_loss leaves the sequence out too.) A total of 0
-    counts as 1: there is nothing to add then.
-    (verl's agg_loss, verl/trainer/ppo/core_algos.py; its 1e-8 beside the length is left out, for a token's sequence has one.)
+    sequence_ids [T] are integers that index sequence_lengths. sequence_lengths [S] counts the
+    trained tokens of each WHOLE sequence, even if this call has only some of them. total_tokens
+    counts the trained tokens of the global mini-batch. total_sequences counts its sequences with at
+    least one such token.
+
+    Both totals are counted after rejection. A sequence that is masked whole therefore has no weight
+    in a mean. (verl's trainers divide by the configured mini-batch size, which counts such a
+    sequence. Without that size, verl's agg_loss omits the sequence too.) A total of 0 counts as 1,
+    because there is nothing to add. (Source: verl's agg_loss, verl/trainer/ppo/core_algos.py. Its
+    1e-8 in the divisor is omitted, because the sequence of a token has at least one token.)
     """
     if mode not in get_args(AggMode):
         raise ValueError(

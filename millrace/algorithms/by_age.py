@@ -1,4 +1,4 @@
-"""How far the policy has moved from the tokens it trains on, by the age of the token."""
+"""Distance between the policy and the one that drew the tokens, by the age of the token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from millrace.algorithms.ragged import sequence_sums
 def by_age(
     log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
 ) -> dict[str, float]:
-    """Metrics of the tokens of each age: 0 to max_age - 1, and `{max_age}+` for max_age and over.
+    """Return metrics of the tokens of each age.
 
-    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. ages [T] integers, at least 0: versions between the one that
-    drew the token and the live one. With l = log_probs_a - log_probs_b clamped to +-20 and w = e^l:
+    The ages are 0 to max_age - 1, and `{max_age}+` for max_age and above. log_probs_a [T] are the
+    trainer's, log_probs_b [T] the rollout's. ages [T] are integers of at least 0: the versions
+    between the one that drew the token and the live one. With l = log_probs_a - log_probs_b,
+    clamped to +-20, and w = e^l:
+
     staleness/token_share/AGE  share of all tokens that have this age
     staleness/log_ratio/AGE    mean of l
-    staleness/ess/AGE          (sum w)^2 / (n sum w^2): the share of n tokens that is left, 1 if all ratios are equal
-    staleness/token_mean, staleness/token_max   age of the tokens
+    staleness/ess/AGE          (sum w)^2 / (n sum w^2): the effective share of n tokens, 1 if all
+                               ratios are equal
+    staleness/token_mean       mean age of the tokens
+    staleness/token_max        largest age of the tokens
 
-    The last bin has its name whether or not older tokens occur: so it is one curve of a run. An age that does not occur has a
-    share of 0 and nothing else; no tokens give a mean and a max of 0. Tokens whose log-ratio is not finite count in the share alone; where an age
-    has no others, its mean and its effective sample size are 0. Computed in float64.
+    The name of the last bin does not depend on the ages that occur. It is therefore one curve of a
+    run. An age that does not occur has a share of 0 and no other metric. Without tokens, the mean
+    and the max are 0. A token whose log-ratio is not finite counts only in the share. An age with
+    no other tokens has a mean of 0 and an effective sample size of 0. Everything is computed in
+    float64.
 
-    Raises ValueError if shapes differ, max_age is under 0 or an age is.
+    Raises ValueError if shapes differ, or if max_age or an age is below 0.
     """
     if log_probs_a.ndim != 1 or not log_probs_a.shape == log_probs_b.shape == ages.shape:
         shapes = [tuple(x.shape) for x in (log_probs_a, log_probs_b, ages)]
@@ -52,7 +59,7 @@ def by_age(
 def _sums(
     log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
 ) -> list[list[float]]:
-    """Of each bin: tokens, those with a finite log-ratio, and their sums of l, w and w^2."""
+    """Return for each bin: all tokens, the finite log-ratios, and sums of l, w and w^2."""
     delta = log_probs_a.detach().double() - log_probs_b.detach().double()
     finite = delta.isfinite()
     logs = torch.where(finite, log_ratio(delta, torch.zeros_like(delta)), 0.0)

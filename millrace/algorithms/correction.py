@@ -1,7 +1,9 @@
-"""Rollout correction: importance weights and rejection between the policy that drew the tokens (b) and the one that trains (a).
+"""Rollout correction: importance weights and rejection between policy b and policy a.
 
-Decoupled: a is the trainer's log-probs of the weights before the step, b the rollout's. Without a third policy (bypass): a is
-the policy that is being trained. Weights multiply token losses; they and what is kept are constants, without a gradient.
+Policy b drew the tokens, and policy a trains on them. In decoupled mode, a is the trainer's policy
+before the step, and b is the rollout's. In bypass mode there is no third policy, and a is the
+policy under training. Weights multiply token losses. Weights and masks are constants without a
+gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from millrace.algorithms.rejection import (
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
-"""Perplexities are reported up to e^100."""
+"""Upper bound of a reported log-perplexity: perplexities are at most e^100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,11 @@ class Correction:
     """The result of `correct`."""
 
     weights: Tensor
-    """[T] float, detached: multiply token losses; 0 for tokens that are not kept."""
+    """[T] float, detached, 0 for tokens that are not kept. Weights multiply token losses."""
     keep: Tensor
     """[T] bool: included and not rejected."""
     metrics: dict[str, float]
-    """By name, `rollout_corr/...`."""
+    """Values by name, `rollout_corr/...`."""
 
 
 def correct(
@@ -47,40 +49,52 @@ def correct(
     *,
     include: Tensor | None = None,
 ) -> Correction:
-    """Importance weights and rejection of a batch (arXiv 2505.24298, 2510.18855; names and presets are verl's).
+    """Compute the importance weights and the rejection of a batch.
 
-    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. lengths [N]. include [T] bool: tokens that are trained at all; the
-    others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
-    float32; everything is computed in float64.
+    (arXiv 2505.24298, 2510.18855. Names and presets are verl's.) log_probs_a [T] are the trainer's,
+    log_probs_b [T] the rollout's. lengths is [N]. include [T] bool marks the tokens that are
+    trained at all. The other tokens are not kept, have weight 0, and enter no statistic, sum or
+    mean. Weights are float64 if log_probs_a is, else float32. Everything is computed in float64.
 
-    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the product of those of its included
-    tokens, e^clamp(sum l, +-20): the clamp is of the sum alone.
+    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the
+    product over its included tokens, e^clamp(sum l, +-20). Only the sum is clamped there.
 
-    1. Rejection: a token is kept if the veto and every rule accept it; each looks at all included tokens. A
-       ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
-       at: by sequence weights, sequence rules and the veto. Rejecting every token is a valid result: weights of 0.
-    2. Weights: r truncated or cut by the band. Outside the band a weight is 0 but the token is still kept: it counts in means.
-    3. Normalisation, after that: divide by the mean over kept tokens (token weights) or over sequences that keep a token
-       (sequence weights, each sequence once) of this batch: give it whole. A mean of 0 leaves the weights as they are.
+    1. Rejection. A token is kept if the veto and every rule accept it. Each of them sees all
+    included tokens. A ratio that is not finite (a log-prob of -inf or NaN) is rejected. Sequence
+    weights, sequence rules and the veto then reject its whole sequence. A batch may be rejected
+    whole: its weights are 0.
 
-    All bounds are inclusive, with a slack of 1e-12 in log space: a ratio of exactly 0.5 or 5.0 in float64 is within 0.5 to 5.
-    Log-probs of float32 have lost about 1e-7 x |log p| before they get here, so there a ratio that close to a bound may fall
-    on either side of it.
+    2. Weights. r is truncated, or set to 0 outside the band. A token outside the band has weight 0
+    but is still kept: it counts in means.
 
-    Metrics `rollout_corr/NAME`, all finite, 0 where there is nothing to count. A unit is a token or, with sequence weights, a
-    sequence (verl mixes the two in sequence mode, and counts sequences without tokens). Stds are those of a population.
-    rollout_is_{mean,max,min,std}        of the kept units' weights after step 2
-    rollout_is_eff_sample_size           their `effective_sample_size`
-    rollout_is_ratio_fraction_{high,low} share of all units with a ratio over C, under 1/C; or over hi, under lo of the band
-    rollout_is_oob_ratio                 band alone: share of all units outside
-    rollout_is_batch_norm_factor         with normalisation: the divisor
-    rollout_is_seq_{mean,max,min,std}    of the sequences' mean weights over kept tokens; max_deviation is the largest |. - 1|
-    rollout_is_seq_fraction_{high,low}   share of sequences whose mean ratio is over or under the bounds above
-    rollout_rs_RULE_*                    see `rejection.accept`
-    rollout_rs_X_masked_fraction         share of tokens that X rejects: X a rule, token_age, token_veto, or nonfinite
-    rollout_rs_X_seq_masked_fraction     share of sequences with such a token
-    rollout_rs_[seq_]masked_fraction     the same of all that is rejected
-    and those of `drift`.
+    3. Normalisation, after step 2. With token weights, the divisor is the mean over kept tokens.
+    With sequence weights, it is the mean over sequences that keep a token, each counted once. The
+    mean is over this batch, so pass the whole batch. A mean of 0 leaves the weights unchanged.
+
+    All bounds are inclusive, with a slack of 1e-12 in log space. A ratio of exactly 0.5 or 5.0 in
+    float64 is within 0.5 to 5. Log-probs in float32 have an error of about 1e-7 x |log p|. With
+    such log-probs, a ratio that close to a bound may fall on either side.
+
+    Metrics are `rollout_corr/NAME`, all finite, and 0 where nothing is counted. A unit is a token
+    or, with sequence weights, a sequence. (verl mixes both in sequence mode, and counts sequences
+    without tokens.) Standard deviations are of a population.
+
+    rollout_is_{mean,max,min,std}         the kept units' weights after step 2
+    rollout_is_eff_sample_size            `effective_sample_size` of these weights
+    rollout_is_ratio_fraction_{high,low}  share of all units with a ratio above C, below 1/C;
+                                          or above hi, below lo of the band
+    rollout_is_oob_ratio                  band only: share of all units outside
+    rollout_is_batch_norm_factor          with normalisation: the divisor
+    rollout_is_seq_{mean,max,min,std}     the sequences' mean weights over kept tokens
+    rollout_is_seq_max_deviation          the largest |mean weight - 1|
+    rollout_is_seq_fraction_{high,low}    share of sequences whose mean ratio is above, below them
+    rollout_rs_RULE_*                     see `rejection.accept`
+    rollout_rs_X_masked_fraction          share of tokens that X rejects: X is a rule, token_age,
+                                          token_veto or nonfinite
+    rollout_rs_X_seq_masked_fraction      share of sequences with such a token
+    rollout_rs_[seq_]masked_fraction      the same for all rejections together
+
+    The metrics of `drift` are added.
 
     T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ.
     """
@@ -97,7 +111,7 @@ def correct(
 
 
 def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which included tokens are kept, [M] bool, and the metrics of rejection."""
+    """Return the mask of kept tokens among the included ones, [M] bool, and metrics."""
     metrics: dict[str, Tensor] = {}
     verdicts = {
         "nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite
@@ -111,17 +125,18 @@ def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[st
     for name, verdict in verdicts.items():
         keep &= verdict
         metrics |= {
-            f"rollout_rs_{name}_{what}": value for what, value in rejected(verdict, ratios).items()
+            f"rollout_rs_{name}_{metric}": value
+            for metric, value in rejected(verdict, ratios).items()
         }
     return keep, metrics | {
-        f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()
+        f"rollout_rs_{metric}": value for metric, value in rejected(keep, ratios).items()
     }
 
 
 def _weigh(
     ratios: Ratios, keep: Tensor, options: CorrectionOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weight of each included token, [M] float64, and the metrics of weights."""
+    """Return the weight of each included token, [M] float64, and the metrics of weights."""
     if options.rollout_is is None:
         return keep.double(), {}
     by_token = options.rollout_is == "token"
@@ -152,7 +167,7 @@ def _weigh(
 
 
 def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
-    """Ratios, truncated or 0 outside the band."""
+    """Return the ratios, truncated, or set to 0 outside the band."""
     if not isinstance(options.rollout_is_threshold, tuple):
         return logs.exp().clamp(max=options.rollout_is_threshold)
     low, high = beyond(logs, *options.band)
@@ -160,7 +175,7 @@ def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
 
 
 def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """Ratios below and above the bounds that metrics speak of: the band, or 1/C and C."""
+    """Return the ratios below and above the bounds in the metrics: the band, or 1/C and C."""
     bounds = options.rollout_is_threshold
     return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
 
@@ -168,7 +183,7 @@ def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
 def _sequence_metrics(
     ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions
 ) -> dict[str, Tensor]:
-    """rollout_is_seq_*; `means` are the mean weights of the sequences that keep a token."""
+    """Return rollout_is_seq_*. `means`: the mean weights of the sequences that keep a token."""
     of_tokens = options.rollout_is == "token"
     raw = (ratios.sums(ratios.log.exp()) / ratios.counts).log() if of_tokens else logs
     low, high = _outside(raw[ratios.whole], options)
@@ -184,18 +199,26 @@ def _sequence_metrics(
 def drift(
     log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None
 ) -> dict[str, float]:
-    """How far policy a has moved from the policy b that drew the tokens, as `rollout_corr/NAME`; arguments as in `correct`.
+    """Measure how far policy a has moved from policy b, which drew the tokens.
 
-    kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
-    k3_kl                      mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
-    chi2_token, chi2_seq       mean of r^2 over tokens, and of the squared ratio over sequences; minus 1
-    training_log_ppl           mean over sequences of -(mean over tokens of log a); rollout_log_ppl: of log b
-    training_ppl, rollout_ppl  mean over sequences of the perplexity e^(log ppl), at most e^100
-    log_ppl_diff               mean over sequences of log ppl of a - log ppl of b; log_ppl_abs_diff, log_ppl_diff_max, _min
-    ppl_ratio                  mean over sequences of e^(that difference), the exponent within +-100
+    Arguments are as in `correct`. Metrics are named `rollout_corr/NAME`:
 
-    Tokens whose ratio is not finite are left out, and so are sequences without tokens (verl counts those as perplexity 1).
-    Computed in float64, always finite; no tokens give 0 for all.
+    kl                mean over tokens of log b - log a: KL(b || a), the k1 estimate
+    k3_kl             mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
+    chi2_token        mean over tokens of r^2, minus 1
+    chi2_seq          mean over sequences of the squared ratio, minus 1
+    training_log_ppl  mean over sequences of -(mean over tokens of log a)
+    rollout_log_ppl   the same with log b
+    training_ppl      mean over sequences of the perplexity e^(log ppl) of a, at most e^100
+    rollout_ppl       the same for b
+    log_ppl_diff      mean over sequences of log ppl of a - log ppl of b
+    log_ppl_abs_diff  mean of the absolute differences
+    log_ppl_diff_max  the largest difference; log_ppl_diff_min: the smallest
+    ppl_ratio         mean over sequences of e^difference, the exponent clamped to +-100
+
+    Tokens with a ratio that is not finite are left out. So are sequences without tokens (verl
+    counts them with perplexity 1). Everything is computed in float64 and finite. Without tokens,
+    all metrics are 0.
     """
     finite = (log_probs_a.detach().double() - log_probs_b.detach().double()).isfinite()
     used = finite if include is None else finite & include
@@ -224,9 +247,11 @@ def drift(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(sum w)^2 / (n sum w^2): a share from 1/n (one weight has all) to 1 (all equal), scalar in float64.
+    """Return (sum w)^2 / (n sum w^2) as a float64 scalar.
 
-    `mask` [T]: only weights where it is not 0 count. No weights, or all of them 0, give 0.
+    The value is a share from 1/n (one weight has everything) to 1 (all weights are equal). With
+    `mask` [T], only weights where it is not 0 count. Without weights, or if all are 0, the result
+    is 0.
     """
     w = weights.detach().double()
     if mask is not None:
@@ -254,7 +279,7 @@ def _check_shapes(
 
 
 def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
-    """Values of included tokens [M] back to [T], 0 elsewhere."""
+    """Scatter the values of included tokens [M] to [T], with 0 elsewhere."""
     if include is None:
         return values
     return values.new_zeros(include.shape).masked_scatter_(include, values)
@@ -265,7 +290,7 @@ def _mean(values: Tensor) -> Tensor:
 
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Numbers, in one transfer from the device."""
+    """Return the metrics as numbers, with one transfer from the device."""
     return {
         PREFIX + name: value
         for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)

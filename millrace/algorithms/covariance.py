@@ -1,11 +1,13 @@
-"""Which tokens clip_cov and kl_cov act on: those whose log-prob and advantage vary together (arXiv 2505.22617).
+"""The choice of tokens for clip_cov and kl_cov, by covariance (arXiv 2505.22617).
 
-cov_t = (A_t - mean A) (log pi_t - mean log pi), both means over all trained tokens. Such tokens are what makes entropy fall.
+cov_t = (A_t - mean A) (log pi_t - mean log pi), with both means over all trained tokens. A token
+with a large covariance lowers the entropy.
 
-Give the WHOLE mini-batch, of all ranks: the choice is a share of its tokens. verl takes means, share and draw from each
-micro-batch, so that at 2e-4 every micro-batch of up to 9,999 tokens gives one token, whatever its covariance is in the
-mini-batch; and it draws from an unseeded permutation, so that ranks disagree and runs cannot be repeated. log_probs are those of
-the policy under training; at the first step on a batch the old ones are the same.
+Pass the WHOLE mini-batch, of all ranks, because the choice is a share of its tokens. verl computes
+means, share and draw for each micro-batch. At 2e-4, every micro-batch of up to 9,999 tokens then
+gives one token, for any covariance in the mini-batch. verl also draws from an unseeded permutation:
+ranks disagree, and runs cannot be repeated. log_probs are those of the policy under training. At
+the first step on a batch, they equal the old ones.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from torch import Tensor
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """cov_t, [T] float64, detached; not a number where mask is false. log_probs and advantages [T] floating, mask [T] bool."""
+    """Return cov_t, [T] float64, detached, NaN where mask is false.
+
+    log_probs and advantages are [T] floating, mask is [T] bool.
+    """
     result = log_probs.new_full(log_probs.shape, torch.nan, dtype=torch.float64)
     a, logp = (x.detach()[mask].double() for x in (advantages, log_probs))
     result[mask] = (a - a.mean()) * (logp - logp.mean())
@@ -23,9 +28,10 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_cov_tokens(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
-    """The max(int(ratio * trained tokens), 1) trained tokens of largest covariance, as a mask [T] bool.
+    """Mark the max(int(ratio * trained tokens), 1) trained tokens of largest covariance, [T] bool.
 
-    Of equal ones the first in the batch win. No trained tokens give none. Raises ValueError unless 0 < ratio <= 1.
+    Among equal covariances, the first in the batch come first. Without trained tokens, none is
+    marked. Raises ValueError unless 0 < ratio <= 1.
     """
     cov = covariances(log_probs, advantages, mask)
     at = mask.nonzero().squeeze(-1)
@@ -44,11 +50,13 @@ def clip_cov_tokens(
     generator: torch.Generator,
     clipped: Tensor | None = None,
 ) -> Tensor:
-    """max(int(ratio * trained tokens), 1) tokens drawn from those with lower < cov < upper, or all if fewer; a mask [T] bool.
+    """Mark random tokens with lower < cov < upper, [T] bool.
 
-    `clipped` [T] bool: tokens that PPO's clip leaves without a gradient, never drawn (verl's choice); there are none while
-    log_probs are the old ones. The draw depends on the generator's state alone: a generator of the same seed on each rank gives
-    each the same tokens. Raises ValueError unless 0 < ratio <= 1 and lower < upper.
+    The number of tokens is max(int(ratio * trained tokens), 1), or all candidates if there are
+    fewer. `clipped` [T] bool marks tokens that PPO's clip leaves without a gradient. They are never
+    drawn (verl's choice). There are none while log_probs are the old ones. The draw depends on the
+    generator's state alone: equal seeds give equal tokens on every rank. Raises ValueError unless 0
+    < ratio <= 1 and lower < upper.
     """
     if not lower < upper:
         raise ValueError(f"lower must be below upper, got {lower} and {upper}")

@@ -1,7 +1,10 @@
-"""Policy losses, token by token. Aggregation to one number is in aggregate.py, weights W of a rollout correction in correction.py
-(the caller multiplies them in), losses on whole sequences in sequence_losses.py, all modes by name in policy_losses.py.
+"""Policy losses for each token.
 
-Below rho = exp(clamp(log pi - log pi_old, +-20)), A the advantage, sg a constant (stop gradient).
+aggregate.py reduces them to one number. correction.py computes the weights W of a rollout
+correction, and the caller multiplies them in. sequence_losses.py has the losses on whole sequences,
+and policy_losses.py has all modes by name.
+
+Below, rho = exp(clamp(log pi - log pi_old, +-20)), A is the advantage, and sg is a stop gradient.
 """
 
 from __future__ import annotations
@@ -12,20 +15,24 @@ from torch import Tensor
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this: exp(20) = 4.9e8 still leaves a finite square in float32."""
+"""Bound of log-ratios: the square of exp(20) = 4.9e8 is still finite in float32."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """log(pi / pi_old) clamped to +-20, the shape of its arguments; no gradient where the clamp acts."""
+    """Compute log(pi / pi_old) clamped to +-20, in the shape of its arguments.
+
+    There is no gradient where the clamp acts.
+    """
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and the bool mask of where the clip won; shapes of `ratio`.
+    """Compute max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and where the clip won.
 
-    A ratio on an edge is inside: it is not clipped and has its whole gradient.
+    The second result is a bool mask. Both have the shape of `ratio`. A ratio on an edge is inside:
+    it is not clipped and has its full gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -42,18 +49,25 @@ def ppo_clip(
     clip_c: float,
     weights: Tensor | None = None,
 ) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347) with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
+    """Compute PPO's clipped surrogate with clip-higher and dual clip.
+
+    (arXiv 1707.06347; DAPO, arXiv 2503.14476; arXiv 1912.09729.)
 
     ratio = exp(clamp(log_probs - old_log_probs, +-20))
-    loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A clip_c; times `weights`.
 
-    All tensors [T] and of one floating dtype; only `log_probs` has a gradient. `weights` are importance weights of the
-    rollout correction, constants. clip_c must be over 1. Ratios on an edge are inside.
+    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A clip_c where A <
+    0, times `weights`
+
+    All tensors are [T] and of one floating dtype. Only `log_probs` has a gradient. `weights` are
+    the constant importance weights of the rollout correction. clip_c must be over 1. Ratios on an
+    edge are inside.
 
     Returns the token losses [T] and detached statistics, each [T] in the dtype of `log_probs`:
-    clipped        1 where the clip changed the loss (verl's pg_clipfrac is its mean)
+
+    clipped        1 where the clip changed the loss (its mean is verl's pg_clipfrac)
     clipped_lower  1 where the dual clip did (A < 0 and ratio over clip_c)
     log_ratio      clamped log-ratio; -mean is verl's ppo_kl
+
     T = 0 gives empty tensors.
     """
     if clip_c <= 1:
@@ -70,7 +84,7 @@ def ppo_clip(
 
 
 def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """`ppo_clip`: PPO with clip-higher and dual clip."""
+    """Compute `ppo_clip`: PPO with clip-higher and dual clip."""
     x = inputs.trained()
     return ppo_clip(
         x.log_probs,
@@ -83,20 +97,22 @@ def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def reinforce(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A log pi: the policy gradient, with nothing that holds it near the old policy.
+    """Compute -A log pi: the policy gradient, without a bound on the distance to the old policy.
 
-    Also the loss of GPG (arXiv 2504.02546), whose own part is in its advantages. With W = sg(rho) outside it is off-policy
-    REINFORCE. The old log-probs are not read, so the log_ratio statistic is 0.
+    This is also the loss of GPG (arXiv 2504.02546), whose own part is in its advantages. With W =
+    sg(rho) as a factor, it is off-policy REINFORCE. It does not read the old log-probs, so the
+    log_ratio statistic is 0.
     """
     x = inputs.trained()
     return -x.advantages * x.log_probs, statistics(x.log_probs)
 
 
 def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585).
+    """Compute -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
 
-    The clip bounds a token's weight, never its gradient to 0. `clipped` marks weights that it changed where A is not 0. The
-    paper bounds only above: give clip_low = 1 for that.
+    (CISPO, MiniMax-M1, arXiv 2506.13585.) The clip bounds a token's weight and never sets its
+    gradient to 0. `clipped` marks weights that it changed where A is not 0. The paper has only an
+    upper bound: use clip_low = 1 for that.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs).detach()
@@ -109,9 +125,10 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347).
+    """Compute -A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg.
 
-    A smooth clip: the gradient is that of -A log pi at rho = 1 and fades on both sides. Nothing is clipped in the statistics.
+    (SAPO, arXiv 2511.20347.) This is a smooth clip. At rho = 1, the gradient is that of -A log pi,
+    and it fades on both sides. In the statistics, nothing is clipped.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
@@ -123,9 +140,10 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-(A log pi - dro_beta / 2 (log pi - log pi_old)^2) (DRO, arXiv 2405.19107, token by token as in verl and Tinker).
+    """Compute -(A log pi - dro_beta / 2 (log pi - log pi_old)^2).
 
-    The log-ratio in the loss is not clamped: the square must go on pulling a token back that has gone far.
+    (DRO, arXiv 2405.19107, for each token as in verl and Tinker.) The log-ratio in the loss is not
+    clamped, so the square also pulls back a token that has moved far.
     """
     x = inputs.trained()
     distance = (x.log_probs - x.old_log_probs).square()
@@ -134,9 +152,10 @@ def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """PPO's clip without dual clip; 0, so without gradient, for selected tokens (Clip-Cov, arXiv 2505.22617).
+    """Compute PPO's clip without dual clip, and 0, without gradient, for selected tokens.
 
-    `clipped` marks both. Tokens come from covariance.clip_cov_tokens. Raises ValueError without `selected`.
+    (Clip-Cov, arXiv 2505.22617.) `clipped` marks both kinds of tokens. covariance.clip_cov_tokens
+    selects them. Raises ValueError without `selected`.
     """
     x = inputs.trained()
     selected = _selected(x)
@@ -150,10 +169,11 @@ def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A rho, + ppo_kl_coef |log pi - log pi_old| for selected tokens (KL-Cov, arXiv 2505.22617). No clip.
+    """Compute -A rho, plus ppo_kl_coef |log pi - log pi_old| for selected tokens, without a clip.
 
-    The penalty is not clamped, so it pulls back from any distance; at distance 0 its gradient is 0, so the first step on a
-    batch is without it. Tokens come from covariance.kl_cov_tokens. Raises ValueError without `selected`.
+    (KL-Cov, arXiv 2505.22617.) The penalty is not clamped, so it pulls back from any distance. At
+    distance 0 its gradient is 0, so it has no effect on the first step of a batch.
+    covariance.kl_cov_tokens selects the tokens. Raises ValueError without `selected`.
     """
     x = inputs.trained()
     selected = _selected(x)
@@ -166,6 +186,7 @@ def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
 def _selected(inputs: LossInput) -> Tensor:
     if inputs.selected is None:
         raise ValueError(
-            "this loss needs `selected`: the tokens that covariance.py chooses over the whole mini-batch"
+            "this loss needs `selected`: "
+            "the tokens that covariance.py selects in the whole mini-batch"
         )
     return inputs.selected

@@ -1,9 +1,9 @@
-"""Rejection rules: which tokens, and which whole sequences, are left out of a loss because their policies are too far apart.
+"""Rejection rules: tokens and whole sequences to leave out of a loss, since their policies differ.
 
-All of them look at l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64.
-A token's l is clamped to +-20. For k1, so is the sum or mean of a sequence's l, which is taken of
-unclamped tokens. A bound beyond e^20 or under e^-20 never acts. A rule sees every included token,
-whatever other rules say of it.
+All rules use l = log pi_a - log pi_b, the trainer's log-prob minus the rollout's, in float64. A
+token's l is clamped to +-20. For k1, the sum or mean over a sequence is taken from unclamped tokens
+and then clamped to +-20. A bound above e^20 or below e^-20 never acts. A rule sees every included
+token, whatever other rules decide.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from millrace.algorithms.ragged import sequence_ids, sequence_sums
 from millrace.algorithms.rules import RejectionRule
 
 EDGE = 1e-12
-"""Slack of every bound, so that rounding in float64 does not put a value that is exactly at a bound outside of it."""
+"""Slack of every bound: a value exactly at a bound stays inside, in spite of rounding in float64.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,23 @@ class Ratios:
     """The log-ratios of the included tokens, M of T."""
 
     raw: Tensor
-    """l [M] float64; 0 where it is not finite."""
+    """l [M] float64, 0 where it is not finite."""
     log: Tensor
-    """The same, clamped to +-20."""
+    """`raw` clamped to +-20."""
     finite: Tensor
-    """[M] bool."""
+    """[M] bool: whether l is finite."""
     ids: Tensor
     """Sequence of each token, [M] int64."""
     counts: Tensor
     """Included tokens of each sequence, [N] float64."""
     whole: Tensor
-    """Sequences that have an included token, and only finite ones, [N] bool."""
+    """Sequences with an included token and only finite ones, [N] bool."""
 
     @classmethod
     def of(
         cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
     ) -> Ratios:
-        """From log-probs [T], lengths [N] and include [T] bool."""
+        """Compute the ratios from log-probs [T], lengths [N] and include [T] bool."""
         ids = sequence_ids(lengths)
         delta = log_probs_a.detach().double() - log_probs_b.detach().double()
         if include is not None:
@@ -56,7 +57,7 @@ class Ratios:
         return cls(raw, log, finite, ids, counts, (counts > 0) & (num_finite == counts))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each sequence, [N], of values [M]."""
+        """Sum the values [M] over the tokens of each sequence, [N]."""
         return sequence_sums(values, self.ids, len(self.counts))
 
     def sequence_logs(self) -> Tensor:
@@ -64,16 +65,18 @@ class Ratios:
         return self.sums(self.raw).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_means(self) -> Tensor:
-        """Return the log of the geometric mean of each sequence's ratios, clamped to +-20, [N] float64."""
+        """Return the log of each sequence's geometric mean ratio, clamped to +-20, [N] float64."""
         means = self.sums(self.raw) / self.counts.clamp(min=1)
         return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens [M] bool that the rule accepts, and `{mean,max,min,std,fraction_high,fraction_low}` of its statistic.
+    """Return the tokens [M] bool that the rule accepts, and metrics of its statistic.
 
-    Metrics are scalars over tokens or over sequences, as the rule has it, with finite ratios; for k1 they are of the ratio.
-    fraction_high and fraction_low are the shares above and below the bounds. All are 0 where there is nothing to count.
+    The metrics are `{mean,max,min,std,fraction_high,fraction_low}`. They are scalars over the
+    tokens or sequences with finite ratios, depending on the rule. For k1 they are of the ratio.
+    fraction_high and fraction_low are the shares above and below the bounds. All are 0 where
+    nothing is counted.
     """
     statistic, valid = _statistic(rule, ratios)
     low, high = (
@@ -91,13 +94,16 @@ def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tenso
 
 
 def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
-    """Tokens [M] bool of the sequences in which every ratio is finite and at least `threshold`."""
+    """Return the tokens [M] bool of sequences with only finite ratios of at least `threshold`."""
     vetoed = ratios.sums(beyond(ratios.log, threshold, math.inf)[0].double()) > 0
     return (ratios.whole & ~vetoed)[ratios.ids]
 
 
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Whether each ratio is below `lower`, and above `upper`: compared as logs, with the slack EDGE; no lower bound is 0."""
+    """Return whether each ratio is below `lower`, and whether it is above `upper`.
+
+    The comparison is of logs, with the slack EDGE. No lower bound means 0.
+    """
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
 
 
@@ -107,10 +113,10 @@ def _over(statistic: Tensor, upper: float) -> tuple[Tensor, Tensor]:
 
 
 def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """The rule's statistic, as a log for k1, and where it is defined: [M] or [N]."""
+    """Return the rule's statistic (a log for k1) and where it is defined: [M] or [N]."""
     log = ratios.log
     level, kind = rule.name[:-3], rule.name[-2:]
-    # expm1 keeps the digits that e^l - 1 loses where the two policies nearly agree.
+    # expm1 preserves digits where the two policies nearly agree. e^l - 1 does not.
     tokens = log if kind == "k1" else log.square() / 2 if kind == "k2" else log.expm1() - log
     if level == "token":
         return tokens, ratios.finite
@@ -128,13 +134,20 @@ def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
 
 
 def rejected(keep: Tensor, ratios: Ratios) -> dict[str, Tensor]:
-    """masked_fraction: share of the included tokens not in keep [M]; seq_masked_fraction: of the sequences that lose one."""
-    lost = ratios.sums((~keep).double()) > 0
-    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(lost[ratios.counts > 0])}
+    """Return the rejected shares, given the mask `keep` [M].
+
+    masked_fraction is the share of the included tokens that are rejected. seq_masked_fraction is
+    the share of the sequences with a rejected token.
+    """
+    masked = ratios.sums((~keep).double()) > 0
+    sequences = masked[ratios.counts > 0]
+    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(sequences)}
 
 
 def spread(values: Tensor) -> dict[str, Tensor]:
-    """Mean, max, min and population standard deviation of a float64 tensor; 0 where it is empty."""
+    """Return mean, max, min and population standard deviation of a float64 tensor, 0 if it is
+    empty.
+    """
     if not len(values):
         return dict.fromkeys(("mean", "max", "min", "std"), values.new_zeros(()))
     return {
@@ -146,7 +159,7 @@ def spread(values: Tensor) -> dict[str, Tensor]:
 
 
 def share(flags: Tensor) -> Tensor:
-    """Share of bools that are true, float64; 0 where there are none."""
+    """Return the share of true values, float64, 0 if there are no values."""
     return flags.double().sum() / max(len(flags), 1)
 
 
