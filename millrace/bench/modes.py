@@ -70,20 +70,23 @@ QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
 
 
 def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] = ()) -> list[Arm]:
-    """Every mode on every split: TRAINERS+ROLLOUTS devices, or all of them for colocated ones; those of `uniform` again with equal
-    lengths. Raises ConfigError.
+    """Return every mode on every split TRAINERS+ROLLOUTS, and the modes of `uniform` again with
+    equal lengths.
+
+    A colocated mode uses all devices of a split for both sides. Raises ConfigError for an unknown
+    mode or a wrong split.
     """
     arms: list[Arm] = []
     for mode in [*modes, *uniform]:
         if mode not in MODES:
-            raise bad_value("--modes", mode, "no mode", f"one of {', '.join(MODES)}")
+            raise bad_value("--modes", mode, "no such mode", f"one of {', '.join(MODES)}")
         for split in splits:
             sides = split.split("+")
             if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
                 raise bad_value(
                     "--splits",
                     split,
-                    "devices that train, a plus, devices that roll out",
+                    "must be TRAINERS+ROLLOUTS, two numbers of devices over 0",
                     "--splits 1+1",
                 )
             t, r = map(int, sides)
@@ -106,10 +109,11 @@ async def bench_modes(
     skip: int,
     repeats: int,
 ) -> None:
-    """The figures of every run, appended to `figures`. Arms that share engines run on the same ones, in turn, `repeats` times.
+    """Run every arm `repeats` times and append the figures of each run to `figures`.
 
-    Versions that are not `counted`, in which the pipeline fills or drains and kernels compile, are in no figure but `seconds`. Each
-    run's figures are a line of FOLDER/figures.jsonl as soon as they are there.
+    Arms that share engines run on the same engines, in turns. Only versions in `counted` are
+    measured: in the others the pipeline fills or drains, and kernels compile. `seconds` is the time
+    of the whole run. Each run adds its figures to FOLDER/figures.jsonl at once.
     """
     engines = {
         (arm.colocated, arm.trainers, arm.rollouts): [
@@ -131,22 +135,23 @@ async def bench_modes(
             alone: dict[tuple[bool, int], float] = {}
             for turn in range(repeats):
                 for arm in group:
-                    # A layer over the user's: what a mode fixes is not theirs to change for all of them.
-                    said = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
+                    # This layer is above the user's, so a user's key cannot change every mode.
+                    fixed = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
                     own = recipe.load(
-                        path, overrides, [*said, *(_uniform(s) if arm.uniform else ())]
+                        path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
                     )
                     session = replace(s, config=own, run=folder_of_run(own, s))
-                    found = await _run(session, skip)
+                    measured = await _run(session, skip)
                     requests = (arm.uniform, own.schedule.capacity)
                     if requests not in alone:
                         alone[requests] = await _alone(session)
-                    figures.append(_with_ceilings(found, arm, turn, session, rate, alone[requests]))
-                    with (folder / "figures.jsonl").open(
-                        "a"
-                    ) as lines:  # at once: a later arm may fail
+                    figures.append(
+                        _with_ceilings(measured, arm, turn, session, rate, alone[requests])
+                    )
+                    # Written at once, because a later arm may fail.
+                    with (folder / "figures.jsonl").open("a") as lines:
                         lines.write(json.dumps(figures[-1]) + "\n")
-                    progress.note(f"{arm}: {found['samples_per_s']:.2f} samples/s")
+                    progress.note(f"{arm}: {measured['samples_per_s']:.2f} samples/s")
 
 
 def _engines(arm: Arm) -> tuple[bool, int, int]:
@@ -154,14 +159,14 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
 
 
 def _uniform(s: Session) -> list[str]:
-    """Return overrides that make every response as long as the mean."""
+    """Return overrides that give every response the mean length."""
     config = s.config
     if drawn_lengths(config) is None:
         raise bad_value(
             "--uniform",
             "",
             "the recipe draws no lengths",
-            "rollout.drawn_lengths.enable=true, or leave it out",
+            "rollout.drawn_lengths.enable=true, or no --uniform",
         )
     prompts = (
         sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps))
@@ -175,14 +180,14 @@ def _uniform(s: Session) -> list[str]:
 
 
 def folder_of_run(config: Config, s: Session) -> RunDir:
-    """A folder for one of the runs on a session's engines, with their model."""
+    """Return a folder for one run on a session's engines, with a link to their model."""
     run = open_run_dir(config)
     run.model.symlink_to(s.run.model.resolve())
     return run
 
 
 async def _run(s: Session, skip: int) -> dict[str, float]:
-    """One run from the weights that the engines have, reduced to its figures."""
+    """Run once from the current weights of the engines, and return the figures."""
     await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
     ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
     outcome = await run_training(s, ledger, StopRequest())
@@ -208,7 +213,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "samples_per_s": samples / wall,
         "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
         "drawn_tokens_per_s": drawn,
-        # Tokens read into KV caches: prompts, and again what was interrupted.
+        # Tokens read into KV caches: prompts, and again the prefixes of interrupted responses.
         "read_per_drawn": over_time("rollouter/prefill_tokens_per_s") / drawn if drawn else 0.0,
         "version_s": wall / len(rows),
         "step_s": seconds("step"),
@@ -226,9 +231,11 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
 
 
 def counted(samples: int, skip: int, schedule: Schedule) -> range:
-    """Which versions of a run of so many samples are like those of a long run. Not those of the first `skip` optimizer steps; not the
-    first ones, for which samples were drawn ahead while the trainer had nothing to do; nor the last, beside which no window of samples
-    was admitted any more.
+    """Return the versions of a run of `samples` samples that are like those of a long run.
+
+    Three kinds of versions are left out: those of the first `skip` optimizer steps, the first ones,
+    whose samples were drawn while the trainer was idle, and the last ones, during which less than a
+    window of samples was admitted.
     """
     ahead = math.ceil(schedule.capacity / schedule.window) - 1
     steps = schedule.trigger_parameter_sync_step * schedule.require_batches
@@ -237,28 +244,31 @@ def counted(samples: int, skip: int, schedule: Schedule) -> range:
 
 
 def check_size(schedule: Schedule, total: int, mode: str, skip: int) -> None:
-    """Raise ConfigError if no version of a run of `total` samples would be counted."""
+    """Raise ConfigError if no version of a run of `total` samples is in `counted`."""
     if not counted(total, skip, schedule):
         versions, window = schedule.versions(total), schedule.window
         least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
-        rule = f"{versions} versions in mode {mode}: all are skipped, or fill or drain the pipeline"
+        rule = (
+            f"the run has {versions} versions in mode {mode}, and in all of them the pipeline "
+            "fills or drains, or --skip leaves them out"
+        )
         raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
 
 
 def _with_ceilings(
-    found: dict[str, float],
+    measured: dict[str, float],
     arm: Arm,
     turn: int,
     s: Session,
     rate: float,
     alone: float,
 ) -> dict[str, Any]:
-    """The figures, against what the devices can do."""
+    """Return the figures with the share of what the devices can do."""
     flops = train_flops(s.run.model, _lengths(s), s.config)
     per_sample = flops / s.config.rollout.total_rollout_steps
-    stepping = found["step_s"] / found["version_s"]
-    mfu = found["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
-    decoding = found["drawn_tokens_per_s"] / alone
+    stepping = measured["step_s"] / measured["version_s"]
+    mfu = measured["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
+    decoding = measured["drawn_tokens_per_s"] / alone
     names = {
         "arm": str(arm),
         "mode": arm.mode,
@@ -268,7 +278,7 @@ def _with_ceilings(
     }
     return (
         names
-        | found
+        | measured
         | {
             "matmul_tflops": rate / 1e12,
             "mfu_in_steps": mfu,
@@ -279,23 +289,27 @@ def _with_ceilings(
 
 
 def _lengths(s: Session) -> list[int]:
-    """Prompt and response tokens of every trajectory of the run, where responses have drawn lengths; the limit elsewhere."""
+    """Return the tokens of prompt and response of every trajectory of the run.
+
+    A response has its drawn length, or the length limit if the recipe draws no lengths.
+    """
     config = s.config
     drawn, n = drawn_lengths(config), config.rollout.n
     limit = config.rollout.max_response_length
-    found = []
+    lengths = []
     for i in range(config.rollout.total_rollout_steps):
         prompt = len(s.problems.train[i].tokens)
-        found += [
+        lengths += [
             prompt + (drawn.of(request_seed(config.trainer.seed, i, k)) if drawn else limit)
             for k in range(n)
         ]
-    return found
+    return lengths
 
 
 async def _alone(s: Session) -> float:
-    """Tokens a second of the same engines with nothing but requests: all that the mode may have under way, at once, of the lengths that
-    they have.
+    """Return the tokens per second of the same engines without training.
+
+    All requests that the mode may have in flight run at once, with their own lengths.
     """
     config = s.config
     drawn, rollout = drawn_lengths(config), config.rollout
@@ -324,8 +338,10 @@ async def _alone(s: Session) -> float:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Markdown: medians over repeats, fastest first; ratios against the fastest split of colocate_sync on the same lengths, else the
-    slowest arm.
+    """Return a Markdown table of medians over repeats, fastest first.
+
+    Ratios are relative to the fastest split of colocate_sync on the same lengths, or to the slowest
+    arm.
     """
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for run in figures:
@@ -345,13 +361,19 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
         base = [rate for arm, rate in alike.items() if by_arm[arm][0]["mode"] == "colocate_sync"]
         return max(base) if base else min(alike.values())
 
-    head = "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s | transfer s | pause s | staleness | MFU in steps | of rollouts alone | read per drawn |"
+    head = (
+        "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s "
+        "| transfer s | pause s | staleness | MFU in steps | of rollouts alone | read per drawn |"
+    )
     rows = [head, "|---" + "|--:" * 12 + "|"]
     for arm in sorted(middle, key=lambda a: -rates[a]):
         m = middle[arm]
+        ratio = m["samples_per_s"] / baseline(arm.endswith(", uniform"))
         rows.append(
-            f"| {arm} | {m['samples_per_s']:.2f} | {m['samples_per_s'] / baseline(arm.endswith(', uniform')):.2f} | {m['trainer_idle']:.0%} | {m['rollouter_idle']:.0%} "
-            f"| {m['version_s']:.2f} | {m['step_s']:.2f} | {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
-            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} | {m['read_per_drawn']:.2f} |"
+            f"| {arm} | {m['samples_per_s']:.2f} | {ratio:.2f} | {m['trainer_idle']:.0%} "
+            f"| {m['rollouter_idle']:.0%} | {m['version_s']:.2f} | {m['step_s']:.2f} "
+            f"| {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
+            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} "
+            f"| {m['read_per_drawn']:.2f} |"
         )
     return "\n".join(rows)

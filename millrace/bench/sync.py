@@ -1,4 +1,7 @@
-"""`millrace bench sync`: what a weight sync costs, beside and under running rollouts, against what the link can carry."""
+"""`millrace bench sync`: the cost of a weight sync, with idle and with busy rollout engines.
+
+It is compared with the bandwidth of the bare link.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from millrace.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SyncFigures:
-    """One sync."""
+    """The figures of one sync."""
 
     load: str
-    """idle, or busy: every decode slot was taken."""
+    """idle, or busy: every decode slot has a request."""
     bytes: int
     transfer_s: float
     pause_s: float
@@ -31,7 +34,7 @@ class SyncFigures:
 
 
 async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[str, Any]:
-    """Sync `repeats` times with nothing running, as often with every slot taken, and time the bare link."""
+    """Time `repeats` syncs of idle engines, as many of busy engines, and the bare link."""
     async with open_session(config, progress) as s:
         await s.engines.train.begin("rl", 1)
         await s.engines.publish(0)
@@ -41,7 +44,7 @@ async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[s
         progress.phase("syncing an idle engine")
         idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
         progress.phase("syncing a busy engine")
-        # Colocated replicas draw nothing while they are synced.
+        # Colocated replicas draw no tokens during a sync.
         busy = [] if s.config.schedule.colocated else await _under_load(s, 1 + repeats, repeats)
     figures: dict[str, Any] = {
         "transport": transport,
@@ -49,14 +52,14 @@ async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[s
         "link_gb_per_s": ceiling / 1e9,
         "syncs": [asdict(f) for f in (*idle, *busy)],
     }
-    for load, found in (("idle", idle), ("busy", busy)):
-        if not found:
+    for load, syncs in (("idle", idle), ("busy", busy)):
+        if not syncs:
             continue
         figures[load] = {
-            "transfer_s": statistics.median(f.transfer_s for f in found),
-            "pause_s": statistics.median(f.pause_s for f in found),
-            "gb_per_s": statistics.median(f.gb_per_s for f in found),
-            "share_of_link": statistics.median(f.gb_per_s for f in found) * 1e9 / ceiling,
+            "transfer_s": statistics.median(f.transfer_s for f in syncs),
+            "pause_s": statistics.median(f.pause_s for f in syncs),
+            "gb_per_s": statistics.median(f.gb_per_s for f in syncs),
+            "share_of_link": statistics.median(f.gb_per_s for f in syncs) * 1e9 / ceiling,
         }
     return figures | {"complete": True}
 
@@ -67,8 +70,9 @@ async def _sync(s: Session, version: int, load: str) -> SyncFigures:
 
 
 async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]:
-    """Syncs while every slot of every replica decodes responses of full length, one after the other."""
-    rollout, found = s.config.rollout, []
+    """Time syncs while every slot of every replica decodes responses of full length."""
+    rollout = s.config.rollout
+    syncs: list[SyncFigures] = []
     params = SamplingParams(rollout.max_response_length, rollout.temperature, ignore_eos=True)
 
     async def draw_for_ever(slot: int) -> None:
@@ -82,18 +86,21 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
     try:
         for k in range(repeats):
             await _one_more_each(s, tasks)
-            found.append(await _sync(s, first + k, "busy"))
+            syncs.append(await _sync(s, first + k, "busy"))
     finally:
         for task in tasks:
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
                 raise outcome
-    return found
+    return syncs
 
 
 async def _one_more_each(s: Session, drawers: Sequence[asyncio.Task[None]]) -> None:
-    """Until the engines have drawn as many tokens as there are drawers. Raises what one of these failed with."""
+    """Wait until the engines have drawn as many tokens as there are `drawers`.
+
+    Raises the error of a drawer that fails.
+    """
     goal = (await s.engines.pool.stats()).tokens + len(drawers)
     clock, limit_s = asyncio.get_running_loop().time, s.config.trainer.wait_deadline_s
     end = clock() + limit_s
@@ -103,6 +110,7 @@ async def _one_more_each(s: Session, drawers: Sequence[asyncio.Task[None]]) -> N
                 task.result()
         if clock() > end:
             raise DeadlineError(
-                f"the rollout engines drew less than {len(drawers)} tokens in trainer.wait_deadline_s = {limit_s:g}"
+                f"the rollout engines drew fewer than {len(drawers)} tokens in "
+                f"trainer.wait_deadline_s = {limit_s:g} s"
             )
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""`millrace bench train`: optimizer steps on full micro-batches, against what the devices' matmuls can do."""
+"""`millrace bench train`: optimizer steps on full micro-batches, relative to the matmul rate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from millrace.run.session import open_session
 from millrace.types import Tokens, tokens_of
 
 WARM_UP_STEPS = 3
-"""Kernels are compiled and optimizer state is made in them."""
+"""Steps that are not timed: kernels compile, and the optimizer state is allocated."""
 
 
 async def bench_train(
     config: Config, progress: Progress, *, length: int, steps: int
 ) -> dict[str, Any]:
-    """`steps` supervised steps, each of one micro-batch of actor.ppo_max_token_len_per_gpu tokens on every rank, in documents of
-    `length` random tokens. Forward, backward, gradient norm and optimizer step count.
+    """Time `steps` supervised steps.
+
+    Each step has one micro-batch of actor.ppo_max_token_len_per_gpu tokens on every rank, in
+    documents of `length` random tokens. The time includes forward, backward, gradient norm and
+    optimizer step.
     """
     rows = config.actor.ppo_max_token_len_per_gpu // length * config.trainer_ranks
     async with open_session(config, progress, rollout=False) as s:
@@ -55,6 +58,6 @@ async def bench_train(
 
 
 def _document(draw: random.Random, length: int, vocabulary: int) -> tuple[Tokens, Tokens]:
-    """One token to begin with, and the others to predict: the model reads all but the last."""
+    """Return a prompt of one token and the tokens to predict. The last token is not an input."""
     tokens = [draw.randrange(vocabulary) for _ in range(length)]
     return tokens_of(tokens[:1]), tokens_of(tokens[1:])

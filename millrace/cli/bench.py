@@ -1,4 +1,4 @@
-"""`millrace bench`: the commands."""
+"""The commands of `millrace bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from millrace.observe.progress import Progress
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Measure modes, training, and the weight sync, of a recipe on these devices.",
+    help="Measure the modes, the training or the weight sync of a recipe on these devices.\n\n"
+    "Example: millrace bench sync quickstart",
 )
 
 
@@ -33,16 +34,21 @@ def bench_sync(
     path: Recipe = None,
     overrides: Overrides = None,
     address: Address = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Syncs of an idle and of a busy engine.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Syncs to time for each load: idle and busy.")
+    ] = 5,
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """What a weight sync costs: bytes, transfer, pause, and the share of what the link can carry."""
+    """Measure a weight sync: bytes, transfer, pause, and share of the link's bandwidth.
+
+    Example: millrace bench sync shapes/qwen2_1.5b --repeats 10
+    """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.bench.sync import bench_sync as work
 
-    found = run_async(
+    result = run_async(
         json_,
         config.name,
         "bench sync",
@@ -50,14 +56,15 @@ def bench_sync(
         lambda: False,
     )
     lines = [
-        f"{found['bytes'] / 1e6:,.1f} MB over {found['transport']}; the bare link carries {found['link_gb_per_s']:.4g} GB/s"
+        f"{result['bytes'] / 1e6:,.1f} MB over {result['transport']}; "
+        f"the bare link carries {result['link_gb_per_s']:.4g} GB/s"
     ]
-    for load, f in ((load, found[load]) for load in ("idle", "busy") if load in found):
+    for load, f in ((load, result[load]) for load in ("idle", "busy") if load in result):
         lines.append(
-            f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.4g} GB/s, {f['share_of_link']:.0%} of the link), "
-            f"pause {f['pause_s'] * 1e3:.1f} ms"
+            f"{load}: transfer {f['transfer_s'] * 1e3:.1f} ms ({f['gb_per_s']:.4g} GB/s, "
+            f"{f['share_of_link']:.0%} of the link), pause {f['pause_s'] * 1e3:.1f} ms"
         )
-    report(json_, found, "\n".join(lines))
+    report(json_, result, "\n".join(lines))
 
 
 @bench.command(name="train")
@@ -65,13 +72,17 @@ def bench_train(
     path: Recipe = None,
     overrides: Overrides = None,
     address: Address = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a document.")] = 4096,
-    steps: Annotated[int, typer.Option(min=1, help="Timed optimizer steps.")] = 5,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each document.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to time.")] = 5,
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Train engines alone: tokens a second, model FLOPs against the devices' matmuls (MFU), memory."""
+    """Measure training alone: tokens per second, MFU (share of the devices' matmul rate) and
+    memory.
+
+    Example: millrace bench train shapes/qwen2_1.5b --length 2048
+    """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.bench.train import bench_train as work
     from millrace.errors import bad_value
@@ -81,10 +92,10 @@ def bench_train(
         raise bad_value(
             "--length",
             length,
-            f"actor.ppo_max_token_len_per_gpu = {limit}",
+            f"must be at most actor.ppo_max_token_len_per_gpu = {limit}",
             f"--length {limit} or less",
         )
-    found = run_async(
+    result = run_async(
         json_,
         config.name,
         "bench train",
@@ -93,10 +104,11 @@ def bench_train(
     )
     report(
         json_,
-        found,
-        f"{found['tokens_per_step']} tokens in {found['step_s']:.3f} s on {found['ranks']} ranks: "
-        f"{found['tokens_per_s_per_device']:.0f} tokens/s and {found['model_tflops_per_device']:.4g} TFLOP/s a device, "
-        f"MFU {found['mfu']:.1%} of {found['matmul_tflops']:.4g}; {found['peak_memory_gib']:.1f} GiB",
+        result,
+        f"{result['tokens_per_step']} tokens in {result['step_s']:.3f} s on "
+        f"{result['ranks']} ranks: {result['tokens_per_s_per_device']:.0f} tokens/s and "
+        f"{result['model_tflops_per_device']:.4g} TFLOP/s per device, MFU {result['mfu']:.1%} of "
+        f"{result['matmul_tflops']:.4g}; {result['peak_memory_gib']:.1f} GiB",
     )
 
 
@@ -106,31 +118,39 @@ def bench_modes(
     overrides: Overrides = None,
     address: Address = None,
     modes: Annotated[
-        str, typer.Option(help="Modes, with commas between.")
+        str, typer.Option(help="Modes to measure, separated by commas.")
     ] = "colocate_sync,one_step_off,async_partial",
     splits: Annotated[
-        str, typer.Option(help="Devices that train + devices that roll out, with commas between.")
+        str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
     ] = "1+1",
     uniform: Annotated[
-        str, typer.Option(help="Modes that run once more with all responses of the mean length.")
+        str, typer.Option(help="Modes to repeat with all responses at the mean length.")
     ] = "",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Runs of each arm; arms on the same engines take turns.")
+        int,
+        typer.Option(
+            min=1, help="Runs of each mode and split. Runs on the same devices alternate."
+        ),
     ] = 1,
     skip: Annotated[
         int,
         typer.Option(
-            min=0, help="First optimizer steps, in no rate; nor is the end, as rollouts run dry."
+            min=0, help="First optimizer steps to leave out. The end of a run is always left out."
         ),
     ] = 1,
-    folder: Annotated[Path, typer.Option(help="Folder of the runs; must not exist")] = Path(
+    folder: Annotated[Path, typer.Option(help="New folder for the runs.")] = Path(
         "runs/bench-modes"
     ),
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Modes and splits of the same devices on the same samples, in one run. rollout.drawn_lengths makes workloads without weights."""
+    """Compare modes and splits of the same devices on the same samples.
+
+    With rollout.drawn_lengths.enable=true, random weights give realistic response lengths.
+
+    Example: millrace bench modes shapes/qwen2_1.5b --modes colocate_sync,async_partial --splits 1+1
+    """
     overrides = overrides_on(address, overrides)
     config = configure(path, overrides, json_, dry_run, help_config)
     from millrace.bench import modes as work
@@ -138,7 +158,7 @@ def bench_modes(
 
     assert path is not None
     if folder.exists():
-        raise bad_value("--folder", str(folder), "is there already", "another folder, or delete it")
+        raise bad_value("--folder", str(folder), "already exists", "another folder, or delete it")
     arms = work.arms_of(modes.split(","), splits.split(","), uniform.split(",") if uniform else ())
 
     figures: list[dict[str, Any]] = []
@@ -151,11 +171,10 @@ def bench_modes(
     try:
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
-        if figures:  # also where something ended it: what was measured until then
-            done, planned = len(figures), len(arms) * repeats
+        if figures:  # after an error or a stop, report the runs that are complete
+            finished, planned = len(figures), len(arms) * repeats
+            complete = finished == planned
             text = work.table(figures) + (
-                f"\nnot complete: {done} of {planned} runs" if done < planned else ""
+                "" if complete else f"\nnot complete: {finished} of {planned} runs"
             )
-            report(
-                json_, {"folder": str(folder), "complete": done == planned, "runs": figures}, text
-            )
+            report(json_, {"folder": str(folder), "complete": complete, "runs": figures}, text)

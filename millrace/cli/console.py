@@ -1,4 +1,4 @@
-"""What the commands share: options, the recipe that they name, signals, and the last line."""
+"""The parts that commands share: options, the recipe, signals, and the last line."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ T = TypeVar("T")
 Recipe = Annotated[
     Path | None,
     typer.Argument(
-        help="A YAML file, or the name of a recipe that `millrace recipes` lists, for example quickstart",
+        help="A YAML file, or a name that `millrace recipes` lists, such as quickstart",
         show_default=False,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example rollout.n=8"),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as rollout.n=8"),
 ]
 Json = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="One JSON object as the last line of standard output; progress on standard error.",
+        help="Print one JSON object as the last line. Progress goes to standard error.",
     ),
 ]
 Address = Annotated[
     str | None,
     typer.Option(
-        help="Run on this Ray cluster, HOST:PORT or auto: trainer.runtime=ray trainer.ray_address=ADDRESS.",
+        help="Run on this Ray cluster: HOST:PORT or auto. Sets trainer.runtime and "
+        "trainer.ray_address.",
         show_default=False,
     ),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the resolved configuration and every derived number, and exit."
+        "--dry-run", help="Print the resolved configuration and the derived numbers, then exit."
     ),
 ]
 HelpConfig = Annotated[
-    bool, typer.Option("--help-config", help="Print every key of the configuration, and exit.")
+    bool, typer.Option("--help-config", help="Print every key of the configuration, then exit.")
 ]
 
 
@@ -63,12 +64,15 @@ _stopped_by: int | None = None
 
 
 def stopped_by() -> int | None:
-    """128 + the number of the signal that told the command to end, if one did."""
+    """Return 128 + the number of the signal that stopped the command, or None."""
     return _stopped_by
 
 
 def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
-    """The overrides, with --address as the last of them. Raises ConfigError for an empty one: an unset variable of a script."""
+    """Return the overrides, with --address as the last ones.
+
+    Raises ConfigError if --address is empty, because a script may have passed an unset variable.
+    """
     from millrace.errors import bad_value
 
     if address is None:
@@ -89,7 +93,7 @@ def configure(
     *,
     keep_warm_up: bool = False,
 ) -> Config:
-    """The Config; or print what was asked for and exit."""
+    """Return the Config, or print what an option asks for and exit."""
     if help_config:
         _print_keys(json_)
         raise typer.Exit
@@ -115,6 +119,7 @@ def configure(
 
 
 def _print_keys(json_: bool) -> None:
+    """Print every key with its type, default and meaning."""
     rows = list(recipe.describe())
     if json_:
         print_json(
@@ -145,7 +150,7 @@ def run_async(
     work: Callable[[Progress], Coroutine[Any, Any, T]],
     request_stop: Callable[[], bool],
 ) -> T:
-    """Run `work` with progress and signals."""
+    """Run `work` with a progress display and signal handlers."""
     with Progress(make_view(Console(stderr=json_)), name, mode) as progress:
         return asyncio.run(_with_signals(work(progress), progress, request_stop))
 
@@ -153,7 +158,10 @@ def run_async(
 async def _with_signals(
     work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
 ) -> T:
-    """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
+    """Run `work`. The first Ctrl-C or SIGTERM asks it to save and end.
+
+    The second one ends the process at once.
+    """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
 
@@ -161,16 +169,17 @@ async def _with_signals(
         global _stopped_by
         if _stopped_by is not None:
             if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h\n")  # the cursor that a progress display has hidden
+                sys.stderr.write("\x1b[?25h\n")  # show the cursor, which the progress display hides
                 sys.stderr.flush()
             os._exit(128 + number)  # workers die with this process
         _stopped_by = 128 + number
         if request_stop():
             progress.note(
-                f"{number.name}: saving a checkpoint, then ending. Once more ends at once, without saving."
+                f"{number.name}: saving a checkpoint, then ending. A second signal ends the run at "
+                "once, without saving."
             )
         else:
-            progress.note(f"{number.name}: ending; no training is under way that could be saved.")
+            progress.note(f"{number.name}: ending. No training is running, so nothing is saved.")
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -179,24 +188,25 @@ async def _with_signals(
 
 
 def report(json_: bool, result: dict[str, Any], text: str) -> None:
+    """Print the result: an object with --json, else the text."""
     if json_:
         print_json(result)
     else:
         typer.echo(text)
 
 
-_told = False
+_printed = False
 
 
-def told() -> bool:
-    """Whether this command has printed its object."""
-    return _told
+def has_printed() -> bool:
+    """Return whether this command has printed its JSON object."""
+    return _printed
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The last line for programs: one object, once."""
-    global _told
-    _told = True
+    """Print one JSON object as the last line. Numbers that are not finite become null."""
+    global _printed
+    _printed = True
 
     def clean(item: Any) -> Any:
         if isinstance(item, float) and not math.isfinite(item):

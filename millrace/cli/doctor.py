@@ -1,4 +1,4 @@
-"""`millrace doctor`: what a run needs, what is there, and the command that brings the rest."""
+"""`millrace doctor`: check what a run needs, and name the command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = Literal["good", "warning", "bad", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report; `fix` is empty where nothing is to be done."""
+    """One line of the report. `fix` is empty if there is nothing to fix."""
 
     name: str
     state: State
@@ -47,17 +47,20 @@ _NEEDED = {
     "math-verify": "0.8",
     "reasoning-gym": "0.1.19",
 }
-"""What pyproject.toml requires, by name, with the oldest version."""
+"""The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),
 }
-"""What the extras of pyproject.toml bring: the oldest version, the command that installs it, and what needs it."""
+"""The packages of the extras in pyproject.toml.
+
+Each has the oldest version, the command that installs it, and the key that needs it.
+"""
 
 
 def run() -> list[Check]:
-    """Every check, in the order in which a run would need them."""
+    """Return every check, in the order in which a run needs them."""
     return [
         _python(),
         *_packages(),
@@ -126,7 +129,7 @@ def _devices() -> list[Check]:
             Check(
                 "GPUs",
                 "bad",
-                f"there are some, but torch {torch.__version__} sees none",
+                f"the machine has GPUs, but torch {torch.__version__} finds none",
                 "install a CUDA build of torch",
             ),
         ]
@@ -146,7 +149,7 @@ def _memory() -> Check:
 def _shared_memory() -> Check:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Check("shared memory", "absent", "no /dev/shm; Ray would use files")
+        return Check("shared memory", "absent", "no /dev/shm, so Ray uses files")
     free = shutil.disk_usage(path).free / 2**30
     return Check(
         "shared memory",
@@ -165,7 +168,7 @@ def _disks() -> list[Check]:
         if not os.access(path, os.W_OK):
             state, fix = (
                 "warning",
-                "nothing can be written here: set trainer.run_dir to a folder that can be",
+                "the folder is not writable: set trainer.run_dir to a writable folder",
             )
         checks.append(Check(name, state, f"{free:.1f} GiB free in {path}", fix))
     return checks

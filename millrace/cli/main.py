@@ -1,11 +1,11 @@
-"""The command line.
+"""The command line, and its exit codes.
 
-Exit codes:
-
-    0           the work is complete
-    1           it failed
-    2           a key, file or row is wrong
-    130, 143    Ctrl-C or SIGTERM stopped it; in training it saved a checkpoint first
+| code | meaning |
+|---|---|
+| 0 | the command is complete |
+| 1 | it failed |
+| 2 | a key, a file or a row is wrong |
+| 130, 143 | a signal (Ctrl-C, SIGTERM) stopped it; a training run saved a checkpoint first |
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from millrace.cli.console import (
     Overrides,
     Recipe,
     configure,
+    has_printed,
     overrides_on,
     print_json,
     report,
     run_async,
     stopped_by,
-    told,
 )
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -47,15 +47,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Asynchronous RL post-training of language models.\n\n"
-    "Start with [bold]millrace train quickstart[/bold]. What trains or measures takes a RECIPE and any number of key=value overrides. "
-    "A recipe is a YAML file, or a name that [bold]millrace recipes[/bold] lists; [bold]millrace train --help-config[/bold] prints every "
+    "Start with [bold]millrace train quickstart[/bold]. Commands that train or measure take a "
+    "RECIPE and any number of key=value overrides. A recipe is a YAML file, or a name that "
+    "[bold]millrace recipes[/bold] lists. [bold]millrace train --help-config[/bold] prints every "
     "key.\n\n"
-    "Exit codes: 0 complete, 1 failed, 2 a key, file or row is wrong, 130 or 143 stopped by a signal.",
+    "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 130 or 143 stopped by a "
+    "signal.",
 )
 app.add_typer(bench, name="bench")
 
 
 def version_option(value: bool) -> None:
+    """Print the version and exit, if the option is set."""
     if value:
         typer.echo(f"millrace {__version__}")
         raise typer.Exit
@@ -70,7 +73,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Options of all commands."""
+    """The options of all commands."""
 
 
 @app.command()
@@ -82,7 +85,12 @@ def train(
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Train with RL: rollouts and training at the same time, in the recipe's mode."""
+    """Train with RL, in the recipe's mode.
+
+    Rollouts and training run at the same time.
+
+    Example: millrace train quickstart trainer.seed=1 rollout.n=16
+    """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.run import summary
     from millrace.run.stop import StopRequest
@@ -115,14 +123,19 @@ def sft(
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Supervised warm-up alone: next-token training on the recipe's demonstrations, then a Hugging Face model folder."""
-    said = overrides_on(address, overrides)
-    config = configure(path, said, json_, dry_run, help_config, keep_warm_up=True)
+    """Run the supervised warm-up alone and write a Hugging Face model folder.
+
+    It trains the next token on the recipe's demonstrations.
+
+    Example: millrace sft quickstart sft.steps=200
+    """
+    all_overrides = overrides_on(address, overrides)
+    config = configure(path, all_overrides, json_, dry_run, help_config, keep_warm_up=True)
     from millrace.errors import bad_value
     from millrace.run.sft import run_sft as work
 
     if not config.sft.steps:
-        raise bad_value("sft.steps", 0, "there is nothing to do", "sft.steps=200")
+        raise bad_value("sft.steps", 0, "the warm-up has no steps", "sft.steps=200")
     result = run_async(
         json_,
         config.name,
@@ -133,7 +146,8 @@ def sft(
     report(
         json_,
         result,
-        f"loss {result['loss']:.4f} after {result['steps']} steps in {result['seconds']:.1f} s; model: {result['model']}",
+        f"loss {result['loss']:.4f} after {result['steps']} steps in {result['seconds']:.1f} s; "
+        f"model: {result['model']}",
     )
 
 
@@ -146,7 +160,12 @@ def evaluate(
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Validate on data.val_files: a checkpoint (trainer.resume=FOLDER), a model (model.path=FOLDER) or the start weights."""
+    """Validate a checkpoint, a model or the start weights on data.val_files.
+
+    trainer.resume=FOLDER names a checkpoint, and model.path=FOLDER names a model.
+
+    Example: millrace eval quickstart trainer.resume=runs/quickstart-1/checkpoints/version-000020
+    """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.run.evaluate import evaluate as work
 
@@ -163,12 +182,15 @@ def evaluate(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest one")
+        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest checkpoint")
     ],
-    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the model")],
     json_: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model folder that transformers loads."""
+    """Write a checkpoint as a Hugging Face model folder that transformers can load.
+
+    Example: millrace export runs/quickstart-1 my-model
+    """
     from millrace.run import export as exporting
 
     result = exporting.export(checkpoint, folder)
@@ -181,7 +203,12 @@ def export(
 
 @app.command()
 def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Json = False) -> None:
-    """Account for every sample of a run, over all attempts: admitted, trained, dropped, in flight, lost, trained twice."""
+    """Account for every sample of a run, over all its attempts.
+
+    It counts samples that were admitted, trained, dropped, in flight, lost and trained twice.
+
+    Example: millrace ledger runs/quickstart-1
+    """
     import msgspec
 
     from millrace.errors import bad_value
@@ -191,7 +218,7 @@ def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Jso
         raise bad_value(
             "RUN",
             str(run),
-            "has no history.jsonl: not a run folder",
+            "is not a run folder, because it has no history.jsonl",
             "a folder such as runs/quickstart-1",
         )
     result = msgspec.to_builtins(audit(run))
@@ -207,7 +234,10 @@ def recipes(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """List the recipes inside the package, or print one: `millrace recipes quickstart > my.yaml`."""
+    """List the recipes inside the package, or print one.
+
+    Example: millrace recipes quickstart > my.yaml
+    """
     from millrace.config.packaged import find, packaged, summary
 
     if name is not None:
@@ -217,18 +247,21 @@ def recipes(
         else:
             typer.echo(text, nl=False)
         return
-    found = {name: summary(path) for name, path in packaged().items()}
+    summaries = {name: summary(path) for name, path in packaged().items()}
     if json_:
-        print_json(found)
+        print_json(summaries)
         return
-    width = max(map(len, found))
-    for name_, line in found.items():
+    width = max(map(len, summaries))
+    for name_, line in summaries.items():
         typer.echo(f"{name_:{width}}  {line}")
 
 
 @app.command()
 def doctor(json_: Json = False) -> None:
-    """Check versions, devices, ports, disk and shared memory; say what is missing and the command that installs it."""
+    """Check versions, devices, ports, disk and memory. Name the fix of each problem.
+
+    Example: millrace doctor
+    """
     from millrace.cli import doctor as checkup
 
     checks = checkup.run()
@@ -255,7 +288,7 @@ def doctor(json_: Json = False) -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first leaf of an exception group that is not a mere cancellation."""
+    """Return the first error of an exception group that is not just a cancellation."""
     if isinstance(error, BaseExceptionGroup):
         leaves = [first_cause(e) for e in error.exceptions]
         return next((e for e in leaves if not isinstance(e, asyncio.CancelledError)), leaves[0])
@@ -263,22 +296,23 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def main() -> None:
-    """Entry point: every failure ends in one readable last line and a documented exit code."""
+    """Run the command line. Every failure ends in one readable last line and a documented exit
+    code.
+    """
     try:
         app(standalone_mode=True)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - the last boundary: nothing may end as a silent success
+    except BaseException as error:  # noqa: BLE001 - no failure may look like success
         cause = first_cause(error)
         if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and (code := stopped_by()):
-            _exit(code, "told to stop", said=True)
+            _exit(code, "stopped by a signal", reported=True)
         if isinstance(cause, MillraceError):
             text = str(cause)
-            if isinstance(
-                cause, WorkerError
-            ):  # the worker's last words come first: the last line is the one that names it
-                text, _, words = text.partition("\n")
-                sys.stderr.write(f"{words}\n" if words else "")
+            if isinstance(cause, WorkerError):
+                # Print the worker's own output first: the last line must name the worker.
+                text, _, output = text.partition("\n")
+                sys.stderr.write(f"{output}\n" if output else "")
             _exit(cause.exit_code, text)
         import traceback
 
@@ -286,11 +320,14 @@ def main() -> None:
         _exit(1, f"{type(cause).__name__}: {cause}")
 
 
-def _exit(code: int, error: str, *, said: bool = False) -> NoReturn:
-    """The last line on standard error, unless it is `said` already, and with --json an object for programs, unless the command has told what it has."""
-    if not said:
+def _exit(code: int, error: str, *, reported: bool = False) -> NoReturn:
+    """Exit with `code`, after a last line on standard error, unless it is `reported` already.
+
+    With --json, print an object too, unless the command has printed one.
+    """
+    if not reported:
         sys.stderr.write(f"error: {error}\n")
-    if "--json" in sys.argv and not told():
+    if "--json" in sys.argv and not has_printed():
         print_json({"complete": False, "error": error, "exit_code": code})
     sys.exit(code)
 

@@ -1,6 +1,7 @@
-"""The whole configuration. Needs no torch.
+"""The whole configuration. It needs no torch.
 
-`keys.py` has the root; each section has a file of its own. `recipe.py` reads recipes and overrides.
+`keys.py` has the root, and each section has a file of its own. `recipe.py` reads recipes and
+overrides.
 """
 
 from millrace.config.algorithm_keys import (

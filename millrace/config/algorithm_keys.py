@@ -18,21 +18,23 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 class OptimConfig(Section):
     lr: float = Field(1e-6, ge=0)
-    """Peak learning rate; 0 trains nothing, to measure."""
+    """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
     lr_warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up; the first one has lr / lr_warmup_steps."""
+    """Optimizer steps of linear warm-up. The first step uses lr / lr_warmup_steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; its horizon is the true number of optimizer steps of the run."""
+    """Shape of the schedule after the warm-up. It ends at the run's last optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Share of lr at the end of linear and cosine."""
+    """Final learning rate of linear and cosine, as a share of lr."""
     weight_decay: float = Field(0.01, ge=0)
-    """AdamW's decoupled weight decay, on matrices alone."""
+    """Decoupled weight decay of AdamW. It applies to matrices only."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's moment decays."""
+    """Decay rates of AdamW's two moments."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon."""
+    """Epsilon of AdamW."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Largest norm of the whole gradient. A larger gradient is scaled down to it. 0 disables
+    clipping.
+    """
 
 
 KlType = Literal[
@@ -42,123 +44,140 @@ KlType = Literal[
 
 class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"
-    """Policy loss; docs/algorithms.md has their formulas."""
+    """Policy loss. docs/algorithms.md has the formulas."""
     tau_pos: float = Field(1.0, gt=0)
-    """sapo: temperature of its gate for advantages over 0."""
+    """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = Field(1.05, gt=0)
-    """sapo: temperature of its gate for other advantages."""
+    """sapo: temperature of the gate for zero and negative advantages."""
     clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
     """clip_cov: share of the mini-batch's tokens that are detached."""
     clip_cov_lb: float = 1.0
-    """clip_cov: least covariance of a token that may be detached."""
+    """clip_cov: a token may be detached only if its covariance is at least this."""
     clip_cov_ub: float = 5.0
-    """clip_cov: largest covariance of a token that may be detached."""
+    """clip_cov: a token may be detached only if its covariance is at most this."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """kl_cov: share of the mini-batch's tokens, those of largest covariance, that get a KL
-    penalty."""
+    """kl_cov: share of the mini-batch's tokens that get a KL penalty. The tokens with the largest
+    covariance are chosen.
+    """
     ppo_kl_coef: float = Field(0.1, ge=0)
     """kl_cov: weight of that penalty."""
     dppo_clip_c: float = Field(20.0, gt=1)
-    """dppo_tv, dppo_kl: bound on the ratio as a weight."""
+    """dppo_tv, dppo_kl: upper bound on the ratio that weights a token."""
     dro_beta: float = Field(0.05, gt=0)
     """dro: weight of the squared log-ratio, on the scale of the advantages."""
 
 
 class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(32, ge=1)
-    """Samples in one optimizer step, global over all devices."""
+    """Samples in one optimizer step, over all devices together."""
     ppo_epochs: int = Field(1, ge=1)
     """Passes over each batch that the trainer takes."""
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
     """Tokens packed into one micro-batch on one device."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    """Which loss, and what belongs to it alone."""
+    """The policy loss and the keys of single losses."""
     clip_ratio_low: float = Field(0.2, gt=0, le=1)
-    """PPO clip below 1; gspo, cispo and geo_mean clip their own ratios by it, dppo_* differences of
-    probabilities or KL."""
+    """PPO's clip below 1. gspo, cispo and geo_mean clip their own ratios with it. dppo_* bounds
+    differences of probabilities, or the KL, with it.
+    """
     clip_ratio_high: float = Field(0.2, gt=0)
-    """PPO clip above 1; larger than clip_ratio_low is DAPO's clip-higher."""
+    """PPO's clip above 1. A value over clip_ratio_low is DAPO's clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: bound on the ratio for negative advantages."""
+    """Dual clip: upper bound on the ratio for negative advantages."""
     loss_agg_mode: AggMode | None = None
-    """How token losses become one number, always over the global mini-batch and what rejection
-    leaves of it; null is seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for the
-    others."""
+    """How token losses become one number. The mean or sum is over the tokens of the global
+    mini-batch that rejection leaves. null means seq-mean-token-mean for gspo, sapo and geo_mean,
+    and token-mean for all others.
+    """
     loss_scale_factor: float = Field(0.0, ge=0)
-    """Divisor of seq-mean-token-sum-norm; 0 takes rollout.max_response_length."""
+    """Divisor of seq-mean-token-sum-norm. 0 means rollout.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
-    """Add the KL to the reference policy, the weights that RL started from, to the loss."""
+    """Add the KL to the reference policy to the loss. The reference policy has the weights that RL
+    started from.
+    """
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that KL."""
     kl_loss_type: KlType = "low_var_kl"
-    """Its estimator; a + takes the value of the one and the gradient of k2, which is that of the
-    KL."""
+    """Estimator of that KL. A name with + has the value of the named estimator and the gradient of
+    k2, which is the gradient of the KL.
+    """
     optim: OptimConfig = OptimConfig()
-    """Optimizer."""
+    """The policy's optimizer."""
 
 
 class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    """The critic's optimizer; its schedule has the actor's horizon."""
+    """The critic's optimizer. Its schedule ends at the same step as the policy's."""
     cliprange_value: float = Field(0.5, gt=0)
-    """Values may move this far from those of the batch's arrival before the value loss stops to
-    reward it."""
+    """The value loss rewards a value only for moves up to this distance from the value that the
+    critic gave when the batch arrived.
+    """
 
 
 class KlCtrlConfig(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive steers the coefficient to target_kl."""
+    """fixed keeps the coefficient. adaptive steers it so that the KL reaches target_kl."""
     kl_coef: float = Field(0.001, ge=0)
-    """Coefficient, or where an adaptive one starts."""
+    """The coefficient, or the first coefficient if type is adaptive."""
     target_kl: float = Field(0.1, gt=0)
-    """KL per token that the adaptive coefficient aims at."""
+    """adaptive: the KL per token to reach."""
     horizon: int = Field(10000, ge=1)
-    """Trajectories over which the adaptive coefficient may change by a fifth."""
+    """adaptive: trajectories over which the coefficient changes by a fifth at most."""
 
 
 class FilterGroupsConfig(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO): a sample whose trajectories all have the same outcome is dropped,
-    counted as `equal_outcomes`, and another prompt takes its slot at once."""
+    """Dynamic sampling (DAPO). Drop a sample if all its trajectories have the same outcome. It
+    counts as `equal_outcomes`, and another prompt takes its slot at once.
+    """
     metric: str = "score"
-    """What is compared: score (of the reward function, before any shaping), reward (what is trained
-    on), or the name of a component that the reward function returns, such as acc."""
+    """The outcome to compare: score (of the reward function, before any shaping), reward (after
+    shaping), or a component that the reward function returns, such as acc.
+    """
     max_num_gen_batches: int = Field(20, ge=0)
-    """The run fails if more than this many windows of samples are dropped for one version; 0 sets
-    no limit."""
+    """The run fails if more than this many windows of samples are dropped for one version. 0 sets
+    no limit.
+    """
 
 
 class CorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights of the policy that the loss is taken against over the one that drew the
-    tokens: of each token, or of whole responses. Without use_rollout_log_probs that is the
-    trainer's own policy over the rollout's; with it, and a loss without a ratio (gpg, reinforce),
-    the current one's over the rollout's."""
+    """Importance weights against the mismatch of trainer and rollout, for each token or for each
+    response. A weight is a trainer probability over the rollout probability. With
+    use_rollout_log_probs=false, the trainer probability is that of the old policy (see proximal).
+    With true, the loss must have no ratio (gpg, reinforce), and it is that of the current policy.
+    """
     rollout_is_threshold: float | str = 2.0
-    """A number truncates weights to it (TIS); "lo_hi" sets those outside to 0 (IcePop)."""
+    """A number truncates larger weights to it (TIS). A pair "lo_hi" sets weights outside of it to 0
+    (IcePop).
+    """
     rollout_is_batch_normalize: bool = False
-    """Divide weights, after truncation, by their mean over the batch."""
+    """Divide the truncated weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Rejection, a comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3,
-    seq_max_k2|k3: all must accept."""
+    """Rejection rules, separated by commas: token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3,
+    seq_max_k2|k3. A token is trained if every rule accepts it.
+    """
     rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
-    """Bounds, one for each of rollout_rs or one for all: "lo_hi" on the ratio for k1 (u alone means
-    1/u to u), an upper bound on the divergence for k2 and k3."""
+    """Bounds of rollout_rs: one for all rules, or one for each. k1 takes "lo_hi" on the ratio; a
+    single number u means 1/u to u. k2 and k3 take an upper bound on the divergence.
+    """
     rollout_token_veto_threshold: float | None = Field(None, gt=0)
-    """Reject whole responses in which one token's ratio is under this."""
+    """Reject a whole response if the ratio of one of its tokens is below this."""
     max_token_age: int | None = Field(None, ge=0)
-    """Reject tokens drawn more than this many versions before the live one."""
+    """Reject tokens that are more than this many versions older than the live version."""
     reject_before_baseline: bool = False
-    """Responses that are rejected whole are in no group's baseline either."""
+    """Leave responses that are rejected whole out of their group's baseline too."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The policy that PPO's ratio is taken against without use_rollout_log_probs: the trainer's at
-    the batch's arrival, which takes a forward pass, or interpolated between rollout and current
-    log-probs by each token's version, which takes none."""
+    """The old policy of PPO's ratio if use_rollout_log_probs is false. recompute takes the
+    trainer's policy at the batch's arrival, which costs a forward pass. interpolate mixes the
+    rollout's and the current log-probs by each token's version, which costs none.
+    """
 
     @property
     def active(self) -> bool:
+        """Whether any weight, rule, veto or age limit is set."""
         return bool(
             self.rollout_is
             or self.rollout_rs
@@ -173,7 +192,7 @@ class CorrectionConfig(Section):
             raise bad_value(
                 f"{prefix}.rollout_is_batch_normalize",
                 True,
-                "there are no weights",
+                "there are no importance weights to normalise",
                 f"{prefix}.rollout_is=token",
             )
         if not self.reject_before_baseline:
@@ -182,19 +201,20 @@ class CorrectionConfig(Section):
             raise bad_value(
                 f"{prefix}.reject_before_baseline",
                 True,
-                "no rule and no veto rejects anything",
+                "no rejection rule and no veto is set",
                 f"{prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
             )
         if self.proximal == "interpolate":
             raise bad_value(
                 f"{prefix}.reject_before_baseline",
                 True,
-                "an interpolated proximal policy is known only after advantages are",
+                "an interpolated proximal policy is known only after the advantages are computed",
                 f"{prefix}.proximal=recompute",
             )
 
     def plan(self, *, bypass: bool) -> CorrectionPlan:
-        """Return what this section asks for. `bypass` is async_training.use_rollout_log_probs.
+        """Return the plan that this section describes. `bypass` is
+        async_training.use_rollout_log_probs.
 
         Raises ConfigError if a threshold or a rule cannot be parsed.
         """
@@ -271,32 +291,39 @@ Estimator = Literal[
 
 class AlgorithmConfig(Section):
     adv_estimator: Estimator = "grpo"
-    """Advantage estimator; docs/algorithms.md has their formulas. gae trains a critic."""
+    """Advantage estimator. docs/algorithms.md has the formulas. gae trains a critic."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (grpo, grpo_passk, gdpo); off is Dr.GRPO."""
+    """grpo, grpo_passk, gdpo: divide advantages by the group's standard deviation. false is
+    Dr.GRPO.
+    """
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of later rewards (gae, reinforce_plus_plus)."""
+    """gae, reinforce_plus_plus: discount of later rewards."""
     lam: float = Field(1.0, ge=0, le=1)
-    """gae's lambda."""
+    """gae: lambda."""
     bootstrap_truncated: bool = False
-    """gae: a response that the length limit cut ends in the critic's value, not in its score
-    (T-PPO's EGAE)."""
+    """gae: if the length limit cuts a response, its return ends with the critic's value in place of
+    its score (T-PPO's EGAE).
+    """
     gdpo_reward_keys: tuple[str, ...] = ()
-    """gdpo: components of the reward, by the names that the reward function returns; empty takes
-    all of them."""
+    """gdpo: components of the reward, by the names that the reward function returns. Empty means
+    all components.
+    """
     gdpo_reward_weights: tuple[float, ...] = ()
-    """gdpo: their weights; empty is 1 for each."""
+    """gdpo: one weight for each of these components. Empty means 1 for each."""
     use_kl_in_reward: bool = False
-    """Subtract kl_ctrl's coefficient times the KL to the reference policy from the reward of each
-    token."""
+    """Subtract the KL to the reference policy, times kl_ctrl's coefficient, from the reward of each
+    token.
+    """
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that KL."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
-    """Its coefficient."""
+    """Coefficient of that KL."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     """Dynamic sampling."""
     overlong_filtering: bool = False
-    """Responses cut by the length limit count in baselines, but none of their tokens is trained."""
+    """Train no token of a response that the length limit cut. The response still counts in its
+    group's baseline.
+    """
     rollout_correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
 
@@ -317,7 +344,7 @@ class AlgorithmConfig(Section):
             raise bad_value(
                 "algorithm.use_kl_in_reward",
                 True,
-                "gdpo normalises each component of the reward by itself: a KL penalty has no place "
-                "among them",
-                "actor.use_kl_loss=true in its place",
+                "gdpo normalises each component of the reward by itself and has no component for "
+                "a KL penalty",
+                "actor.use_kl_loss=true",
             )

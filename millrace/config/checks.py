@@ -30,7 +30,7 @@ GROUP_RELATIVE = frozenset(
         "optimal_token_baseline",
     }
 )
-"""Estimators for which a group of one has no advantage."""
+"""Estimators that give a group of one no advantage."""
 
 
 def check(config: Config) -> None:
@@ -56,8 +56,8 @@ def _check_lengths(rollout: RolloutConfig, actor: ActorConfig) -> None:
         raise bad_value(
             "actor.ppo_max_token_len_per_gpu",
             actor.ppo_max_token_len_per_gpu,
-            "one trajectory may have rollout.max_prompt_length + rollout.max_response_length = "
-            f"{rollout.max_len} tokens and must fit",
+            "must fit the longest trajectory, which has rollout.max_prompt_length + "
+            f"rollout.max_response_length = {rollout.max_len} tokens",
             f"actor.ppo_max_token_len_per_gpu={rollout.max_len} or more, or shorter lengths",
         )
 
@@ -69,8 +69,8 @@ def _check_batches(c: Config) -> None:
             "data.train_batch_size",
             batch,
             "a streaming mode has no train batch",
-            "data.train_batch_size=0; actor.ppo_mini_batch_size x async_training.require_batches x "
-            "async_training.trigger_parameter_sync_step is the window",
+            "data.train_batch_size=0: the window is actor.ppo_mini_batch_size x "
+            "async_training.require_batches x async_training.trigger_parameter_sync_step",
         )
     step = c.actor.ppo_mini_batch_size * a.require_batches
     if batch and batch != step * a.trigger_parameter_sync_step:
@@ -78,8 +78,9 @@ def _check_batches(c: Config) -> None:
             "data.train_batch_size",
             batch,
             "the window is ppo_mini_batch_size x require_batches x trigger_parameter_sync_step = "
-            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x {a.trigger_parameter_sync_step}",
-            f"a multiple of {step}, with async_training.trigger_parameter_sync_step left out",
+            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x "
+            f"{a.trigger_parameter_sync_step}",
+            f"a multiple of {step}, without async_training.trigger_parameter_sync_step",
         )
 
 
@@ -88,8 +89,8 @@ def _check_test_freq(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
         raise bad_value(
             "rollout.test_freq",
             rollout.test_freq,
-            f"trainer.test_freq is {trainer.test_freq}, and both say the same thing",
-            "set one of them",
+            f"trainer.test_freq is {trainer.test_freq}, and both keys set the same interval",
+            "set only one of them",
         )
 
 
@@ -98,14 +99,14 @@ def _check_determinism(trainer: TrainerConfig, schedule: Schedule) -> None:
         raise bad_value(
             "trainer.deterministic",
             True,
-            f"with on_sync={schedule.on_sync.value} timing decides which version draws which token",
+            f"with on_sync={schedule.on_sync.value}, timing decides which version draws a token",
             "async_training.on_sync=drain, or trainer.deterministic=false",
         )
     if trainer.deterministic and schedule.lookahead > 1:
         raise bad_value(
             "async_training.lookahead",
             schedule.lookahead,
-            "with a look-ahead, timing decides the order of training",
+            "with a look-ahead over 1, timing decides the order of training",
             "async_training.lookahead=1, or trainer.deterministic=false",
         )
 
@@ -131,15 +132,15 @@ def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
         raise bad_value(
             "rollout.n",
             1,
-            f"{name} compares the responses to a prompt with each other: for a group of one all "
-            "advantages are 0",
-            "rollout.n=8 (to measure speed alone, algorithm.norm_adv_by_std_in_grpo=false)",
+            f"{name} compares the responses to a prompt with each other, so all advantages of a "
+            "group of one are 0",
+            "rollout.n=8 (or algorithm.norm_adv_by_std_in_grpo=false, to measure speed only)",
         )
     if rollout.n == 1 and algorithm.filter_groups.enable:
         raise bad_value(
             "algorithm.filter_groups.enable",
             True,
-            "a group of one always has equal outcomes: all are dropped",
+            "a group of one always has equal outcomes, so every sample would be dropped",
             "rollout.n=8",
         )
 
@@ -149,8 +150,8 @@ def _check_filter(algorithm: AlgorithmConfig, trainer: TrainerConfig, a: AsyncCo
         raise bad_value(
             "algorithm.filter_groups.enable",
             True,
-            "with staleness, timing decides which version draws the sample that takes a dropped "
-            "one's place",
+            "with staleness, timing decides which version draws the sample that replaces a dropped "
+            "one",
             "async_training.staleness_threshold=0, or trainer.deterministic=false",
         )
 
@@ -167,7 +168,7 @@ def _check_critic(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
                 key,
                 value,
                 f"{algorithm.adv_estimator} has no critic",
-                "algorithm.adv_estimator=gae, or leave the key out",
+                "algorithm.adv_estimator=gae, or remove the key",
             )
 
 
@@ -188,8 +189,8 @@ def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:
         raise bad_value(
             "algorithm.kl_ctrl.horizon",
             ctrl.horizon,
-            f"a local step has {batch} trajectories, which could turn the coefficient to 0: "
-            f"must be over 0.4 x {batch} = {batch * 2 / 5:g}",
+            f"must be over 0.4 x {batch} = {batch * 2 / 5:g}: a local step has {batch} "
+            "trajectories, and with this horizon one step could set the coefficient to 0",
             f"algorithm.kl_ctrl.horizon={10 * batch}",
         )
 
@@ -201,21 +202,21 @@ def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncCo
         raise bad_value(
             f"{prefix}.rollout_is",
             correction.rollout_is,
-            f"with use_rollout_log_probs the ratio of {mode} already is current / rollout: weights "
-            "would count it twice",
+            f"with use_rollout_log_probs=true, the ratio of {mode} already is current / rollout, "
+            "and weights would count it twice",
             "async_training.use_rollout_log_probs=false, or actor.policy_loss.loss_mode=reinforce",
         )
     if bypass and correction.proximal == "interpolate":
         raise bad_value(
             f"{prefix}.proximal",
             "interpolate",
-            "with use_rollout_log_probs the ratio is taken against the rollout policy itself",
+            "with use_rollout_log_probs=true, the old policy of the ratio is the rollout's",
             "async_training.use_rollout_log_probs=false",
         )
 
 
 def _check_trust(c: Config) -> None:
-    """Refuse more than one version of lag unless something bounds what stale tokens can push."""
+    """Refuse a lag of several versions unless something limits the effect of stale tokens."""
     correction, mode = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode
     lag = c.schedule.lag_bound
     bypass = c.async_training.use_rollout_log_probs
@@ -223,14 +224,14 @@ def _check_trust(c: Config) -> None:
     if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
         return
     if bypass:
-        why = f"actor.policy_loss.loss_mode={mode} bounds no ratio"
+        why = f"actor.policy_loss.loss_mode={mode} does not bound the ratio"
     elif mode in USES_OLD:
         why = (
-            "the ratio is taken against the trainer's own policy, and nothing accounts for the one "
-            "that drew the tokens"
+            "the ratio uses the trainer's own log-probs, so nothing corrects for the policy that "
+            "drew the tokens"
         )
     else:
-        why = f"{mode} takes no ratio, and nothing accounts for the policy that drew the tokens"
+        why = f"{mode} has no ratio, so nothing corrects for the policy that drew the tokens"
     ordered = c.async_training.staleness_threshold > 0
     key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
     correct, prefix = not (bypass and mode in USES_OLD), "algorithm.rollout_correction"
@@ -248,6 +249,6 @@ def _check_trust(c: Config) -> None:
     raise bad_value(
         key,
         c.async_training.staleness_threshold if ordered else c.async_training.lookahead,
-        f"samples may be {lag} versions old (lag_bound), and {why}",
+        f"samples may be {lag} versions old (the lag bound), and {why}",
         "one of " + "; ".join(fixes),
     )

@@ -10,26 +10,29 @@ from millrace.errors import bad_value
 
 class DataConfig(Section):
     train_files: Sources = ()
-    """Sources: .parquet, .jsonl or .json files, hub ids (owner/name:split),
-    reasoning_gym:NAME?param=value, task:NAME?param=value."""
+    """Sources of problems to train on: .parquet, .jsonl or .json files, hub ids (owner/name:split),
+    reasoning_gym:NAME?param=value, or task:NAME?param=value.
+    """
     val_files: Sources = ()
-    """Sources of held-out problems."""
+    """Sources of problems for validation. They are never trained."""
     train_batch_size: int = Field(0, ge=0)
-    """Samples of one window, in the modes colocate_sync and one_step_off: sets
-    trigger_parameter_sync_step. 0 leaves the trigger as given; must be 0 in all other modes."""
+    """Samples of one window, in the modes colocate_sync and one_step_off only. It sets
+    async_training.trigger_parameter_sync_step. Must be 0 in all other modes.
+    """
     gen_batch_size: int = Field(1, ge=1)
-    """Samples admitted at a time; streaming modes admit one by one, so 1."""
+    """Samples that are admitted at a time. millrace admits them one by one, so this must be 1."""
     prompt_key: str = "prompt"
-    """Column of the prompt: messages, or a string."""
+    """Column of the prompt. A prompt is a list of messages, or a string."""
     shuffle: bool = True
-    """Whether each epoch's order is drawn from trainer.seed."""
+    """Whether to shuffle the data in each epoch. trainer.seed decides the order."""
     filter_overlong_prompts: bool = False
-    """Leave out prompts over rollout.max_prompt_length, with a count, instead of refusing the
-    data."""
+    """Leave out prompts that are longer than rollout.max_prompt_length and report their number.
+    With false, such a prompt is an error.
+    """
     train_max_samples: int = Field(0, ge=0)
-    """First rows that are used; 0 uses all."""
+    """Use only this many of the first training rows. 0 uses all rows."""
     val_max_samples: int = Field(0, ge=0)
-    """First validation rows that are used; 0 uses all."""
+    """Use only this many of the first validation rows. 0 uses all rows."""
 
     def check(self) -> None:
         if self.gen_batch_size != 1:
@@ -43,9 +46,10 @@ class DataConfig(Section):
 
 class OverlongBufferConfig(Section):
     enable: bool = False
-    """DAPO's soft punishment of long responses, in training: 0 up to rollout.max_response_length -
-    len tokens, from there linear down to -penalty_factor at the limit. Added to the score;
-    `reward/overlong_reward/mean` is its mean."""
+    """DAPO's soft penalty for long responses, in training only. It is 0 up to
+    rollout.max_response_length - len tokens and falls linearly to -penalty_factor at the limit. It
+    is added to the score, and `reward/overlong_reward/mean` is its mean.
+    """
     len: int = Field(0, ge=0)
     """Tokens before the limit over which the penalty grows."""
     penalty_factor: float = Field(1.0, ge=0)
@@ -54,17 +58,16 @@ class OverlongBufferConfig(Section):
 
 class RewardConfig(Section):
     function: str = ""
-    """path.py:name or module:name of a reward function in verl's or TRL's signature; empty takes
-    the data source's own."""
+    """Reward function: path.py:name or module:name, with verl's or TRL's signature, or a built-in
+    name such as exact or math. Empty uses the function that belongs to each data source.
+    """
     num_workers: int = Field(1, ge=1)
-    """Processes that call reward functions. A coroutine function is awaited, many at a time, in
-    each of them."""
+    """Processes that call reward functions."""
     max_concurrency: int = Field(1024, ge=1)
-    """Coroutines awaited at a time in each process."""
+    """Coroutines that one process awaits at a time if the reward function is `async`."""
     timeout_s: float = Field(30.0, gt=0)
-    """Seconds one call may take; a worker that runs past it is killed and replaced."""
+    """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
     max_error_share: float = Field(0.2, ge=0, le=1)
-    """The run fails if more than this share of the last 50 samples was dropped for reward
-    errors."""
+    """The run fails if reward errors dropped more than this share of the last 50 samples."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
-    """Overlong reward shaping."""
+    """Penalty for long responses."""

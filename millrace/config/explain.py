@@ -1,4 +1,4 @@
-"""Every key by name: what it takes, what it means, and which key a wrong one is nearest to."""
+"""Names, types and meanings of all keys, and the error for a wrong key or value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, field) of every leaf and section, in order."""
+    """Yield (dotted key, field) of every section and every key, in order."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}", field
         if section := section_of(field.annotation):
@@ -29,12 +29,14 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tupl
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that an annotation names, or None if it is no section."""
     return (
         annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
     )
 
 
 def no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError:
+    """Return the error for a section that is set to a plain value."""
     first = next(iter(section.model_fields))
     return bad_value(
         key, value, "is a section: a mapping of keys", f"keys under it, such as {key}.{first}"
@@ -42,24 +44,27 @@ def no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError
 
 
 def example(key: str) -> str:
-    """An override that works: of the key that the user seems to mean, where there is one."""
+    """Return an override that works, for the key that is most similar to `key`."""
     fields = {k: f for k, f in all_keys() if not section_of(f.annotation)}
-    begun = [k for k in fields if k.startswith(key)]
-    name = key if key in fields else begun[0] if begun else _nearest(key, fields) or "rollout.n"
+    longer = [k for k in fields if k.startswith(key)]
+    name = key if key in fields else longer[0] if longer else _nearest(key, fields) or "rollout.n"
     return f"{name}={_shown(_default(name))}"
 
 
 def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
-    """The closest name, or nothing; by its last part first: users forget sections more often than
-    they misspell them."""
+    """Return the most similar name, or "" if none is similar.
+
+    The last part of a key counts first, because users forget sections more often than they misspell
+    them.
+    """
     names = list(right)
     last = wrong.rsplit(".", 1)[-1]
     section = wrong.split(".", 1)[0]
-    same = sorted(
+    same_last = sorted(
         (n for n in names if n.rsplit(".", 1)[-1] == last),
         key=lambda n: n.split(".", 1)[0] != section,
     )
-    near = same[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
+    near = same_last[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
     if not near:
         tails = {n.rsplit(".", 1)[-1]: n for n in names}
         near = [tails[t] for t in difflib.get_close_matches(last, list(tails), 1, 0.6)]
@@ -67,6 +72,7 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
 
 
 def explain(error: ErrorDetails) -> str:
+    """Return the message for one error of pydantic: key, value, rule and fix."""
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
@@ -77,20 +83,22 @@ def explain(error: ErrorDetails) -> str:
         return str(
             bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
         )
-    named = re.sub(r"\.\d+$", "", key)
-    field = fields.get(named)
+    name = re.sub(r"\.\d+$", "", key)  # without the index of a list's element
+    field = fields.get(name)
     if field is None:
         return str(bad_value(key, value, error["msg"], _ALL_KEYS))
     if section := section_of(field.annotation):
         return str(no_section(key, value, section))
     rule = re.sub(r"^\w+ should", "must", error["msg"]).replace("a valid tuple", "a list")
     meaning = " ".join((field.description or "").split()).rstrip(".")
-    return str(bad_value(key, value, f"{rule} ({meaning})", _valid(named, value, field)))
+    return str(bad_value(key, value, f"{rule} ({meaning})", _valid(name, value, field)))
 
 
 def _valid(key: str, value: object, field: Any) -> str:
-    """A setting of `key` that would be taken: the choice that `value` is nearest to, else the type
-    and the default."""
+    """Return a setting of `key` that works, for the fix of an error.
+
+    It names the choice that is most similar to `value`, or else the type and the default.
+    """
     kind, default = _type_name(field.annotation), _shown(_default(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
@@ -120,8 +128,10 @@ def _type_name(annotation: Any) -> str:
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every key, for --help-config; type and default are empty for
-    sections."""
+    """Yield (key, type, default, meaning) of every key, for --help-config.
+
+    The type and the default of a section are empty.
+    """
     for key, field in all_keys():
         meaning = " ".join((field.description or "").split())
         if section_of(field.annotation):
@@ -131,7 +141,9 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _default(key: str) -> Any:
-    """Where sections of one kind have defaults of their own (two optimizers), that of this one."""
+    """Return the default of a key. It depends on the section: the two optimizers have different
+    defaults.
+    """
     return functools.reduce(getattr, key.split("."), Config())
 
 

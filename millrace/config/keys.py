@@ -1,7 +1,7 @@
 """The whole configuration: its sections, and the numbers that follow from them.
 
-Each section has a file of its own. Every key has a docstring under it, and every default stands
-there."""
+Each section has a file of its own. Every key has a default there, and a docstring that explains it.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from millrace.schedule.schedule import Schedule
 
 
 class Config(Section):
-    """A run. `millrace train --help-config` prints this tree."""
+    """The configuration of a run. `millrace train --help-config` prints every key."""
 
     name: str = Field("run", pattern=r"^\w[\w.-]*$")
-    """Name of the recipe: the run folder's prefix."""
+    """Name of the recipe. The run's folder starts with it."""
     mode: ModeName | None = None
-    """A name for settings of async_training; see the README's table. Keys set beside or after it
-    override it."""
+    """A named set of values for async_training. The README has a table of modes. A key in the same
+    recipe or in a later layer overrides the mode.
+    """
     trainer: TrainerConfig = TrainerConfig()
-    """The training side, and the run as a whole."""
+    """Training devices, and settings of the whole run."""
     rollout: RolloutConfig = RolloutConfig()
-    """The rollout side."""
+    """Rollout devices, sampling and the rollout engine."""
     data: DataConfig = DataConfig()
-    """Problems."""
+    """Problems to train and validate on."""
     reward: RewardConfig = RewardConfig()
     """Reward functions."""
     model: ModelConfig = ModelConfig()
@@ -44,21 +45,22 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     """Policy loss and optimizer."""
     critic: CriticConfig = CriticConfig()
-    """The value model of adv_estimator=gae: the policy's architecture and start weights with a
-    scalar head."""
+    """The critic of algorithm.adv_estimator=gae. It has the policy's architecture and start
+    weights, and a scalar head.
+    """
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, KL and off-policy correction."""
     async_training: AsyncConfig = AsyncConfig()
-    """The Schedule."""
+    """When samples are drawn, trained and synced."""
     sync: SyncConfig = SyncConfig()
     """Weight sync."""
     guard: GuardConfig = GuardConfig()
-    """The guard on learning: limits, far outside of what a run that learns shows."""
+    """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
     _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of how the recipe was read."""
+        """Messages for the user about how the recipe was read."""
         return self._notes
 
     def with_notes(self, *notes: str) -> Config:
@@ -76,7 +78,7 @@ class Config(Section):
 
     @property
     def schedule(self) -> Schedule:
-        """The Schedule that these keys make."""
+        """The Schedule that these keys describe."""
         a = self.async_training
         strict = Schedule(
             ppo_mini_batch_size=self.actor.ppo_mini_batch_size,
@@ -92,7 +94,7 @@ class Config(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the start weights takes part."""
+        """Whether the run needs a frozen copy of the start weights."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
@@ -109,7 +111,7 @@ class Config(Section):
 
     @property
     def shard_size(self) -> int:
-        """The trainer ranks that share one copy of the model."""
+        """Number of trainer ranks that share one copy of the model."""
         return self.trainer.shard_size
 
     @property
@@ -118,7 +120,7 @@ class Config(Section):
 
     @property
     def replicas(self) -> int:
-        """Rollout engines."""
+        """Number of rollout engines."""
         return self.rollout.replicas
 
     @property
@@ -127,7 +129,10 @@ class Config(Section):
         return Sides(self.trainer, self.rollout, self.async_training.colocated)
 
     def derived(self, rows: int | None = None) -> Derived:
-        """Every number that follows. `rows` is the size of the training data, where it has one."""
+        """Return every number that follows from the keys.
+
+        `rows` is the number of training rows, or None if the data has no end.
+        """
         schedule = self.schedule
         samples = self.rollout.total_rollout_steps
         if rows is not None and self.trainer.total_epochs:
@@ -149,21 +154,21 @@ class Config(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derived:
-    """What a configuration comes to, before anything runs."""
+    """The numbers that follow from a configuration, before anything runs."""
 
     window: int
-    """Samples trained for each version."""
+    """Samples that are trained for each version."""
     capacity: int
-    """Samples under way at once, at most."""
+    """Largest number of samples in flight at once."""
     lag_bound: int
-    """Versions between admission and training, at most."""
+    """Largest number of versions between admission and training."""
     lookahead: int
-    """Resolved look-ahead, in samples."""
+    """Look-ahead in samples, after the default is resolved."""
     versions: int
-    """Weight syncs."""
+    """Number of weight syncs."""
     optimizer_steps: int
     lr_horizon: int
-    """Optimizer steps of the LR schedule."""
+    """Optimizer steps of the learning rate schedule."""
     samples: int
     trajectories: int
     nodes_needed: int

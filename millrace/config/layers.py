@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 
 def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
-    """Return the layers of a recipe file, those that it inherits first."""
+    """Return the layers of a recipe file. Inherited layers come first."""
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise bad_value(
@@ -34,12 +34,12 @@ def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
     parent = layer.pop("inherits", None)
     if parent is None:
         return [layer]
-    above = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
-    return [*file_layers(above, (*seen, path.resolve())), layer]
+    inherited = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
+    return [*file_layers(inherited, (*seen, path.resolve())), layer]
 
 
 def _read_yaml(path: Path) -> Tree:
-    """Return the mapping in `path`, interpolated. An empty section is left out."""
+    """Return the mapping in `path`, interpolated. Empty sections are removed."""
     where = f"{path}{hides(path)}"
     try:
         text = path.read_text()
@@ -67,7 +67,7 @@ def _read_yaml(path: Path) -> Tree:
             f"{path} line {line + 1}{hides(path)}",
             shown,
             rule,
-            "correct this line, or the one before it",
+            "correct this line, or the line before it",
         ) from None
     except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise _bad_recipe(
@@ -84,6 +84,10 @@ def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
 
 
 def override_layer(overrides: Sequence[str]) -> Tree:
+    """Return the layer of `key=value` overrides, in which later ones win.
+
+    Raises ConfigError if an override has another form.
+    """
     layer: Tree = {}
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -103,7 +107,7 @@ def override_layer(overrides: Sequence[str]) -> Tree:
 
 
 def expand(tree: Tree) -> Tree:
-    """Dotted keys into nested ones, without the foreign prefix, by our own names."""
+    """Return the tree with dotted keys as nested ones and verl's names as millrace's."""
     expanded: Tree = {}
     for path, value in _leaves(tree, ""):
         path = path.removeprefix(PREFIX)
@@ -120,6 +124,7 @@ def expand(tree: Tree) -> Tree:
 
 
 def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf. An empty mapping is a leaf."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
@@ -129,6 +134,7 @@ def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def merge(into: Tree, layer: Tree) -> None:
+    """Merge `layer` into `into`, in place. Keys of `layer` win."""
     for key, value in layer.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)

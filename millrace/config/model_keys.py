@@ -12,19 +12,21 @@ from millrace.errors import bad_value
 
 class ModelShape(Section):
     hidden_size: int = Field(64, ge=1)
-    """Width."""
+    """Width of the hidden states."""
     num_hidden_layers: int = Field(3, ge=1)
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_attention_heads: int = Field(4, ge=1)
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = Field(2, ge=1)
-    """Key and value heads."""
+    """Number of key and value heads."""
     intermediate_size: int = Field(192, ge=1)
     """Width of the MLP."""
     tie_word_embeddings: bool = True
-    """One matrix for input and output embeddings."""
+    """Use one matrix for input and output embeddings."""
     vocab_size: int = Field(0, ge=0)
-    """0 is as large as the tokenizer needs. Set it for shapes without a tokenizer."""
+    """Size of the vocabulary. 0 means the size of the tokenizer. Set it for models without a
+    tokenizer.
+    """
 
     def check(self) -> None:
         heads = self.num_attention_heads
@@ -53,40 +55,47 @@ class ModelShape(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Folder or hub id of a Hugging Face causal model with its tokenizer; empty makes a
-    Qwen2-shaped one on the spot."""
+    """Folder or hub id of a Hugging Face causal model with its tokenizer. Empty builds a new
+    Qwen2-shaped model from model.shape.
+    """
     shape: ModelShape = ModelShape()
-    """Shape of the model that is made on the spot, with random weights."""
+    """Shape of the model that is built if model.path is empty. Its weights are random."""
     tokenizer: Literal["chars", "bpe"] = "chars"
-    """Tokenizer of a model made on the spot: the training data's characters, or byte pairs learned
-    from it."""
+    """Tokenizer of a newly built model. chars has one token for each character of the data. bpe
+    learns byte pairs from the data.
+    """
     tokenizer_vocab_size: int = Field(512, ge=8)
-    """Most tokens of a bpe tokenizer made on the spot."""
+    """Largest number of tokens of a bpe tokenizer that is learned from the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the rollout engine's weights and of the train engine's computation. Master weights
-    are always float32."""
+    are always float32.
+    """
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass. This takes less memory and more time."""
     gradient_checkpointing_share: float = Field(1.0, gt=0, le=1)
-    """Share of the decoder layers that do so; the others keep theirs. The less, the faster, as far
-    as memory goes."""
+    """Share of the decoder layers that recompute their activations. A smaller share is faster and
+    takes more memory.
+    """
     compile: bool = False
-    """torch.compile each decoder layer, and the log-probs' passes over the vocabulary, for
-    training. The first step waits for it."""
+    """Compile each decoder layer, and the passes of the log-probs over the vocabulary, with
+    torch.compile. The first training step waits for the compilation.
+    """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     lora_rank: int = Field(0, ge=0)
-    """Train low-rank adapters of this rank and leave the model's own weights as they are; 0 trains
-    all weights. Needs the extra millrace[lora]."""
+    """Train low-rank adapters of this rank and freeze the model's own weights. 0 trains all
+    weights. Needs the extra millrace[lora].
+    """
     lora_alpha: float = Field(16.0, gt=0)
-    """What adapters add is scaled by lora_alpha / lora_rank."""
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
     target_modules: Annotated[tuple[str, ...], OneOrMore] = ("all-linear",)
-    """Which linear modules of the decoder layers get adapters: all-linear, or ends of their names,
-    such as [q_proj, v_proj]."""
+    """Linear modules of the decoder layers that get adapters: all-linear, or ends of module names,
+    such as [q_proj, v_proj].
+    """
 
     @property
     def lora_scale(self) -> float:
-        """Of B @ A, where there are adapters."""
+        """The factor of B @ A, if there are adapters."""
         return self.lora_alpha / self.lora_rank
 
     def check(self) -> None:
@@ -95,9 +104,9 @@ class ModelConfig(Section):
             raise bad_value(
                 "model.target_modules",
                 list(names),
-                "all-linear stands alone: it is every linear module"
+                "all-linear must be the only name, because it already means every linear module"
                 if names
-                else "adapters without a module train nothing",
+                else "without a module, adapters train nothing",
                 "model.target_modules=all-linear, or [q_proj,v_proj]",
             )
         widest = min(self.shape.hidden_size, self.shape.intermediate_size)
@@ -105,26 +114,28 @@ class ModelConfig(Section):
             raise bad_value(
                 "model.lora_rank",
                 self.lora_rank,
-                f"an adapter of more than min(hidden_size, intermediate_size) = {widest} is larger "
-                "than the matrix that it stands for",
+                f"an adapter with a rank over min(hidden_size, intermediate_size) = {widest} is "
+                "larger than the matrix that it adapts",
                 f"model.lora_rank={max(1, widest // 4)}",
             )
 
 
 class SftConfig(Section):
     steps: int = Field(0, ge=0)
-    """Supervised optimizer steps before RL; 0 skips the warm-up.
-
-    A model.path that a later layer sets makes them 0."""
+    """Supervised optimizer steps before RL. 0 skips the warm-up. If a later layer sets model.path,
+    steps becomes 0.
+    """
     batch_size: int = Field(128, ge=1)
     """Demonstrations in one step."""
     lr: float = Field(5e-3, gt=0)
-    """Peak learning rate; linear to 0 after the warm-up steps."""
+    """Peak learning rate. After lr_warmup_steps it falls linearly to 0."""
     lr_warmup_steps: int = Field(20, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear learning rate warm-up."""
     messiness: float = Field(0.0, ge=0, le=1)
-    """Share of demonstrations that are corrupted: the model then knows the form but not the answer,
-    and RL has work."""
+    """Share of demonstrations with a corrupted answer. The model then learns the form but not the
+    answer, which leaves work for RL.
+    """
     files: Sources = ()
-    """Sources of demonstrations; empty takes data.train_files, whose rows must have an `answer` or
-    a ground truth."""
+    """Sources of demonstrations. Empty uses data.train_files, whose rows then need an `answer` or a
+    ground truth.
+    """

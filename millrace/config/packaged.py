@@ -1,4 +1,4 @@
-"""The recipes inside the package, by name: an installed millrace has them from any folder."""
+"""The recipes inside the package, by name. They work from any folder."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 @cache
 def packaged() -> dict[str, Path]:
     """Return every packaged recipe by its name, such as algorithms/dapo."""
-    found = sorted(FOLDER.rglob("*.yaml"), key=lambda p: (len(p.relative_to(FOLDER).parts), p))
-    return {p.relative_to(FOLDER).with_suffix("").as_posix(): p for p in found}
+    paths = sorted(FOLDER.rglob("*.yaml"), key=lambda p: (len(p.relative_to(FOLDER).parts), p))
+    return {p.relative_to(FOLDER).with_suffix("").as_posix(): p for p in paths}
 
 
 def named(name: str) -> Path | None:
-    """Return the packaged recipe of a name: whole, or its last part if no other has that part."""
+    """Return the packaged recipe with this name, or None.
+
+    `name` is the whole name, or its last part if no other recipe has that part.
+    """
     name = name.removesuffix(".yaml")
     if name in packaged():
         return packaged()[name]
-    alike = _ending(name)
-    return packaged()[alike[0]] if len(alike) == 1 else None
+    matches = _ending(name)
+    return packaged()[matches[0]] if len(matches) == 1 else None
 
 
 def find(given: Path, folder: Path, key: str = "RECIPE", owner: str = "") -> Path:
-    """Return the file of a recipe: a path from `folder`, or a packaged name.
+    """Return the file of a recipe: a path relative to `folder`, or a packaged name.
 
-    A file wins over a packaged recipe of the same name. Raises ConfigError if there is neither;
+    A file wins over a packaged recipe of the same name. Raises ConfigError if neither exists.
     `owner` then names the recipe that inherits this one.
     """
     if (path := folder / given).is_file():
@@ -46,7 +49,7 @@ def summary(path: Path) -> str:
 
 
 def hides(path: Path) -> str:
-    """Return a note for an error in a file that hides a packaged recipe, or nothing."""
+    """Return a note for the error of a file that hides a packaged recipe, or ""."""
     own = named(path.name)
     if own is None or own == path:
         return ""
@@ -55,9 +58,10 @@ def hides(path: Path) -> str:
 
 def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
     where = f"no such file (from {(folder / given).parent.resolve()})"
-    alike = _ending(str(given).removesuffix(".yaml"))
-    if len(alike) > 1:
-        return bad_value(key, shown, f"{where}, and several packaged recipes", " or ".join(alike))
+    matches = _ending(str(given).removesuffix(".yaml"))
+    if len(matches) > 1:
+        rule = f"{where}, and the name fits several packaged recipes"
+        return bad_value(key, shown, rule, " or ".join(matches))
     files = [p.name for p in (folder / given).parent.glob("*.yaml")]
     if near := difflib.get_close_matches(given.name, files, 1, 0.7):
         fix = str(given.parent / near[0])
@@ -69,11 +73,12 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
 
 
 def _ending(name: str) -> list[str]:
+    """Return the packaged names whose last part is `name`."""
     return [full for full in packaged() if full.rpartition("/")[2] == name]
 
 
 def _close(name: str) -> list[str]:
-    """Return the packaged names nearest to `name`, whole or by their last part."""
+    """Return the packaged names that are most similar to `name`, whole or by their last part."""
     full = {n.rpartition("/")[2]: n for n in packaged()}
     return [full[n] for n in difflib.get_close_matches(name, full, 3, 0.6)]
 

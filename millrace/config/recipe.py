@@ -1,8 +1,8 @@
 """Recipes and overrides become a Config.
 
-Later layers win: the file that `inherits` names, then the recipe, then the command line. A `mode`
-replaces the keys of the Schedule that the layers below it set. A key in the same layer as the mode,
-or in a later one, overrides the mode.
+Later layers win: first the file that `inherits` names, then the recipe, then the command line. A
+`mode` replaces the keys of the Schedule that earlier layers set. A key in the layer of the mode, or
+in a later layer, overrides the mode.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
 def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = False) -> Config:
     """Return the Config of a recipe and `key=value` overrides.
 
-    `recipe` is a file or the name of a packaged recipe. Each sequence of overrides is a layer.
-    `keep_warm_up` says that the warm-up is what the command is for, whatever sets the model.
-    Raises ConfigError before anything is built.
+    `recipe` is a file or the name of a packaged recipe. Each sequence of overrides is one layer.
+    `keep_warm_up` keeps sft.steps for a command that needs the warm-up, even if a later layer sets
+    model.path. Raises ConfigError before anything is built.
     """
     path = find(Path(recipe), Path())
     layers = [*file_layers(path), *map(override_layer, overrides)]
@@ -46,7 +46,10 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
 
 
 def parse(tree: Tree) -> Config:
-    """Validate; errors name the key, the value, the rule and the fix."""
+    """Return the validated Config of a tree.
+
+    Raises ConfigError, which names the key, the value, the rule and the fix.
+    """
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -56,7 +59,7 @@ def parse(tree: Tree) -> Config:
 
 
 def resolve(layers: Sequence[Tree]) -> Tree:
-    """Merge layers, later over earlier, with each layer's `mode` applied under its own keys."""
+    """Merge layers, later over earlier. The `mode` of a layer is applied before its own keys."""
     merged: Tree = {}
     for layer in layers:
         for key, value in layer.items():
@@ -91,7 +94,7 @@ def _apply_mode(merged: Tree, mode: object) -> None:
 
 
 def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
-    """Set the trigger from data.train_batch_size, in modes whose window it is."""
+    """Set the trigger from data.train_batch_size, in modes where this is the window."""
     batch, mode = merged.get("data", {}).get("train_batch_size", 0), merged.get("mode")
     if not (batch and mode and MODES[mode].batch_is_window):
         return
@@ -101,42 +104,47 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
     )
     require = schedule.get("require_batches", 1)
     if not all(isinstance(n, int) and n > 0 for n in (batch, mini, require)):
-        return  # `parse` says what is wrong with it
+        return  # `parse` reports the error
     step = mini * require
     if batch % step:
         raise bad_value(
             "data.train_batch_size",
             batch,
-            f"must be a multiple of actor.ppo_mini_batch_size x async_training.require_batches = {step}",
+            "must be a multiple of actor.ppo_mini_batch_size x async_training.require_batches = "
+            f"{step}",
             f"data.train_batch_size={max(step, batch // step * step)}",
         )
-    said_batch = [
+    batch_layers = [
         i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})
     ]
-    said_trigger = [
+    trigger_layers = [
         i
         for i, layer in enumerate(layers)
         if "trigger_parameter_sync_step" in (layer.get("async_training") or {})
     ]
-    if max(said_batch) > max(
-        said_trigger, default=-1
-    ):  # said beside or after the batch, the two must agree: `parse` checks
+    # A trigger in the same layer, or in a later one, must agree with the batch: `parse` checks it.
+    if max(batch_layers) > max(trigger_layers, default=-1):
         schedule["trigger_parameter_sync_step"] = batch // step
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML: a recipe that makes the same run. ASCII: PyYAML does not
-    read all else as it wrote it."""
+    """Return the resolved configuration as YAML: a recipe that makes the same run.
+
+    The text is ASCII, because PyYAML cannot read back every other character that it writes.
+    """
     text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     return text
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]  # PyYAML has no types
-    """Quotes what begins like a number: recipes are read by rules that know more numbers than
-    PyYAML's own, such as 0E0."""
+    """A dumper that quotes strings that begin like a number.
+
+    OmegaConf reads more strings as numbers than PyYAML does, such as 0E0.
+    """
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Return the node of a string, in quotes if it begins like a number."""
     return dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="'" if text[:1] in "+-.0123456789" else None
     )

@@ -12,83 +12,95 @@ from millrace.errors import bad_value
 
 class ValidationConfig(Section):
     n: int = Field(1, ge=1)
-    """Responses for each problem: the k of mean@k, best@k and maj@k."""
+    """Responses to each problem: the k of mean@k, best@k and maj@k."""
     temperature: float = Field(1.0, ge=0)
-    """Softmax temperature of validation; 0 is greedy."""
+    """Softmax temperature of validation. 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus of validation."""
+    """Nucleus (top-p) of validation."""
     greedy: bool = True
-    """Also draw one greedy response for each problem, reported as val/<data_source>/greedy."""
+    """Also draw one greedy response to each problem. It is reported as val/<data_source>/greedy."""
 
 
 class DrawnLengthsConfig(Section):
     enable: bool = False
-    """Workloads without weights: each response ends at a length drawn from a log-normal
-    distribution, whatever the model says, and rollout.max_response_length cuts it. Training only;
-    the same lengths in every mode."""
+    """Draw the length of each training response from a log-normal distribution, whatever the model
+    says. rollout.max_response_length cuts it. Use it for benchmarks without trained weights. The
+    lengths are the same in every mode.
+    """
     median: float = Field(0.0, ge=0)
-    """Tokens."""
+    """Median length, in tokens."""
     sigma: float = Field(1.0, ge=0)
-    """Standard deviation of the lengths' natural logarithm: 0 makes all alike, 1 has 5 % over five
-    medians."""
+    """Standard deviation of the natural logarithm of the lengths. With 0 all lengths are equal.
+    With 1, 5 % of the lengths are over five medians.
+    """
 
 
 class RolloutConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the rollout side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices (GPUs; processes on a CPU) of the rollout side on each of its nodes. A replica of the
-    engine takes tensor_model_parallel_size of them."""
+    """Devices of the rollout side on each of its nodes: GPUs, or processes on a CPU. A replica of
+    the engine takes tensor_model_parallel_size devices.
+    """
     engine: Literal["torch", "vllm"] = "torch"
-    """Rollout engine: torch decodes with the transformers model in the worker; vllm needs vLLM
-    (docs/vllm.md)."""
+    """Rollout engine. torch decodes with the transformers model and needs nothing else. vllm
+    decodes with vLLM (docs/vllm.md).
+    """
     tensor_model_parallel_size: int = Field(1, ge=1)
-    """Devices of one replica, over which the model is split; above 1 with engine=vllm alone."""
+    """Devices over which one replica splits the model. Values over 1 need engine=vllm."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """vllm: share of a GPU's memory for weights and KV cache. Staged weights of the next version
-    come on top."""
+    """vllm: share of a GPU's memory for weights and KV cache. The staged weights of the next
+    version need further memory.
+    """
     enforce_eager: bool = False
-    """vllm: no CUDA graphs."""
+    """vllm: do not use CUDA graphs."""
     enable_prefix_caching: bool = True
-    """vllm: requests of one policy version share the KV cache of equal prefixes; siblings of a
-    sample read their prompt once."""
+    """vllm: share the KV cache of equal prefixes between requests of one policy version. The
+    trajectories of a sample then read their prompt once.
+    """
     max_num_batched_tokens: int = Field(8192, ge=1)
     """vllm: tokens of one engine step, prefill and decode together."""
     free_cache_engine: bool = True
-    """vllm, colocated: weights and KV cache give their memory back while training runs. false keeps
-    them on the GPU: no time is lost, and gpu_memory_utilization must leave room for training."""
+    """vllm, colocated: free the memory of weights and KV cache while training runs. false keeps
+    both on the GPU and saves the time to load them. gpu_memory_utilization must then leave room for
+    training.
+    """
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """vllm: further arguments of its AsyncEngineArgs."""
+    """vllm: further arguments of AsyncEngineArgs."""
     n: int = Field(8, ge=1, le=65536)
-    """Trajectories for each sample."""
+    """Trajectories of each sample."""
     total_rollout_steps: int = Field(100, ge=1)
-    """Samples that the run trains in all. Dropped samples are replaced and do not count."""
+    """Samples that the run trains. A dropped sample is replaced and does not count."""
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations; the same key as trainer.test_freq, which it fills where
-    that is 0."""
+    """Versions between two validations. It means the same as trainer.test_freq and is used if that
+    is 0.
+    """
     temperature: float = Field(1.0, gt=0)
-    """Softmax temperature of sampling; log-probs are those of this temperature."""
+    """Softmax temperature of sampling. Log-probs are computed at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; must be 1 in training."""
+    """Nucleus (top-p) of sampling. Must be 1 in training."""
     top_k: int = Field(0, ge=0)
-    """Most likely tokens kept; must be 0 (all) in training."""
+    """Sample from this many of the most likely tokens. Must be 0 (all tokens) in training."""
     max_prompt_length: int = Field(512, ge=1)
-    """Tokens; a longer prompt is an error, or left out where data.filter_overlong_prompts is on."""
+    """Largest number of tokens of a prompt. A longer prompt is an error, or is left out with
+    data.filter_overlong_prompts=true.
+    """
     max_response_length: int = Field(512, ge=1)
-    """Tokens of a response, of all its segments together."""
+    """Largest number of tokens of a response, over all its segments."""
     max_num_seqs: int = Field(64, ge=1)
-    """Decode slots of each replica: requests that decode together."""
+    """Decode slots of each replica: the largest number of requests that decode together."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, beside the end-of-sequence token."""
+    """Strings that end a response. The end-of-sequence token always ends it."""
     ignore_eos: bool = False
-    """Decode to the length limit whatever is drawn: for workloads with set lengths."""
+    """Decode every response to the length limit. Use it for benchmarks with fixed lengths."""
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
-    """Responses of lengths drawn from a distribution."""
+    """Response lengths from a distribution, for benchmarks."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """KV caches of running requests when on_sync=swap changes the weights: kept, or read again with
-    the new weights."""
+    """KV caches of running requests when on_sync=swap changes the weights. keep keeps them.
+    recompute computes them again with the new weights.
+    """
     val_kwargs: ValidationConfig = ValidationConfig()
-    """Sampling of validation."""
+    """Sampling in validation."""
 
     @property
     def devices(self) -> int:
@@ -96,12 +108,12 @@ class RolloutConfig(Section):
 
     @property
     def replicas(self) -> int:
-        """Rollout engines."""
+        """Number of rollout engines."""
         return self.devices // self.tensor_model_parallel_size
 
     @property
     def max_len(self) -> int:
-        """Most tokens of a prompt and its response."""
+        """Largest number of tokens of a prompt with its response."""
         return self.max_prompt_length + self.max_response_length
 
     def check(self) -> None:
@@ -119,7 +131,8 @@ class RolloutConfig(Section):
                 raise bad_value(
                     f"rollout.{key}",
                     value,
-                    f"training needs log-probs of the full distribution, and {name} renormalises them",
+                    "training needs the log-probs of the full distribution, and "
+                    f"{name} renormalises them",
                     f"rollout.{key}={fix}",
                 )
 
@@ -129,21 +142,20 @@ class RolloutConfig(Section):
             raise bad_value(
                 "rollout.drawn_lengths.median",
                 drawn.median,
-                "half of the responses are longer, and none may be over "
-                f"rollout.max_response_length = {limit}",
+                f"must be from 1 to rollout.max_response_length = {limit}",
                 f"rollout.drawn_lengths.median={max(1, limit // 8)}",
             )
 
     def _check_replicas(self) -> None:
         size, key = self.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
         if size > 1 and self.engine == "torch":
-            rule = "engine=torch has each replica on one device"
+            rule = "a replica of engine=torch has one device"
             raise bad_value(key, size, rule, f"rollout.engine=vllm, or {key}=1")
         if self.n_gpus_per_node % size:
             raise bad_value(
                 key,
                 size,
-                "a replica's devices are on one node, and a node has "
-                f"rollout.n_gpus_per_node = {self.n_gpus_per_node}",
+                "the devices of a replica must be on one node, and a node has "
+                f"rollout.n_gpus_per_node = {self.n_gpus_per_node} devices",
                 f"a divisor of {self.n_gpus_per_node}",
             )

@@ -11,32 +11,40 @@ from millrace.schedule.schedule import OnSync, Placement
 
 class AsyncConfig(Section):
     require_batches: int = Field(1, ge=1)
-    """Mini-batches in one local step: what the trainer takes at once. Each is an optimizer step
-    (times ppo_epochs)."""
+    """Mini-batches in one local step. The trainer takes them at once and makes one optimizer step
+    for each of them in each of actor.ppo_epochs.
+    """
     trigger_parameter_sync_step: int = Field(1, ge=1)
     """Local steps between two weight syncs."""
     staleness_threshold: float = Field(0.0, ge=0, le=1000)
-    """Samples under way beyond one window, as a share of it: capacity = (1 + this) x window. 0 is
-    on-policy by window."""
+    """How many samples may be in flight beyond one window, as a share of the window. The capacity
+    is (1 + staleness_threshold) x window. 0 is on-policy within each window.
+    """
     partial_rollout: bool = False
-    """true means on_sync: interrupt."""
+    """true means on_sync=interrupt."""
     on_sync: OnSync = OnSync.DRAIN
-    """What happens to running trajectories at a sync: drain, interrupt or swap."""
+    """What happens to running trajectories at a weight sync. drain waits for them. interrupt stops
+    them and continues them with the new version. swap changes the weights under them.
+    """
     placement: Placement = Placement.SEPARATE
-    """Whether both sides have devices of their own (separate) or take turns on the same ones
-    (colocated)."""
+    """separate gives each side its own devices. colocated puts both sides on the same devices,
+    which they use in turns.
+    """
     overlap_sync: bool = False
-    """Go on training while a version is on its way to the rollouts: each trainer rank keeps a copy
-    of its share of the weights until they are sent. Needs devices of the trainer's own and a
-    staleness_threshold over 0. Versions that are checkpointed are awaited."""
+    """Train the next samples while a version is sent to the rollouts. Each trainer rank keeps a
+    copy of its share of the weights until they are sent. Needs placement=separate and a
+    staleness_threshold over 0. The trainer still waits for a version that is checkpointed.
+    """
     lookahead: int = Field(0, ge=0)
-    """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of
-    admission; 0 is one window where there is staleness, and 1 elsewhere and in deterministic
-    runs."""
+    """How many samples, counted from the oldest one, the trainer searches for a ready sample. 1
+    trains in strict order of admission. 0 means one window if there is staleness, and 1 otherwise
+    and in deterministic runs.
+    """
     use_rollout_log_probs: bool = True
-    """true (bypass): the old log-probs of PPO are those of the rollout; false (decoupled): the
-    trainer's own, by algorithm.rollout_correction.proximal.
-    algorithm.rollout_correction.bypass_mode says the same."""
+    """Which old log-probs PPO uses. true (bypass) takes the rollout's. false (decoupled) takes the
+    trainer's, by algorithm.rollout_correction.proximal. algorithm.rollout_correction.bypass_mode is
+    another name of this key.
+    """
 
     @property
     def colocated(self) -> bool:
@@ -48,13 +56,13 @@ class AsyncConfig(Section):
                 "async_training.on_sync",
                 self.on_sync.value,
                 "partial_rollout=true means on_sync=interrupt",
-                "leave one of the two keys out",
+                "remove one of the two keys",
             )
         if self.overlap_sync and (self.colocated or not self.staleness_threshold):
             raise bad_value(
                 "async_training.overlap_sync",
                 True,
-                "the trainer trains other samples, on other devices, while it sends a version to "
-                "the rollouts",
-                "async_training.placement=separate and async_training.staleness_threshold=0.5, say",
+                "while a version is sent, the trainer needs other samples to train and devices of "
+                "its own",
+                "async_training.placement=separate async_training.staleness_threshold=0.5",
             )

@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common."""
+"""The base class of every section of the configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen keys under one name."""
+    """A section: frozen keys under one name."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -32,4 +32,4 @@ class Section(BaseModel):
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 Sources = Annotated[tuple[str, ...], OneOrMore]
-"""One source, or a list of them."""
+"""One source, or a list of sources."""

@@ -1,4 +1,4 @@
-"""The devices of both sides together: which nodes they take."""
+"""The devices of both sides together, and the nodes that they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from millrace.config.trainer_keys import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The training side and the rollout side, and whether they take turns on the same devices."""
+    """The training side and the rollout side.
+
+    `colocated` says that they take turns on the same devices.
+    """
 
     trainer: TrainerConfig
     rollout: RolloutConfig
@@ -18,12 +21,12 @@ class Sides:
 
     @property
     def share_nodes(self) -> bool:
-        """Whether the devices of both sides fit one node together."""
+        """Whether the devices of both sides fit together on one node."""
         both = self.trainer.n_gpus_per_node + self.rollout.n_gpus_per_node
         return self.colocated or both <= (self.trainer.gpus_in_node or 8)
 
     @property
     def nodes_needed(self) -> int:
-        """The larger side's nodes if the sides share nodes, else the sum."""
+        """The nodes of the larger side if the sides share nodes, else the sum of both."""
         nnodes = (self.trainer.nnodes, self.rollout.nnodes)
         return max(nnodes) if self.share_nodes else sum(nnodes)

@@ -14,77 +14,97 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the training side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices (GPUs; processes on a CPU) of the training side on each of its nodes: the ranks of
-    the train engine."""
+    """Devices of the training side on each of its nodes: GPUs, or processes on a CPU. Each is one
+    rank of the train engine.
+    """
     fsdp_size: int = Field(0, ge=0)
-    """Ranks that share one copy of the model, its gradients and its moments, each holding a part; 0
-    is all ranks. Fewer make several copies, each on consecutive ranks (HSDP): between copies
-    gradients alone are exchanged, once for each mini-batch."""
+    """Ranks that share one copy of the model, its gradients and its optimizer state. 0 means all
+    ranks. A smaller number makes several copies, each on consecutive ranks (HSDP). Copies exchange
+    only gradients, once for each mini-batch.
+    """
     gpus_in_node: int = Field(0, ge=0)
-    """Devices that one node has. Where both sides' devices fit one node, they share nodes;
-    elsewhere each side has its own. 0 means 8, but a Ray cluster is asked: sides share as many
-    nodes as its nodes' sizes allow."""
+    """Devices that one node has. If the devices of both sides fit on one node, the sides share
+    nodes. Otherwise each side has its own nodes. 0 means 8, or the sizes that a Ray cluster
+    reports: the sides then share as many nodes as those sizes allow.
+    """
     runtime: Literal["local", "ray"] = "local"
-    """Where engines live: processes on this machine, or Ray actors in a placement group."""
+    """Where engines run: local starts processes on this machine, ray starts Ray actors in a
+    placement group.
+    """
     ray_address: str = ""
-    """HOST:PORT of a running Ray cluster, or auto to find it; empty starts one on this machine.
-    `--address` sets both keys."""
+    """HOST:PORT of a running Ray cluster, or auto to find it. Empty starts a cluster on this
+    machine. `--address` sets this key and runtime=ray.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs if there are any."""
+    """Device type of the engines. auto uses GPUs if there are any."""
     threads: int = Field(0, ge=0)
-    """Torch threads of each engine process; 0 shares a node's cores among its devices (sides that
-    share devices take turns)."""
+    """Torch threads of each engine process. 0 divides the cores of a node by its devices. Sides
+    that share devices take turns, so both get the same cores.
+    """
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the model, the order of the data and every random stream of sampling."""
+    """Seed of the model, of the order of the data and of every random stream of sampling."""
     deterministic: bool = False
-    """Same seed, same bits, whatever the timing: fixed shapes, one thread. Needs on_sync=drain;
-    slower."""
+    """The same seed gives the same bits, whatever the timing. It uses fixed shapes and one thread,
+    and is slower. Needs on_sync=drain.
+    """
     total_epochs: int = Field(0, ge=0)
-    """At most so many samples are trained as that many passes over the training data have; for a
-    sample that is dropped a later one is trained. 0 sets no limit (rollout.total_rollout_steps
-    does)."""
+    """Passes over the training data. The run trains at most this many times the rows of the data. A
+    later sample replaces a dropped one. 0 sets no limit, and rollout.total_rollout_steps alone ends
+    the run.
+    """
     save_freq: int = Field(0, ge=0)
-    """Versions between two checkpoints; 0 saves at the end alone. A run that is told to stop always
-    saves."""
+    """Versions between two checkpoints. 0 saves only at the end. A run that is stopped always
+    saves.
+    """
     async_save: bool = True
-    """Write checkpoints while the next versions train: the trainer stands still for a copy to host
-    memory, which takes as much of it as the state has until it is written: for each copy of the
-    model 12 bytes a parameter, as many of a critic's, 4 of the reference's. From GPUs it takes up
-    to twice that, which is kept for the next one: pinned memory comes in powers of two. false
-    stands still for the writing and needs none of it. So does the last save of a run, which nothing
-    trains after."""
+    """Write checkpoints while the next versions train. The trainer only waits for a copy to host
+    memory, which is kept until it is written. For each copy of the model, this takes 12 bytes for
+    each parameter of the policy, 12 of the critic and 4 of the reference. With GPUs it can take
+    twice as much, because pinned memory has sizes of powers of two, and it is reused by the next
+    checkpoint. With false, and at the last save of a run, the trainer waits for the writing and
+    needs no copy.
+    """
     save_last: bool = True
-    """Save a checkpoint when the run is complete. Without it there is nothing to export: for
-    benchmarks."""
+    """Save a checkpoint when the run is complete. false is for benchmarks: such a run leaves
+    nothing to export.
+    """
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations; 0 validates on the final weights alone. rollout.test_freq
-    says the same."""
+    """Versions between two validations. 0 validates only the final weights. rollout.test_freq is
+    another name of this key.
+    """
     val_before_train: bool = True
-    """Validate the start weights too: the "before" of every comparison."""
+    """Validate the start weights too, for the "before" of each comparison."""
     max_ckpt_to_keep: int = Field(2, ge=1)
-    """Checkpoints kept; the oldest goes first."""
+    """Number of checkpoints to keep. The oldest one is deleted first."""
     resume: str = "never"
     """never, auto (the newest whole checkpoint of run_dir, if there is one), or the folder of a
-    checkpoint."""
+    checkpoint.
+    """
     run_dir: str = ""
-    """Folder of the run; empty makes runs/<recipe>-<number>."""
+    """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
     logger: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Sinks beside metrics.jsonl, which is always written."""
+    """Further sinks of the metrics. metrics.jsonl is always written."""
     critic_warmup: int = Field(0, ge=0)
-    """First optimizer steps in which the critic alone is trained."""
+    """Optimizer steps at the start of the run that train only the critic."""
     offload: bool = True
-    """Colocated, on GPUs: weights and optimizer state wait in host memory while rollouts run. false
-    leaves them on the GPU: no time is lost, and rollout.gpu_memory_utilization must leave room for
-    them."""
+    """Colocated, on GPUs: move weights and optimizer state to host memory while rollouts run. false
+    keeps them on the GPU and saves the time of the moves. rollout.gpu_memory_utilization must then
+    leave room for them.
+    """
     offload_policy: bool = False
-    """On GPUs: weights, gradients and optimizer state live in host memory, 16 to 24 bytes a
-    parameter (pinned blocks come in powers of two); a layer's weights come to the GPU for its
-    passes, and AdamW steps on the CPU. Slower: for models that do not fit otherwise."""
+    """On GPUs: keep weights, gradients and optimizer state in host memory. This takes 16 to 24
+    bytes for each parameter, because pinned blocks have sizes of powers of two. A layer's weights
+    come to the GPU for its passes, and AdamW runs on the CPU. It is slower: use it for models that
+    do not fit otherwise.
+    """
     wait_deadline_s: float = Field(1800.0, gt=0)
-    """Seconds any wait may take before the run fails and names who waited for what."""
+    """Seconds that any wait may take. After that, the run fails with an error that names what
+    waited for what.
+    """
     stop_grace_s: float = Field(8.0, ge=0)
-    """Seconds that a run which is told to stop may spend on finishing its window before it syncs
-    early and saves."""
+    """Seconds that a stopped run may spend to finish its window. After that, it syncs early and
+    saves.
+    """
 
     @property
     def ranks(self) -> int:
@@ -92,7 +112,9 @@ class TrainerConfig(Section):
 
     @property
     def shard_size(self) -> int:
-        """The ranks that share one copy of the model. The ranks of the first copy send weights."""
+        """Number of ranks that share one copy of the model. The ranks of the first copy send the
+        weights.
+        """
         return self.fsdp_size or self.ranks
 
     def check(self) -> None:
@@ -101,8 +123,7 @@ class TrainerConfig(Section):
             raise bad_value(
                 "trainer.fsdp_size",
                 self.fsdp_size,
-                "each copy of the model takes as many ranks, and trainer.nnodes x n_gpus_per_node = "
-                f"{self.ranks} are not a multiple",
+                f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {self.ranks}",
                 f"a divisor of {self.ranks}, or trainer.fsdp_size=0 for one copy",
             )
         if self.gpus_in_node and self.n_gpus_per_node > self.gpus_in_node:
@@ -113,7 +134,7 @@ class TrainerConfig(Section):
             raise bad_value(
                 "trainer.ray_address",
                 self.ray_address,
-                "the driver is a part of the cluster: neither Ray Client nor the job server can carry it",
+                "the driver must run inside the cluster, so Ray Client does not work",
                 "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
                 "`ray start --head`",
             )
@@ -121,7 +142,7 @@ class TrainerConfig(Section):
             raise bad_value(
                 "trainer.ray_address",
                 self.ray_address,
-                "the local runtime joins no cluster",
+                "trainer.runtime=local uses no Ray cluster",
                 "trainer.runtime=ray, or trainer.ray_address=''",
             )
 
@@ -135,46 +156,50 @@ def too_many_devices(side: str, devices: int, limit: int) -> ConfigError:
 
 class SyncConfig(Section):
     bucket_mb: int = Field(64, ge=1)
-    """MiB of weights packed into one message."""
+    """MiB of weights that are packed into one message."""
     timeout_s: float = Field(300.0, gt=0)
-    """Seconds one transfer may take."""
+    """Seconds that one transfer may take."""
 
 
 class GuardConfig(Section):
     enable: bool = True
-    """Watch the metrics of each version; an alarm says what is wrong, why and what to change, and
-    is `alarm/<name>` in them."""
+    """Check the metrics of each version. An alarm names the problem, its cause and a fix, and is
+    written to the metrics as `alarm/<name>`.
+    """
     max_zero_variance_share: float = Field(0.95, ge=0)
-    """zero_variance: a larger train/zero_advantage_share. Groups that were dropped before training
-    are not in it."""
+    """Alarm zero_variance: train/zero_advantage_share is larger than this. Groups that were dropped
+    before training do not count.
+    """
     max_clip_ratio: float = Field(0.5, ge=0)
-    """truncation: a larger response_length/clip_ratio."""
+    """Alarm truncation: response_length/clip_ratio is larger than this."""
     min_entropy_share: float = Field(0.02, ge=0)
-    """entropy_collapse: actor/entropy below this share of its mean in the first rows ..."""
+    """Alarm entropy_collapse: actor/entropy is below this share of its mean in the first rows."""
     min_entropy: float = Field(1e-3, ge=0)
-    """... or below this, in nats per token."""
+    """Alarm entropy_collapse: actor/entropy is below this, in nats per token."""
     entropy_rows: int = Field(5, ge=1)
-    """Rows that make that mean; until there are as many, min_entropy alone counts."""
+    """Rows in the mean of min_entropy_share. In earlier rows, only min_entropy applies."""
     min_ess: float = Field(0.2, ge=0)
-    """low_ess: a smaller rollout_corr/rollout_is_eff_sample_size."""
+    """Alarm low_ess: rollout_corr/rollout_is_eff_sample_size is smaller than this."""
     max_grad_spike: float = Field(10.0, gt=0)
-    """gradient_spike: actor/grad_norm over this many times its running median."""
+    """Alarm gradient_spike: actor/grad_norm is more than this many times its running median."""
     grad_rows: int = Field(20, ge=1)
-    """Rows before this one that the median is of."""
+    """Earlier rows that the median is taken over."""
     min_grad_rows: int = Field(5, ge=1)
-    """Rows that it needs."""
+    """Rows that the median needs before the alarm applies."""
     max_log_prob_gap: float = Field(0.01, ge=0)
-    """log_prob_gap: a larger actor/log_prob_gap_same_version, the mean |trainer's - rollout's
-    log-prob| of tokens that the live version drew, in the first optimizer step: the same weights,
-    so engines alone differ."""
+    """Alarm log_prob_gap: actor/log_prob_gap_same_version is larger than this. It is the mean
+    |trainer's - rollout's log-prob| in the first optimizer step, over tokens that the live version
+    drew. Both engines then have the same weights, so the gap shows a difference between the
+    engines.
+    """
     equal_reward_versions: int = Field(3, ge=1)
-    """equal_rewards: reward/std of 0 in this many versions in a row."""
+    """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""
 
     def check(self) -> None:
         if self.min_grad_rows > self.grad_rows:
             raise bad_value(
                 "guard.min_grad_rows",
                 self.min_grad_rows,
-                f"the median is of guard.grad_rows = {self.grad_rows} rows at most",
+                f"the median has at most guard.grad_rows = {self.grad_rows} rows",
                 f"guard.min_grad_rows={self.grad_rows} or less",
             )

@@ -1,4 +1,4 @@
-"""Keys of other systems, and which key of millrace each one means."""
+"""Keys of verl, and the keys of millrace that they mean."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALIASES = {
     "reward_model.overlong_buffer.len": "reward.overlong_buffer.len",
     "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
 }
-"""Names of other systems that mean the same as a key of millrace."""
+"""Keys of verl that mean the same as a key of millrace."""
 
 FOREIGN = {
     "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
     "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
     "trainer.experiment_name": "name",
 }
-"""The nearest keys to names of other systems that mean something else."""
+"""Keys of verl without an equal here, and the nearest keys of millrace."""

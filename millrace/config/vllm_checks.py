@@ -1,4 +1,4 @@
-"""Checks of rollout.engine=vllm: which arguments its engine takes, and which millrace sets."""
+"""Checks of rollout.engine=vllm: the arguments that users may set, and those that millrace sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS = {
     "trust_remote_code": "model.trust_remote_code",
     "seed": "trainer.seed",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "data_parallel_size": "rollout.n_gpus_per_node and rollout.nnodes, whose devices make the replicas",
+    "data_parallel_size": "rollout.n_gpus_per_node and rollout.nnodes, which give the replicas",
     "max_model_len": "rollout.max_prompt_length and rollout.max_response_length",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
@@ -21,23 +21,25 @@ SETTINGS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.free_cache_engine",
 }
-"""Arguments of vLLM's AsyncEngineArgs that have a key, which other parts read as well, and that
-key."""
+"""Arguments of vLLM's AsyncEngineArgs that have a key in millrace, and that key.
+
+Other parts of millrace read these keys too.
+"""
 
 OWN = {
-    "skip_tokenizer_init": "tokens go in and come out",
-    "generation_config": "the model's own defaults would change how is sampled",
+    "skip_tokenizer_init": "millrace sends and receives tokens",
+    "generation_config": "the model's own defaults would change the sampling",
     "load_format": "the first weights come from the trainer",
-    "logprobs_mode": "other log-probs are not those that were sampled from",
-    "weight_transfer_config": "weights come by millrace's transfer",
-    "worker_extension_cls": "weights come by millrace's transfer",
-    "scheduler_cls": "millrace's keeps log-probs until their response ends",
+    "logprobs_mode": "training needs the log-probs of the distribution that was sampled",
+    "weight_transfer_config": "millrace transfers the weights itself",
+    "worker_extension_cls": "millrace transfers the weights itself",
+    "scheduler_cls": "millrace's scheduler keeps log-probs until their response ends",
 }
-"""Arguments that cannot be other than they are, and why."""
+"""Arguments of AsyncEngineArgs that users cannot change, and the reason."""
 
 
 HOST_PID = "MILLRACE_VLLM_HOST"
-"""Environment of vLLM's processes: who started them, and with whom they end."""
+"""Environment variable of vLLM's processes: the process that started them. They end with it."""
 
 
 def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
@@ -48,15 +50,16 @@ def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             raise bad_value(
                 "rollout.engine_kwargs",
                 given,
-                "engine=torch has none",
-                "rollout.engine=vllm, or leave it out",
+                "engine=torch takes no arguments",
+                "rollout.engine=vllm, or remove the key",
             )
         return
     if trainer.deterministic:
         raise bad_value(
             "trainer.deterministic",
             True,
-            "vLLM's kernels depend on who shares a batch: the same seed does not give the same bits",
+            "vLLM's results depend on which requests share a batch, so the same seed does not give "
+            "the same bits",
             "rollout.engine=torch, or trainer.deterministic=false",
         )
     for name, value in given.items():
@@ -66,11 +69,11 @@ def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             )
         if name in OWN:
             raise bad_value(
-                f"rollout.engine_kwargs.{name}", value, f"is fixed: {OWN[name]}", "leave it out"
+                f"rollout.engine_kwargs.{name}", value, f"is fixed: {OWN[name]}", "remove it"
             )
     overrides = given.get("hf_overrides", {})
     if not isinstance(overrides, dict):
-        rule = "is no mapping of settings of the model's config.json"
+        rule = "must be a mapping of settings of the model's config.json"
         raise bad_value(
             "rollout.engine_kwargs.hf_overrides",
             overrides,
@@ -86,13 +89,14 @@ UNREAD = (
     "max_num_batched_tokens",
     "free_cache_engine",
 )
-"""Keys of rollout that vLLM alone reads."""
+"""Keys of rollout that only vLLM reads."""
 
 
 def check_unread(rollout: RolloutConfig) -> None:
     """Raise ConfigError for a key that the torch engine would ignore.
 
-    Recipes and overrides are checked. Checkpoints are not: those of earlier versions may have the key.
+    Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
+    have such a key.
     """
     if rollout.engine == "vllm":
         return

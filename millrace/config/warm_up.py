@@ -1,4 +1,6 @@
-"""The warm-up belongs to models made on the spot: for a user's own model it is asked for."""
+"""The supervised warm-up is for newly built models. With a user's own model, the user must ask for
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ Tree = Mapping[str, Any]
 
 
 def dropped(merged: dict[str, Any], layers: Sequence[Tree]) -> str:
-    """Set sft.steps to 0 where a later layer than its own named a model. Return a note, if any.
+    """Set sft.steps to 0 if a later layer sets model.path. Return a note, or "".
 
-    A layer is a recipe file, or one set of overrides. One that sets both keys wants both.
+    A layer is a recipe file, or one set of overrides. A layer that sets both keys keeps both.
     """
     path = _section(merged, "model").get("path")
     steps = _section(merged, "sft").get("steps")
@@ -19,16 +21,16 @@ def dropped(merged: dict[str, Any], layers: Sequence[Tree]) -> str:
         return ""
     merged["sft"] = {**merged["sft"], "steps": 0}
     return (
-        f"no supervised warm-up: model.path = {path!r} was set over the recipe's sft.steps = "
-        f"{steps}. Add sft.steps={steps} to have it"
+        f"the supervised warm-up is off: model.path = {path!r} replaces the model of the recipe, "
+        f"which has sft.steps = {steps}. Add sft.steps={steps} to keep the warm-up"
     )
 
 
 def _section(tree: Tree, name: str) -> Tree:
-    found = tree.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _last(layers: Sequence[Tree], section: str, key: str) -> int:
-    """The last layer that sets the key, or -1."""
+    """Return the index of the last layer that sets the key, or -1."""
     return max((i for i, tree in enumerate(layers) if key in _section(tree, section)), default=-1)

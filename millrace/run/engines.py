@@ -1,4 +1,4 @@
-"""Workers and engines of a configuration: started, built, connected."""
+"""The workers and engines of a configuration: start, build and connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from millrace.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Workers with engines in them."""
+    """The built engines of a run, each in its worker."""
 
     train: RemoteTrainEngine
     pool: RolloutPool
@@ -49,7 +49,10 @@ class Engines:
 async def open_runtime(
     config: Config, run: RunDir, *, rollout: bool = True
 ) -> AsyncIterator[Runtime]:
-    """The runtime that the configuration names, with its workers ended at the end. Imported here, at first use."""
+    """Open the runtime that the configuration names, and close it with its workers at exit.
+
+    A runtime is imported only when it is used.
+    """
     runtime: Any
     if config.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
@@ -70,8 +73,11 @@ async def open_runtime(
 async def build_engines(
     runtime: Runtime, config: Config, run: RunDir, *, rollout: bool = True
 ) -> Engines:
-    """Build every engine and connect the weight sync. Workers are started at once and built at once, but for vLLM on shared devices:
-    it takes what memory it finds, so the train engine is built first and gives way.
+    """Build every engine and connect the weight sync.
+
+    All workers start at once, and all engines are built at once. The exception is vLLM on shared
+    devices: it allocates the memory that it finds free, so the train engine is built first and
+    frees its memory.
     """
     ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
     peers = await asyncio.gather(
@@ -89,17 +95,17 @@ async def build_engines(
     turns = turns_of(shared, pool, train)
     engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
 
-    def ours() -> list[Coroutine[Any, Any, None]]:
+    def build_trainers() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
 
-    def theirs() -> list[Coroutine[Any, Any, None]]:
+    def build_rollouts() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder) for p in rollouts]
 
     if shared and config.rollout.engine == "vllm":
-        await first_error(trainers, ours())
-        await turns.lend(first_error(rollouts, theirs()))
+        await first_error(trainers, build_trainers())
+        await turns.lend(first_error(rollouts, build_rollouts()))
     else:
-        await first_error(peers, [*ours(), *theirs()])
+        await first_error(peers, [*build_trainers(), *build_rollouts()])
     if rollout:
         ends = [*enumerate(trainers), *enumerate(rollouts)]
         await first_error(peers, [p.call("connect", (tree, r, address)) for r, p in ends])
@@ -107,25 +113,29 @@ async def build_engines(
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
-    """Build a worker's engine, and see that every setting got there: what is lost on the way would change a run unseen."""
-    found = await worker.call("build", (tree, *where), dict[str, Any])
-    own, other = _leaves(tree), _leaves(found)
-    if lost := [
+    """Build a worker's engine, and check that the worker got every setting.
+
+    A setting that does not arrive would change the run silently. Raises MillraceError.
+    """
+    received = await worker.call("build", (tree, *where), dict[str, Any])
+    sent, arrived = _leaves(tree), _leaves(received)
+    if different := [
         key
-        for key in sorted(own | other)
-        if own.get(key, "no such key") != other.get(key, "no such key")
+        for key in sorted(sent | arrived)
+        if sent.get(key, "no such key") != arrived.get(key, "no such key")
     ]:
-        told = "; ".join(
-            f"{key} = {other.get(key, 'missing')!r}, here {own.get(key, 'missing')!r}"
-            for key in lost
+        differences = "; ".join(
+            f"{key} = {arrived.get(key, 'missing')!r}, here {sent.get(key, 'missing')!r}"
+            for key in different
         )
         raise MillraceError(
-            f"{worker.name} has another configuration: {told}. Fix: the same millrace on every node"
+            f"{worker.name} has another configuration: {differences}. "
+            "Fix: install the same millrace on every node"
         )
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Return the values of a tree by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= (

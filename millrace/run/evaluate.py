@@ -1,4 +1,4 @@
-"""`millrace eval`: validation alone, and the validator of a session."""
+"""`millrace eval`: validation alone. Also makes the validator of a session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.types import SamplingParams
 
 
 def make_validator(s: Session) -> Validator | None:
-    """None without validation data."""
+    """Return the validator, or None if there is no validation data."""
     if not s.problems.val:
         return None
     rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
@@ -37,12 +37,12 @@ def make_validator(s: Session) -> Validator | None:
 
 
 async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
-    """`millrace eval`: validation on a checkpoint (trainer.resume), a model (model.path), or the warmed-up model."""
+    """Validate a checkpoint (trainer.resume), a model (model.path) or the warmed-up model."""
     if not config.data.val_files:
         raise bad_value(
             "data.val_files",
             (),
-            "there is nothing to evaluate on",
+            "there are no problems to validate on",
             "data.val_files=[task:sort_digits?split=val&size=256]",
         )
     run = open_eval_dir(config)

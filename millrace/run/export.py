@@ -17,9 +17,10 @@ from millrace.types import PolicyVersion
 
 
 def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Write a checkpoint's policy as a model folder. The number of ranks that saved it does not matter.
+    """Write a checkpoint's policy as a model folder.
 
-    Raises ConfigError if `checkpoint` is not whole or `folder` is not empty.
+    The checkpoint may come from any number of ranks. Raises ConfigError if `checkpoint` is not
+    whole or `folder` is not empty.
     """
     checkpoint, version = _whole(checkpoint)
     _make_empty(folder)
@@ -43,11 +44,11 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def _whole(checkpoint: Path) -> tuple[Path, PolicyVersion]:
-    """Return the checkpoint, or the newest one of a run's folder, and its version."""
+    """Return the checkpoint and its version. For a run's folder, take its newest checkpoint."""
     if (checkpoint / "checkpoints").is_dir():
-        newest, passed = Checkpoints(checkpoint, keep=1).newest()
+        newest, damaged = Checkpoints(checkpoint, keep=1).newest()
         if newest is None:
-            rule = "; ".join(passed) or "the run has no checkpoint"
+            rule = "; ".join(damaged) or "the run has no checkpoint"
             raise bad_value("CHECKPOINT", str(checkpoint), rule, "another run folder")
         checkpoint = newest
     try:
@@ -58,7 +59,10 @@ def _whole(checkpoint: Path) -> tuple[Path, PolicyVersion]:
 
 
 def _make_empty(folder: Path) -> None:
-    """Make the folder if it is missing. Raise ConfigError if it is not empty or cannot be written."""
+    """Make the folder if it is missing.
+
+    Raises ConfigError if it is not empty or cannot be written.
+    """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         rule = "exists and is not empty" if folder.is_dir() else "is a file"
         raise bad_value("FOLDER", str(folder), rule, "a new folder")
@@ -72,11 +76,14 @@ def _make_empty(folder: Path) -> None:
 
 
 async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
-    """Load the train engine's state in this process and export it. Returns the number of parameters."""
+    """Load the train engine's state in this process and export it.
+
+    Returns the number of parameters.
+    """
     from millrace.train.factory import train_engine
 
     model = checkpoint / "model"
-    # A checkpoint has all weights, but of a policy with adapters it lacks the base.
+    # A checkpoint has all weights, except the base weights of a policy with adapters.
     adapted = config.model.lora_rank > 0
     source = weights_folder(config.model.path, model) if adapted else str(model)
     engine = train_engine(config, source, rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, and what is already in it."""
+"""The folder of a run: which folder it is, and what it contains."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from millrace.run import resume_checks
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run's folder, and the checkpoint that the run goes on from, if any."""
+    """A run's folder, and the checkpoint that the run resumes from, if any."""
 
     path: Path
     resume_from: Path | None
     notes: tuple[str, ...] = ()
-    """What was passed over on the way to the checkpoint."""
+    """Messages for the user, such as damaged checkpoints that were skipped."""
     made: tuple[Path, ...] = ()
-    """Folders that were not there before, the run's own first."""
+    """Folders that this run made. The run's own folder comes first."""
 
     @property
     def model(self) -> Path:
@@ -39,61 +39,64 @@ class RunDir:
         return self.path / "logs"
 
     def discard(self) -> None:
-        """Leave nothing of a run that never began: remove what was made for it."""
+        """Remove everything that was made for a run that never began."""
         release(self.path)
         if self.path in self.made:
             shutil.rmtree(self.path, ignore_errors=True)
         for folder in self.made[1:]:
-            with suppress(OSError):  # another run is in it
+            with suppress(OSError):  # another run uses it
                 folder.rmdir()
 
 
 def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
-    """Find or make the folder. Raises ConfigError where a new run would write over an old one."""
+    """Find or make the folder of a run.
+
+    Raises ConfigError if a new run would overwrite another run.
+    """
     resume = config.trainer.resume
     path = Path(config.trainer.run_dir) if config.trainer.run_dir else None
-    found: Path | None = None
+    checkpoint: Path | None = None
     notes: list[str] = []
-    above = _missing(root)
+    missing_parents = _missing(root)
     if resume not in ("never", "auto"):
-        found = _checkpoint(resume)
-        path = path or ownership.home_of(found)
+        checkpoint = _checkpoint(resume)
+        path = path or ownership.home_of(checkpoint)
     elif resume == "auto":
-        path, found, notes = _newest(path, root, config.name)
-    if found is not None:
-        notes += resume_checks.check(config, found)
+        path, checkpoint, notes = _newest(path, root, config.name)
+    if checkpoint is not None:
+        notes += resume_checks.check(config, checkpoint)
     if path is not None:
         _check_new(config, path)
     made = _missing(path) if path else ()
     if path is None:
         path = _next(root, config.name)
-        made = (path, *above)
-        if found is not None:
+        made = (path, *missing_parents)
+        if checkpoint is not None:
             notes.append(
-                f"{found} is not in the folder of its run: this run goes on in {path}. "
-                "trainer.run_dir=FOLDER names another folder"
+                f"{checkpoint} is not in the folder of its run, so this run writes to {path}. "
+                "Set trainer.run_dir=FOLDER for another folder"
             )
     ownership.claim(path)
     notes += _lock(path)
     try:
-        if not (path / "history.jsonl").exists():  # the run never began: its data may be other data
+        if not (path / "history.jsonl").exists():  # no run began: its model may be stale
             ownership.remove(path / "model")
         (path / "logs").mkdir(parents=True, exist_ok=True)
         ownership.replace_text(path / "config.yaml", dump(config))
-        _take_model(found, path)
+        _take_model(checkpoint, path)
     except OSError as error:
         raise ownership.unwritable(path, error) from None
-    return RunDir(path, found, tuple(notes), made)
+    return RunDir(path, checkpoint, tuple(notes), made)
 
 
 def _check_new(config: Config, path: Path) -> None:
-    """Raise ConfigError if the run would write over another run, or over a user's files."""
+    """Raise ConfigError if the run would overwrite another run, or a user's files."""
     if config.trainer.resume == "never" and (path / "history.jsonl").exists():
         raise bad_value(
             "trainer.run_dir",
             str(path),
-            "a run is already there",
-            "trainer.resume=auto to go on with it, or another folder",
+            "the folder already has a run",
+            "trainer.resume=auto to resume it, or another folder",
         )
     ownership.check(path)
     model = Path(config.model.path)
@@ -103,41 +106,45 @@ def _check_new(config: Config, path: Path) -> None:
 
 
 def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
-    """A folder for an evaluation's logs, and the checkpoint that trainer.resume (and trainer.run_dir, for auto) names."""
-    resume, found = config.trainer.resume, None
+    """Make a folder for the logs of an evaluation, and find the checkpoint to evaluate.
+
+    trainer.resume names the checkpoint. With auto, trainer.run_dir names the run.
+    """
+    resume, checkpoint = config.trainer.resume, None
     if resume == "auto":
-        run, found, _ = _newest(
+        run, checkpoint, _ = _newest(
             Path(config.trainer.run_dir) if config.trainer.run_dir else None, root, config.name
         )
-        if found is None:
+        if checkpoint is None:
             raise bad_value(
-                "trainer.run_dir", str(run or ""), "holds no whole checkpoint", "another run folder"
+                "trainer.run_dir", str(run or ""), "has no whole checkpoint", "another run folder"
             )
     elif resume not in ("never", "auto"):
-        found = _checkpoint(resume)
-    above = _missing(root)
+        checkpoint = _checkpoint(resume)
+    missing_parents = _missing(root)
     path = _next(root, f"{config.name}-eval")
     ownership.claim(path)
     (path / "logs").mkdir()
     ownership.replace_text(path / "config.yaml", dump(config))
-    _take_model(found, path)
-    return RunDir(path, found, made=(path, *above))
+    _take_model(checkpoint, path)
+    return RunDir(path, checkpoint, made=(path, *missing_parents))
 
 
 def _take_model(checkpoint: Path | None, path: Path) -> None:
-    """A checkpoint's tokens mean what its own tokenizer says: a folder that goes on from it takes that one."""
+    """Copy the checkpoint's model folder. Its tokens have meaning only with its own tokenizer."""
     if checkpoint is not None and (checkpoint / "model").is_dir() and not (path / "model").exists():
         shutil.copytree(checkpoint / "model", path / "model")
 
 
 def _missing(path: Path) -> tuple[Path, ...]:
-    """`path` and the folders above it that are not there, from the inside out."""
+    """Return `path` and its parents that do not exist, from the inside out."""
     return tuple(p for p in (path, *path.parents) if not p.exists())
 
 
 def _checkpoint(resume: str) -> Path:
-    found = Path(resume)
-    if not found.is_dir():
+    """Return the folder of the checkpoint `resume`. Raises ConfigError if it is not a whole one."""
+    checkpoint = Path(resume)
+    if not checkpoint.is_dir():
         raise bad_value(
             "trainer.resume",
             resume,
@@ -145,45 +152,51 @@ def _checkpoint(resume: str) -> Path:
             "never, auto, or a folder such as RUN/checkpoints/version-000020",
         )
     try:
-        verify(found)
+        verify(checkpoint)
     except CheckpointError as error:
-        newest = Checkpoints(found, keep=1).newest()[0]  # where it is a run's folder
+        newest = Checkpoints(checkpoint, keep=1).newest()[0]  # if it is a run's folder
         fix = (
             f"trainer.resume={newest}"
             if newest
             else "trainer.resume=auto takes the newest whole checkpoint of trainer.run_dir"
         )
         raise bad_value("trainer.resume", resume, str(error), fix) from None
-    return found
+    return checkpoint
 
 
 def _newest(path: Path | None, root: Path, name: str) -> tuple[Path | None, Path | None, list[str]]:
-    """The folder to go on in, its newest whole checkpoint, and notes: of `path`, or of the last run that has one."""
+    """Return the folder to resume in, its newest whole checkpoint, and notes.
+
+    Without `path`, this is the newest run of `name` that has a checkpoint.
+    """
     notes: list[str] = []
     for folder in [path] if path else [folder for _, folder in reversed(_runs(root, name))]:
-        found, passed = Checkpoints(folder, keep=1).newest()
-        notes += [f"passed over a checkpoint: {why}" for why in passed]
-        if found is not None:
-            return folder, found, notes
+        checkpoint, damaged = Checkpoints(folder, keep=1).newest()
+        notes += [f"skipped a damaged checkpoint: {why}" for why in damaged]
+        if checkpoint is not None:
+            return folder, checkpoint, notes
         notes.append(
-            f"{folder} has no checkpoint" + (": the run begins from its start" if path else "")
+            f"{folder} has no checkpoint"
+            + (", so the run starts from the beginning" if path else "")
         )
     return (
         path,
         None,
         notes
         if path
-        else [*notes, f"no run of {name} in {root} has a checkpoint: a new one begins"],
+        else [*notes, f"no run of {name} in {root} has a checkpoint, so a new run starts"],
     )
 
 
 _locks: dict[Path, int] = {}
-"""Open files of folders that this process writes to. Closing one gives up the lock."""
+"""Open lock files of the folders that this process writes to. Closing a file releases its lock."""
 
 
 def _lock(path: Path) -> list[str]:
-    """One process at a time trains in a folder. The kernel gives the lock up when the process ends, however it ends. Returns a note where
-    there are no locks.
+    """Lock the folder, so that only one process trains in it.
+
+    The kernel releases the lock when the process ends, for whatever reason. Returns a note if the
+    file system has no locks. Raises ConfigError if another process has the lock.
     """
     if path.resolve() in _locks:
         return []
@@ -194,18 +207,19 @@ def _lock(path: Path) -> list[str]:
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        who = os.read(lock, 200).decode(errors="replace").strip()
+        owner = os.read(lock, 200).decode(errors="replace").strip()
         os.close(lock)
         raise bad_value(
             "trainer.run_dir",
             str(path),
-            f"{who or 'another run'} is writing here",
-            "wait for it, or another folder",
+            f"{owner or 'another run'} is writing to this folder",
+            "wait until it ends, or use another folder",
         ) from None
     except OSError as error:
         os.close(lock)
         return [
-            f"{path} cannot be locked ({error.strerror}): see to it that no other process trains there"
+            f"{path} cannot be locked ({error.strerror}). "
+            "Make sure that no other process trains in it"
         ]
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -214,12 +228,13 @@ def _lock(path: Path) -> list[str]:
 
 
 def release(path: Path) -> None:
-    """Another process may train in the folder."""
+    """Release the lock, so that another process may train in the folder."""
     if (lock := _locks.pop(path.resolve(), None)) is not None:
         os.close(lock)
 
 
 def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
+    """Return (number, folder) of every run of `name` under `root`, in order."""
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
     return sorted(
         (int(m[1]), p) for p in root.glob(f"{name}-*") if (m := pattern.fullmatch(p.name))
@@ -227,7 +242,10 @@ def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
 
 
 def _next(root: Path, name: str) -> Path:
-    """The next free number; made at once, so that two runs never share one."""
+    """Make the folder of the next free number.
+
+    It is made at once, so that two runs never share one.
+    """
     number = (runs[-1][0] if (runs := _runs(root, name)) else 0) + 1
     while True:
         path = root / f"{name}-{number}"

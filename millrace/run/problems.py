@@ -1,6 +1,7 @@
-"""From a configuration to problems, a tokenizer and a model folder: everything before the first engine.
+"""From a configuration to problems, a tokenizer and a model folder, before any engine starts.
 
-`load` reads and checks the data without a tokenizer, fast; `prepare` makes the run's model folder and renders prompts.
+`load` reads and checks the data fast, without a tokenizer. `prepare` makes the run's model folder
+and renders the prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Rows, read and checked."""
+    """The rows of all sources, read and checked."""
 
     train: Rows
     val: Rows | None
@@ -39,10 +40,14 @@ class Sources:
 
 
 def load(config: Config) -> Sources:
-    """Raises ConfigError or DataError before anything heavy is imported."""
+    """Return the rows of a configuration's sources.
+
+    Raises ConfigError or DataError before any heavy import.
+    """
     _check_model(config.model.path, config.rollout.engine)
     data, seed = config.data, config.trainer.seed
-    truth = config.reward.function in ("", "exact", "math")  # a user's function may need none
+    # A user's reward function may need no ground truth.
+    truth = config.reward.function in ("", "exact", "math")
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check_rows(train, prompt_key=data.prompt_key, need_ground_truth=truth)
     val = None
@@ -79,7 +84,7 @@ class Problems:
     demonstrations: Demonstrations
 
     def examples(self, start: int, count: int) -> list[tuple[Tokens, Tokens]]:
-        """(prompt, answer with end of sequence) of demonstrations start .. start + count."""
+        """Return (prompt, answer with end of sequence) of demonstrations start .. start + count."""
         chosen = [self.demonstrations[i] for i in range(start, start + count)]
         eos = tokens_of(self.chat.eos_ids[:1])
         return [
@@ -89,7 +94,10 @@ class Problems:
 
 
 def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
-    """The prompt streams; and the model folder (tokenizer and config.json), if it is not there. Bad rows leave no folder."""
+    """Return the prompt streams, and write the model folder if it is missing.
+
+    The model folder has the tokenizer and config.json. If a row is bad, no folder is written.
+    """
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
     tokenizer = (
@@ -119,13 +127,13 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
 def check_machine(config: Config) -> None:
     """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
     _check_device(config.trainer)
-    if not config.trainer.ray_address:  # other nodes of a cluster may have what this one lacks
+    if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
         _check_lora(config.model)
 
 
 def _check_device(trainer: TrainerConfig) -> None:
-    # This machine knows nothing of the other nodes of a Ray cluster.
+    # Other nodes of a Ray cluster may have GPUs.
     if (
         trainer.device == "cuda"
         and trainer.runtime == "local"
@@ -143,7 +151,8 @@ def _check_engine(rollout: RolloutConfig) -> None:
     """Raise MissingDependency if workers on this machine cannot import vLLM."""
     if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise MissingDependency(
-            f"rollout.engine=vllm needs vLLM, which is not installed here. Fix: {INSTALL['vllm']}, or rollout.engine=torch"
+            "rollout.engine=vllm needs vLLM, which is not installed here. "
+            f"Fix: {INSTALL['vllm']}, or rollout.engine=torch"
         )
 
 
@@ -162,7 +171,7 @@ def _check_model(path: str, rollout_engine: str) -> None:
     folder = Path(path)
     if not folder.exists() and hub.NAME.fullmatch(path):
         if why := hub.refusal("model", path):
-            fix = "a folder of a Hugging Face causal model, a hub id, or nothing, for a model made on the spot"
+            fix = "a folder of a Hugging Face causal model, a hub id, or '' for a newly built model"
             raise bad_value(
                 "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
             )
@@ -170,18 +179,18 @@ def _check_model(path: str, rollout_engine: str) -> None:
             raise error
         return
     if not folder.is_dir():
-        there = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
+        rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
         raise bad_value(
             "model.path",
             path,
-            there,
+            rule,
             "the folder of a Hugging Face causal model, or a hub id (owner/name)",
         )
     _check_model_folder(folder, path, rollout_engine)
 
 
 def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
-    """Raise ConfigError if the folder has no model, or one that cannot work."""
+    """Raise ConfigError if the folder has no model, or a model that millrace cannot use."""
     shape = folder / "config.json"
     if not shape.is_file():
         inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
@@ -198,8 +207,8 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
             f"model.path={inside[0]}" if inside and not checkpoint else fix,
         )
     try:
-        found = json.loads(shape.read_bytes())
-        kind = found.get("model_type")
+        settings = json.loads(shape.read_bytes())
+        kind = settings.get("model_type")
     except (ValueError, AttributeError, OSError) as problem:
         raise bad_value(
             "model.path",
@@ -207,15 +216,15 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
             f"its config.json cannot be read: {problem}",
             "the model's own config.json",
         ) from None
-    if error := model_checks.refusal(path, found, rollout_engine):
+    if error := model_checks.refusal(path, settings, rollout_engine):
         raise error
     if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
-        # transformers would make a tokenizer without a token of it, and not say a word
+        # Without these files, transformers silently makes a tokenizer without the model's tokens.
         raise bad_value(
             "model.path",
             path,
             "the folder has no tokenizer",
-            "a folder that holds the model's tokenizer files too",
+            "a folder that has the model's tokenizer files too",
         )
     if not isinstance(kind, str):
         raise bad_value(
@@ -227,14 +236,14 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
 
 
 def _tokenizer(model: ModelConfig, sources: Sources, prompt_key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.path, or one made of the texts."""
+    """Return the tokenizer of model.path, or a new one made of the texts."""
     if model.path:
         return _load_tokenizer(model, model.path)
     from millrace.data.tokenizer import make_tokenizer
 
     rows = [sources.train, sources.sft, *([sources.val] if sources.val is not None else [])]
-    found = (t for part in rows for t in texts(part, prompt_key=prompt_key))
-    tokenizer = make_tokenizer(model.tokenizer, found, model.tokenizer_vocab_size)
+    corpus = (t for part in rows for t in texts(part, prompt_key=prompt_key))
+    tokenizer = make_tokenizer(model.tokenizer, corpus, model.tokenizer_vocab_size)
     size = model.shape.vocab_size
     if size and size < len(tokenizer):
         rule = f"the tokenizer made of the data has {len(tokenizer)} tokens"
@@ -255,14 +264,14 @@ def _load_tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         rule = f"no tokenizer can be loaded from it: {str(error).splitlines()[0]}"
         raise bad_value(
-            "model.path", path, rule, "a folder that holds the model's tokenizer files too"
+            "model.path", path, rule, "a folder that has the model's tokenizer files too"
         ) from None
 
 
 def _write_model(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, max_len: int
 ) -> None:
-    """Write the tokenizer and, for a model made on the spot, its shape."""
+    """Write the tokenizer and, for a newly built model, its shape."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     if model.path:
@@ -281,12 +290,17 @@ def _write_model(
 
 
 def weights_folder(path: str, model_folder: Path) -> str:
-    """Where engines read the architecture, and weights if there are any: the user's model, or the one made on the spot."""
+    """Return where engines read the architecture, and the weights if there are any.
+
+    This is the user's model, or the folder of the newly built one.
+    """
     return path if path and not Path(path).is_dir() else str(Path(path or model_folder).resolve())
 
 
 def copy_config(model: ModelConfig, model_folder: Path) -> None:
-    """A user's model: its config.json belongs into the run's model folder too, so that checkpoints stand alone."""
+    """Copy config.json of a user's model into the run's model folder, so that checkpoints are
+    complete.
+    """
     if not model.path:
         return
     source = Path(model.path)

@@ -1,6 +1,7 @@
-"""What a resume may change: every key is applied, refused by name, or past.
+"""The keys that a resume may change. Every key is applied, refused, or without effect.
 
-Samples under way are in the checkpoint. They bind what made them; everything else may change.
+The samples in flight are in the checkpoint. Keys that shaped them cannot change. All other keys
+may.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _fixed_kl(now: Config, before: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Keys that a resume cannot change, and why."""
+    """Keys that a resume cannot change, and the reason."""
 
     keys: tuple[str, ...]
     why: str
@@ -78,36 +79,40 @@ _STREAM = ("train_files", "prompt_key", "shuffle", "filter_overlong_prompts", "t
 RULES = (
     Rule(
         ("trainer.seed", *(f"data.{key}" for key in _STREAM)),
-        "prompts are known by their place in the stream",
+        "it identifies each prompt by its position in the data",
     ),
-    Rule(("rollout.n",), "samples under way have as many trajectories"),
-    Rule(("rollout.temperature",), "tokens under way have log-probs at that temperature"),
+    Rule(("rollout.n",), "its samples in flight have that many trajectories"),
+    Rule(("rollout.temperature",), "its tokens in flight have log-probs at that temperature"),
     Rule(
         ("rollout.stop", "rollout.ignore_eos"),
-        "responses under way may be past what would end them now",
+        "its responses in flight may already contain what would end them now",
     ),
-    Rule(("rollout.max_response_length",), "responses under way may be longer", _longer_responses),
+    Rule(
+        ("rollout.max_response_length",),
+        "its responses in flight may be longer",
+        _longer_responses,
+    ),
     Rule(
         ("rollout.max_prompt_length",),
-        "prompts under way may be longer, or the data is filtered by it",
+        "its prompts in flight may be longer, or the data is filtered by this length",
         _longer_prompts,
     ),
-    Rule(("rollout.drawn_lengths.enable",), "responses under way may be longer"),
+    Rule(("rollout.drawn_lengths.enable",), "its responses in flight may be longer"),
     Rule(
         ("rollout.drawn_lengths.median", "rollout.drawn_lengths.sigma"),
-        "responses under way may be longer",
+        "its responses in flight may be longer",
         _no_drawn_lengths,
     ),
-    Rule(_SHAPE, "the model was made on the spot then", _own_model),
-    Rule(("model.tokenizer_vocab_size",), "the tokenizer was made then", _no_byte_pairs),
-    Rule(("model.lora_rank",), "the trained weights are those of that rank"),
+    Rule(_SHAPE, "the model was built with it", _own_model),
+    Rule(("model.tokenizer_vocab_size",), "the tokenizer was built with it", _no_byte_pairs),
+    Rule(("model.lora_rank",), "the trained weights have that rank"),
     Rule(
         ("model.lora_alpha", "model.target_modules", "model.dtype"),
-        "the adapters were trained on that",
+        "the adapters were trained with it",
         _no_adapters,
     ),
 )
-"""Refused where the value differs."""
+"""Keys that are refused if the value differs."""
 
 PAST = (
     Rule(
@@ -115,15 +120,15 @@ PAST = (
             f"sft.{key}"
             for key in ("steps", "batch_size", "lr", "lr_warmup_steps", "messiness", "files")
         ),
-        "the checkpoint is past the warm-up, so this changes nothing",
+        "no effect, because the warm-up of the checkpoint is complete",
     ),
     Rule(
         ("algorithm.kl_ctrl.kl_coef",),
-        "the adaptive coefficient goes on from the checkpoint's",
+        "no effect, because the adaptive coefficient continues from the checkpoint",
         _fixed_kl,
     ),
 )
-"""Without effect from here on: a note says so."""
+"""Keys that have no effect after a resume. A note says so."""
 
 BY_MODELS = (
     "model.path",
@@ -131,7 +136,7 @@ BY_MODELS = (
     "actor.use_kl_loss",
     "algorithm.use_kl_in_reward",
 )
-"""Refused where they ask for other models than the checkpoint has."""
+"""Keys that are refused if they need other models than the checkpoint has."""
 
 _PLACES = ("nnodes", "n_gpus_per_node", "engine", "tensor_model_parallel_size", "max_num_seqs")
 _VLLM = (
@@ -149,11 +154,16 @@ APPLIED = (
     *(f"data.{key}" for key in _DATA),
     *(f"model.{key}" for key in _MEMORY),
 )
-"""Keys, and sections whose other keys, take effect at once. top_p and top_k have one value."""
+"""Keys that take effect at once, and sections whose remaining keys do.
+
+top_p and top_k have only one valid value.
+"""
 
 
 def check(config: Config, checkpoint: Path) -> list[str]:
-    """Raise ConfigError for what the run cannot honour. Return notes on what has no effect."""
+    """Raise ConfigError for a change that a resume cannot make. Return notes on changes without
+    effect.
+    """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
     for rule, key in _changed(RULES, config, before):
         then = _value(before, key)
@@ -171,6 +181,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
 
 
 def _changed(rules: tuple[Rule, ...], now: Config, before: Config) -> list[tuple[Rule, str]]:
+    """Return the rules and keys that the configurations (now, before) differ in."""
     return [
         (rule, key)
         for rule in rules
@@ -184,7 +195,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """The value as an override."""
+    """Return the value as it is written in an override."""
     if isinstance(value, tuple):
         return str(list(value))
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"
@@ -195,36 +206,42 @@ ARCHITECTURE = (
     *("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
     *("tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling"),
 )
-"""Keys of a config.json that the trained weights depend on."""
+"""Keys of config.json that the trained weights depend on."""
 
 
 def _check_architecture(config: Config, before: Config, checkpoint: Path) -> None:
-    """The weights are the checkpoint's. A model folder that moved is welcome, another model not."""
+    """Raise ConfigError if model.path is another model than the checkpoint's.
+
+    The same model in another folder is valid.
+    """
     path, then = config.model.path, before.model.path
     if path == then:
         return
     trained = _read_json(checkpoint / "model" / "config.json")
-    found = _read_json(Path(path) / "config.json") if path else trained
-    odd = [key for key in ARCHITECTURE if found.get(key) != trained.get(key)]
-    if found and trained and not odd and not (config.model.lora_rank and not path):
+    given = _read_json(Path(path) / "config.json") if path else trained
+    different = [key for key in ARCHITECTURE if given.get(key) != trained.get(key)]
+    if given and trained and not different and not (config.model.lora_rank and not path):
         return
-    was = f"the checkpoint {checkpoint} was made with"
-    rule = f"{was} {then!r}, and whether this is the same model cannot be seen"
-    if found and trained and odd:
-        rule = f"its {odd[0]} is {found.get(odd[0])}, and {was} {trained.get(odd[0])}"
+    origin = f"the checkpoint {checkpoint} was made with"
+    rule = f"{origin} {then!r}, and millrace cannot check that this is the same model"
+    if given and trained and different:
+        key = different[0]
+        rule = f"its {key} is {given.get(key)}, and {origin} {trained.get(key)}"
     raise bad_value("model.path", path, rule, f"model.path={_shown(then)}, or a new run")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
-    """Critics and greedy responses are in the checkpoint, or they are not."""
+    """Raise ConfigError if the estimator needs a critic or greedy responses and the checkpoint has
+    none, or the reverse.
+    """
     estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
     if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
         lacks = "critic" if "gae" in (estimator, before_it) else "greedy response to each prompt"
@@ -239,9 +256,10 @@ def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
 
 
 def _check_reference(config: Config, before: Config, checkpoint: Path) -> None:
-    """So is the reference policy."""
+    """Raise ConfigError if only one of the run and the checkpoint has a reference policy."""
     if config.needs_reference != before.needs_reference:
-        rule = f"the checkpoint {checkpoint} was made {'with' if before.needs_reference else 'without'} a reference policy"
+        with_ = "with" if before.needs_reference else "without"
+        rule = f"the checkpoint {checkpoint} was made {with_} a reference policy"
         in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
         key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
         raise bad_value(

@@ -21,7 +21,7 @@ from millrace.sync.background import abandonable
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Everything that a run's steps have in common."""
+    """The parts that every step of a run uses."""
 
     config: Config
     run: RunDir
@@ -39,16 +39,20 @@ class Session:
 async def open_session(
     config: Config, progress: Progress, *, run: RunDir | None = None, rollout: bool = True
 ) -> AsyncIterator[Session]:
-    """Check the data and the reward function, then make the folder, the prompts and the engines. Ends all of it."""
+    """Open the data, the reward function, the folder, the prompts and the engines.
+
+    The data and the reward function are checked before the folder is made. Everything is closed at
+    exit.
+    """
     problems_.check_machine(config)
-    # In threads that are left behind: Ctrl-C is the event loop's, and ends a long load at once.
+    # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config)
     reward = RewardPool(config.reward)
     try:
         if rollout:
             await reward.start()
         trains = run is None
-        if run is None:  # every byte of a checkpoint is read
+        if run is None:  # in a thread too: the check reads every byte of a checkpoint
             run = await abandonable(open_run_dir, config)
         for note in (*config.notes, *run.notes):
             progress.note(note)
@@ -62,7 +66,8 @@ async def open_session(
         problems_.copy_config(config.model, run.model)
         if problems.train.filtered:
             progress.note(
-                f"left out {problems.train.filtered} prompts over rollout.max_prompt_length"
+                f"left out {problems.train.filtered} prompts that are longer than "
+                "rollout.max_prompt_length"
             )
         progress.phase("starting engines")
         async with AsyncExitStack() as stack:
@@ -70,7 +75,7 @@ async def open_session(
                 runtime = await stack.enter_async_context(
                     open_runtime(config, run, rollout=rollout)
                 )
-            except ConfigError:  # devices that are not there
+            except ConfigError:  # the machine lacks the devices
                 run.discard()
                 raise
             engines = await build_engines(runtime, config, run, rollout=rollout)
@@ -82,16 +87,19 @@ async def open_session(
 
 
 def _check_end(config: Config, samples: int, checkpoint: Path) -> None:
-    """A run that has trained more than it is to train would have no end."""
+    """Raise ConfigError if the checkpoint has trained more samples than the run has."""
     trained = read_ledger(checkpoint).retired
     if trained > samples:
         key, value = "rollout.total_rollout_steps", config.rollout.total_rollout_steps
         if samples < value:
             key, value = "trainer.total_epochs", config.trainer.total_epochs
-        rule = f"the run would end after {samples} samples, and the checkpoint {checkpoint} has trained {trained}"
+        rule = (
+            f"the run would end after {samples} samples, and the checkpoint {checkpoint} has "
+            f"trained {trained}"
+        )
         raise bad_value(
             key,
             value,
             rule,
-            f"a larger one, or millrace export {checkpoint} FOLDER to keep what there is",
+            f"a larger value, or `millrace export {checkpoint} FOLDER` to use the trained model",
         )

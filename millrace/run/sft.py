@@ -14,13 +14,13 @@ from millrace.run.session import Session, open_session
 
 
 async def warm_up(s: Session) -> float:
-    """Supervised steps on demonstrations. Returns the last step's loss."""
+    """Run the supervised steps on demonstrations. Returns the loss of the last step."""
     steps, size = s.config.sft.steps, s.config.sft.batch_size
     await s.engines.train.begin("sft", steps)
     loss, examples = float("nan"), s.problems.examples(0, size)
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
-        # The next one is made meanwhile: in a thread, for a batch is not gone before the loop has written all of it.
+        # A thread makes the next batch meanwhile. The event loop still has to send this one.
         examples = await asyncio.to_thread(
             s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
         )
@@ -30,9 +30,9 @@ async def warm_up(s: Session) -> float:
 
 
 async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:
-    """`millrace sft`: the warm-up alone, and its weights as a Hugging Face folder."""
+    """Run the warm-up alone and write its weights as a Hugging Face folder."""
     if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
-        rule = "has a supervised model in its folder sft"
+        rule = "its folder sft already has a supervised model"
         raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
     async with open_session(config, progress, rollout=False) as s:
         start = time.perf_counter()

@@ -9,10 +9,13 @@ from millrace.schedule.ledger import Ledger
 
 
 async def start_state(s: Session) -> Ledger:
-    """The ledger and the weights that training starts from: a checkpoint's, or warmed-up ones."""
+    """Load or make the weights that training starts from, and return their ledger.
+
+    The weights are those of a checkpoint, or the warmed-up ones.
+    """
     derived = s.config.derived(len(s.problems.train))
     if s.run.resume_from is not None:
-        s.progress.note(f"going on from {s.run.resume_from}")
+        s.progress.note(f"resuming from {s.run.resume_from}")
         await s.engines.train.begin("rl", derived.lr_horizon)
         await s.engines.train.load(str(s.run.resume_from / "engine"))
         return Ledger.restore(s.config.schedule, read_ledger(s.run.resume_from), derived.samples)
@@ -20,7 +23,7 @@ async def start_state(s: Session) -> Ledger:
     if s.config.sft.steps:
         await warm_up(s)
     await s.engines.train.begin("rl", derived.lr_horizon)
-    if s.config.sft.steps:  # a killed run need not warm up again
+    if s.config.sft.steps:  # a run that is killed after this does not repeat the warm-up
         s.checkpoints.supersede(-1)
         await s.checkpoints.save(ledger.snapshot(), s.engines.train)
     return ledger

@@ -1,4 +1,4 @@
-"""The wish to stop a run: Ctrl-C and SIGTERM, as the run sees them."""
+"""The request to stop a run, from Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 
 
 class StopRequest:
-    """One run's stop: it may come before there is anything to stop."""
+    """The stop of one run. It may come before training begins."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -17,17 +17,20 @@ class StopRequest:
         self._abandon: Callable[[], None] = lambda: None
 
     def attach(self, queue: SampleQueue, grace_s: float, abandon: Callable[[], None]) -> None:
-        """From here on a stop ends the run at its next cut, and `abandon` ends a validation."""
+        """Connect to a training run. A stop then ends the run at its next cut.
+
+        A stop also calls `abandon`, which ends a running validation.
+        """
         self._queue, self._grace_s, self._abandon = queue, grace_s, abandon
         if self.requested:
             self.request()
 
     def detach(self) -> None:
-        """From here on there is nothing to save."""
+        """Disconnect from the training run: it has nothing left to save."""
         self._queue = None
 
     def request(self) -> bool:
-        """Ask for a stop. Returns whether a training loop will see to it."""
+        """Request a stop. Returns whether a training loop handles it."""
         self.requested = True
         if self._queue is not None:
             self._queue.stop(self._grace_s)

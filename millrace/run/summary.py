@@ -1,4 +1,4 @@
-"""The end of a run, for people and for programs."""
+"""The summary of a finished run, for people and for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.run.train import Outcome
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """What `millrace train --json` prints last."""
+    """Return the object that `millrace train --json` prints last."""
     return {
         "run_dir": str(outcome.run_dir),
         "mode": outcome.mode,
@@ -32,7 +32,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    """Before and after, where everything is, and three transcripts."""
+    """Print the accuracy before and after, the folders, and three transcripts."""
     if outcome.last is not None:
         console.print(_comparison(outcome.first, outcome.last))
         console.print(_transcripts(outcome.first, outcome.last))
@@ -41,8 +41,9 @@ def show(console: Console, outcome: Outcome) -> None:
         partial(console.print, highlight=False, markup=False, soft_wrap=True),
     )
     say(
-        f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, {outcome.versions} versions; "
-        f"start {times.get('start', 0):.1f} s, warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
+        f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, "
+        f"{outcome.versions} versions; start {times.get('start', 0):.1f} s, "
+        f"warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
     )
     say(f"run         {outcome.run_dir}")
     say(f"checkpoint  {outcome.checkpoint}")
@@ -51,10 +52,11 @@ def show(console: Console, outcome: Outcome) -> None:
     elif outcome.complete:
         say("complete")
     else:
-        say(f"not complete: go on with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
+        say(f"not complete: resume with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
 
 
 def _comparison(first: Result | None, last: Result) -> Table:
+    """Return the table of validation metrics before and after."""
     table = Table(title="held-out problems")
     for name in ("", "before", "after"):
         table.add_column(name, justify="left" if not name else "right")
@@ -69,15 +71,18 @@ def _comparison(first: Result | None, last: Result) -> Table:
 
 
 def _transcripts(first: Result | None, last: Result) -> Table:
+    """Return the table of responses before and after."""
     table = Table(title="transcripts")
     for name in ("problem", "truth", "before", "after"):
         table.add_column(name, overflow="fold", max_width=40)
     for i, after in enumerate(last.transcripts):
         before = first.transcripts[i] if first and i < len(first.transcripts) else None
-        table.add_row(Text(after.prompt), Text(after.ground_truth), _said(before), _said(after))
+        table.add_row(
+            Text(after.prompt), Text(after.ground_truth), _response(before), _response(after)
+        )
     return table
 
 
-def _said(transcript: Transcript | None) -> Text:
-    """What models say is no markup."""
+def _response(transcript: Transcript | None) -> Text:
+    """Return a response with its score, as plain text: rich must not read it as markup."""
     return Text("-" if transcript is None else f"{transcript.response}  ({transcript.score:g})")

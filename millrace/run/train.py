@@ -35,7 +35,7 @@ from millrace.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     run_dir: Path
     mode: str
@@ -43,7 +43,7 @@ class Outcome:
     optimizer_steps: int
     samples_trained: int
     train_seconds: float
-    """From the first rollout to the last step, of this attempt."""
+    """Seconds from the first rollout to the last step, of this attempt."""
     first: Result | None
     """Validation of the start weights."""
     last: Result | None
@@ -55,7 +55,7 @@ class Outcome:
 
 
 async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
-    """One run, or what is left of it: prepare, warm up, train, validate on the final weights."""
+    """Run a new run, or the rest of a resumed one: prepare, warm up, train, validate."""
     begin = time.perf_counter()
     async with open_session(config, progress) as s:
         started = time.perf_counter()
@@ -69,14 +69,14 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 
 
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
-    """The RL part: from the state that `start_state` made to the end, or to a stop."""
+    """Run the RL part, from the state that `start_state` made to the end, or to a stop."""
     c = s.config.trainer
-    # Rows of versions that this attempt makes again go; at version 0 that is all of them. The
-    # validation of the start weights stays: it is the "before" of this attempt too.
-    rows, done = (
+    # This attempt makes some versions again, so their rows are removed: all rows at version 0. The
+    # validation of the start weights stays. It is the "before" of this attempt too.
+    rows, validated = (
         read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     )
-    sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or done else -1)
+    sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
     s.checkpoints.supersede(ledger.version)
     history = History(s.run.path, ledger.totals())
     try:
@@ -95,7 +95,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
             )
-            complete, seconds = await _train_to_end(s, ledger, stop, record, done)
+            complete, seconds = await _train_to_end(s, ledger, stop, record, validated)
             if complete:
                 await record.validate_now(ledger.version, "validating the final weights")
         history.end(ledger.totals(), complete)
@@ -123,11 +123,11 @@ async def _train_to_end(
     ledger: Ledger,
     stop: StopRequest,
     record: RunRecord,
-    done: dict[int, dict[str, float]],
+    validated: dict[int, dict[str, float]],
 ) -> tuple[bool, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of training.
 
-    `done` has the validations of the attempts before, by version.
+    `validated` has the validations of earlier attempts, by version.
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived = s.config.derived(len(s.problems.train))
@@ -137,11 +137,12 @@ async def _train_to_end(
     trainer = Trainer(queue, rollouter, train, turns, s.engines.sync, record, Stopwatch(clock))
     s.progress.phase("first weight sync")
     await trainer.begin()
-    if 0 in done:
-        record.first = Result(0, done[0], ())
+    if 0 in validated:
+        record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
         await record.validate_now(0, "validating the start weights")
-    if ledger.version and ledger.version not in done:  # the attempt before this one gave it up
+    # The earlier attempt may have abandoned the validation of its last version.
+    if ledger.version and ledger.version not in validated:
         record.validate(ledger.version)
     s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
     stop.attach(queue, c.stop_grace_s, record.abandon_validation)
@@ -156,8 +157,8 @@ async def settle(
 ) -> bool:
     """Wait for the last validation and checkpoint of a run, `trained` or stopped.
 
-    Returns whether the run is complete: a run that trained all its samples may be told to stop
-    here, and then saves.
+    Returns whether the run is complete. A stop may come while a run that trained all its samples
+    waits here. That run saves too, but is not complete.
     """
     if trained:
         await record.validated()
@@ -172,6 +173,7 @@ async def settle(
 
 
 def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
+    """Return the rollout loop that the configuration describes."""
     c, rollout = s.config, s.config.rollout
     overlong, groups = c.reward.overlong_buffer, c.algorithm.filter_groups
     params = SamplingParams(
@@ -207,7 +209,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
 
 
 def drawn_lengths(config: Config) -> DrawnLengths | None:
-    """The distribution of response lengths, where the configuration sets one."""
+    """Return the distribution of response lengths, or None if the configuration sets none."""
     drawn = config.rollout.drawn_lengths
     return (
         DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length)
@@ -217,7 +219,7 @@ def drawn_lengths(config: Config) -> DrawnLengths | None:
 
 
 def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
-    """The guard, having seen the rows of the attempts before."""
+    """Return the guard, after it has read the rows of earlier attempts."""
     if not config.guard.enable:
         return None
     guard = Guard(config.guard)
@@ -227,5 +229,8 @@ def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | Non
 
 
 def mode_of(config: Config) -> str:
-    """Return the name of what the run's Schedule does, which overrides may have changed from `config.mode`."""
+    """Return the name of the mode that the run's Schedule describes.
+
+    Overrides may have changed it from `config.mode`.
+    """
     return name_of(config.schedule, config.mode)

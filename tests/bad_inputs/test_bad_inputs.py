@@ -76,7 +76,7 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
 
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
-        monkeypatch.setattr(console, "_told", False)
+        monkeypatch.setattr(console, "_printed", False)
         with pytest.raises(SystemExit) as exit_:
             main()
         code, (out, err) = exit_.value.code, capfd.readouterr()

@@ -178,7 +178,7 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
         line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines
     )
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
 
 
 @pytest.mark.parametrize("cause", ["stopped", "worker dies"])

@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
-        monkeypatch.setattr(console, "_told", False)
+        monkeypatch.setattr(console, "_printed", False)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code or 0, *capfd.readouterr()
@@ -139,7 +139,7 @@ def test_a_command_without_arguments_says_what_is_missing(run):
 def test_sft_without_steps_is_refused(run):
     code, _, err = run("sft", QUICKSTART, "sft.steps=0")
     assert (
-        code == 2 and err == "error: sft.steps = 0: there is nothing to do. Fix: sft.steps=200.\n"
+        code == 2 and err == "error: sft.steps = 0: the warm-up has no steps. Fix: sft.steps=200.\n"
     )
 
 
@@ -148,7 +148,7 @@ def test_a_ledger_of_what_is_no_run_is_refused(run, tmp_path):
         code, out, err = run("ledger", folder)
         assert (code, out) == (2, "")
         assert err.startswith(
-            f"error: RUN = {folder!r}: has no history.jsonl: not a run folder. Fix: "
+            f"error: RUN = {folder!r}: is not a run folder, because it has no history.jsonl. Fix: "
         )
 
 

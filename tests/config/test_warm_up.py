@@ -1,4 +1,4 @@
-"""The recipe's warm-up is for the model made on the spot: for a user's own it is asked for."""
+"""The warm-up of a recipe: it is for newly built models, and users ask for it with their own."""
 
 from __future__ import annotations
 

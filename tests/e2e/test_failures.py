@@ -129,7 +129,7 @@ def interrupted(chain: Chain) -> None:
     said = "\n".join(chain.said())
     assert (
         "SIGINT: saving a checkpoint, then ending" in said
-        and "not complete: go on with trainer.resume=auto" in said
+        and "not complete: resume with trainer.resume=auto" in said
     )
     cut = history(chain.folder)[-1]
     assert (

@@ -146,11 +146,11 @@ def test_auto_says_so_where_it_begins_from_the_start(tmp_path: Path) -> None:
     assert (
         run.resume_from is None
         and run.notes[-1]
-        == f"no run of quickstart in {tmp_path} has a checkpoint: a new one begins"
+        == f"no run of quickstart in {tmp_path} has a checkpoint, so a new run starts"
     )
     again = open_run_dir(config_of("trainer.resume=auto", f"trainer.run_dir={run.path}"), tmp_path)
     assert again.path == run.path and again.notes == (
-        f"{run.path} has no checkpoint: the run begins from its start",
+        f"{run.path} has no checkpoint, so the run starts from the beginning",
     )
 
 
@@ -176,7 +176,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdout.readline() == b"open\n"
         with pytest.raises(
             ConfigError,
-            match=rf"trainer.run_dir = '{folder}': process {other.pid} on .* is writing here. Fix: wait",
+            match=rf"trainer.run_dir = '{folder}': process {other.pid} on .* is writing to this folder. Fix: wait",
         ):
             open_run_dir(mine)
     finally:
@@ -198,5 +198,5 @@ def test_where_a_folder_cannot_be_locked_the_run_says_so(
     (note,) = open_run_dir(config_of(f"trainer.run_dir={folder}")).notes
     assert (
         note
-        == f"{folder} cannot be locked (No locks available): see to it that no other process trains there"
+        == f"{folder} cannot be locked (No locks available). Make sure that no other process trains in it"
     )
