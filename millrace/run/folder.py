@@ -59,6 +59,8 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         found = _checkpoint(resume)
         path = path or ownership.home_of(found)
     elif resume == "auto":
+        if path is not None:
+            ownership.check(path)
         path, found, notes = _newest(path, root, config.name)
     if found is not None:
         notes += resume_checks.check(config, found)
@@ -88,7 +90,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
 
 def _check_new(config: Config, path: Path) -> None:
     """Raise ConfigError if the run would write over another run, or over a user's files."""
-    if config.trainer.resume == "never" and (path / "history.jsonl").exists():
+    if config.trainer.resume == "never" and os.path.exists(path / "history.jsonl"):
         raise bad_value(
             "trainer.run_dir",
             str(path),
@@ -137,7 +139,7 @@ def _missing(path: Path) -> tuple[Path, ...]:
 
 def _checkpoint(resume: str) -> Path:
     found = Path(resume)
-    if not found.is_dir():
+    if not os.path.isdir(found):  # Path.is_dir raises where a folder above cannot be entered
         raise bad_value(
             "trainer.resume",
             resume,
