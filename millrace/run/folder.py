@@ -62,6 +62,8 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         checkpoint = _checkpoint(resume)
         path = path or ownership.home_of(checkpoint)
     elif resume == "auto":
+        if path is not None:
+            ownership.check(path)
         path, checkpoint, notes = _newest(path, root, config.name)
     if checkpoint is not None:
         notes += resume_checks.check(config, checkpoint)
@@ -91,7 +93,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
 
 def _check_new(config: Config, path: Path) -> None:
     """Raise ConfigError if the run would overwrite another run, or a user's files."""
-    if config.trainer.resume == "never" and (path / "history.jsonl").exists():
+    if config.trainer.resume == "never" and os.path.exists(path / "history.jsonl"):
         raise bad_value(
             "trainer.run_dir",
             str(path),
@@ -144,7 +146,7 @@ def _missing(path: Path) -> tuple[Path, ...]:
 def _checkpoint(resume: str) -> Path:
     """Return the folder of the checkpoint `resume`. Raises ConfigError if it is not a whole one."""
     checkpoint = Path(resume)
-    if not checkpoint.is_dir():
+    if not os.path.isdir(checkpoint):  # Path.is_dir raises if a folder above cannot be entered
         raise bad_value(
             "trainer.resume",
             resume,

@@ -200,3 +200,14 @@ def test_where_a_folder_cannot_be_locked_the_run_says_so(
         note
         == f"{folder} cannot be locked (No locks available). Make sure that no other process trains in it"
     )
+
+
+@pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.resume"])
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_path_that_cannot_be_looked_at_is_refused_by_its_key(
+    tmp_path: Path, key: str, resume: str
+) -> None:
+    """As is one in a folder that this user may not enter."""
+    path = tmp_path / ("x" * 300)
+    with pytest.raises(ConfigError, match=f"{key} = "):
+        open_run_dir(config_of(f"trainer.resume={resume}", f"{key}={path}"))
