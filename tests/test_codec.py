@@ -62,7 +62,7 @@ def test_a_sample_is_the_same_in_another_process_and_in_a_checkpoint(truth, extr
     ledger = Ledger(Schedule(ppo_mini_batch_size=1))
     ledger.admit(sample.prompt)
     snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
-    assert same_prompt(snapshot.held[0][1].prompt, sample.prompt)
+    assert same_prompt(snapshot.slots[0][1].prompt, sample.prompt)
 
 
 @given(JSON, OBJECTS, OBJECTS)

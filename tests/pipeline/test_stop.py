@@ -145,8 +145,8 @@ def check_stopped(schedule: Schedule, found: Run, grace_s: float) -> None:
     found.ledger.check()
     assert Ledger.restore(schedule, saved, SAMPLES).snapshot() == saved
     if schedule.on_sync is OnSync.DRAIN:
-        kept = [t for _, h in saved.held for t in h.progress]
-        kept += [t for _, h in saved.held if h.sample for t in h.sample.trajectories]
+        kept = [t for _, h in saved.slots for t in h.progress]
+        kept += [t for _, h in saved.slots if h.sample for t in h.sample.trajectories]
         mixed = [t.versions for t in kept if len(set(t.versions)) > 1]
         assert not mixed, "in drain mode a saved trajectory has one version"
     rest = run(schedule, start=saved)
