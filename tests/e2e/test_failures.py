@@ -225,7 +225,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
             chain.kill_tree()
     found = runs.audit(chain.folder)
     assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 8
-    assert (found["lost"], found["trained_twice"], found["held"]) == (0, 0, 0)
+    assert (found["lost"], found["trained_twice"], found["in_flight"]) == (0, 0, 0)
     assert found["dropped"] == {"timeout": 3}, "counted by reason"
     assert [row["version"] for row in runs.rows(chain.folder)] == list(
         range(1, found["versions"] + 1)

@@ -47,7 +47,7 @@ def test_a_signal_to_every_process_saves_a_checkpoint_that_resumes(tmp_path: Pat
             chain.kill_tree()
     found = runs.audit(chain.folder)
     assert found["complete"] and found["trained"] == 400 and found["attempts"] == 3
-    assert (found["lost"], found["trained_twice"], found["held"]) == (0, 0, 0)
+    assert (found["lost"], found["trained_twice"], found["in_flight"]) == (0, 0, 0)
     assert found["dropped"] == {}, "no signal costs a sample"
 
 

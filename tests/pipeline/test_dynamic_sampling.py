@@ -165,7 +165,7 @@ def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode
         cause
     )
     assert (
-        f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. The mean score of those is 1."
+        f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. Their mean score is 1."
         in str(cause)
     )
 

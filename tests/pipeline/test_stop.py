@@ -18,7 +18,7 @@ from millrace.observe.progress import Progress, State
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
-from millrace.pipeline.run import run_pipeline, settle
+from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
@@ -125,8 +125,7 @@ async def _run(
         if stop_at is not None:
             loop.call_at(stop_at, lambda: (stop.request(), told.append(loop.time())))
         begin = loop.time()
-        trained_all = await run_pipeline(rollouter, trainer)
-        complete = await settle(trained_all, trainer, record, stop, save_last=False)
+        complete = await run_pipeline(rollouter, trainer)
     since = loop.time() - told[0] if told else None
     trained = [s for _, batch in engine.trained for s in batch]
     return Run(ledger, engine, saves, complete, loop.time() - begin, since, trained)
