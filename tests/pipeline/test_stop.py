@@ -26,6 +26,7 @@ from millrace.pipeline.validation import Validator
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.stop import StopRequest
+from millrace.run.train import settle
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate import clock
@@ -125,7 +126,8 @@ async def _run(
         if stop_at is not None:
             loop.call_at(stop_at, lambda: (stop.request(), told.append(loop.time())))
         begin = loop.time()
-        complete = await run_pipeline(rollouter, trainer)
+        trained_all = await run_pipeline(rollouter, trainer)
+        complete = await settle(trained_all, trainer, record, stop, save_last=False)
     since = loop.time() - told[0] if told else None
     trained = [s for _, batch in engine.trained for s in batch]
     return Run(ledger, engine, saves, complete, loop.time() - begin, since, trained)
@@ -144,8 +146,8 @@ def check_stopped(schedule: Schedule, found: Run, grace_s: float) -> None:
     found.ledger.check()
     assert Ledger.restore(schedule, saved, SAMPLES).snapshot() == saved
     if schedule.on_sync is OnSync.DRAIN:
-        kept = [t for _, h in saved.slots for t in h.progress]
-        kept += [t for _, h in saved.slots if h.sample for t in h.sample.trajectories]
+        kept = [t for _, slot in saved.slots for t in slot.progress]
+        kept += [t for _, slot in saved.slots if slot.sample for t in slot.sample.trajectories]
         mixed = [t.versions for t in kept if len(set(t.versions)) > 1]
         assert not mixed, "in drain mode a saved trajectory has one version"
     rest = run(schedule, start=saved)
