@@ -1,10 +1,12 @@
 # make run     install what a run needs, then train quickstart   (SEED=k, ARGS="--json key=value ...")
 # make test    install what tests need, then lint, types and tests, those of vLLM's CPU build in an environment of its own
 # make gpu     install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu   (Python 3.12, Linux x86-64, a driver for CUDA 13)
+# make docs    build this documentation into build/docs   (REPO_URL=URL: where links to the code lead)
 PYTHON ?= python3
 SEED ?= 0
 ARGS ?=
 TORCH_INDEX ?=
+export REPO_URL ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm/bin
@@ -12,7 +14,7 @@ GPU := .venv-gpu/bin
 GPU_PIP := $(GPU)/python -m pip install -qq --disable-pip-version-check -c constraints-gpu.txt
 VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt
 
-.PHONY: run test test-vllm gpu lint bench-install clean
+.PHONY: run test test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -67,6 +69,13 @@ lint: .venv/.test
 	@echo "installing millrace with vLLM and Ray into .venv-gpu (several GB) ..."
 	@test -x $(GPU)/python || $(PYTHON) -m venv .venv-gpu
 	@$(GPU_PIP) -e '.[vllm,ray]'
+	@touch $@
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+.venv/.docs: .venv/.run
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 bench-install: .venv/.test

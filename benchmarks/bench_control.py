@@ -32,6 +32,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -192,7 +193,13 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
 
         observer.published = published  # type: ignore[method-assign]
     trainer = Trainer(
-        queue, rollouter, InstantTrainer(), InstantSync(rollouts), observer, Stopwatch(loop.time)
+        queue,
+        rollouter,
+        InstantTrainer(),
+        Turns(),
+        InstantSync(rollouts),
+        observer,
+        Stopwatch(loop.time),
     )
     await trainer.begin()
     start = time.process_time()

@@ -1,12 +1,14 @@
-"""Advantage estimators of outcomes: from the rewards of trajectories to one number for each of them.
+"""Outcome advantage estimators: one number for each trajectory, from the rewards.
 
-Every function takes rewards [N] of any real dtype and groups [N], integers that are equal for trajectories of one prompt, in
-any order, groups of any size; it returns [N] in float64 if the rewards are, else float32, computed in float64, without a
-gradient. No trajectories give an empty tensor. All raise ValueError if shapes differ or a reward is not finite.
+Every function takes rewards [N] of any real dtype and groups [N]. Groups are integers, equal for
+trajectories of one prompt, in any order and of any size. The result has no gradient. It is computed
+in float64, and returned in float64 if the rewards have that dtype, else in float32. Without
+trajectories it is empty. All functions raise ValueError if shapes differ or a reward is not finite.
 
-A group whose rewards are all equal gives exactly 0, and so does a group of one, which has nothing to be compared with. This is
-tested on the rewards as they are: the mean of seven 0.3 is not 0.3 in floating point, and what remains, divided by a standard
-deviation that is not 0 either, is an advantage made of rounding.
+A group with equal rewards gets exactly 0. So does a group of one, since it has no other trajectory
+to compare with. The test for equality uses the rewards as given. In floating point, the mean of
+seven times 0.3 is not 0.3, and the standard deviation is not 0. Their quotient would be an
+advantage made of rounding errors.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from millrace.algorithms.ragged import sequence_sums
 
 
 def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages: (r_i - mean_g) / (std_g + eps), the std unbiased (GRPO, arXiv 2402.03300, eq. 4).
+    """Compute (r_i - mean_g) / (std_g + eps), with an unbiased std (GRPO, arXiv 2402.03300, eq. 4).
 
-    `norm_by_std=False` leaves the division out (Dr.GRPO, arXiv 2503.20783).
+    `norm_by_std=False` omits the division (Dr.GRPO, arXiv 2503.20783).
 
-    verl gives a group of one the raw reward, which pushes up whatever was said, at a scale that no other group has; here it is 0.
+    verl returns the raw reward for a group of one. That reinforces any response, at a scale that no
+    other group has. This function returns 0.
     """
     g = _grouped(rewards, groups)
     centered = g.centered()
@@ -33,10 +36,11 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-
 
 
 def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """Pass@k: the best of a group gets (r_1st - r_2nd) / (std_g + eps), the others 0 (arXiv 2503.19595).
+    """Give (r_1st - r_2nd) / (std_g + eps) to the best of a group, and 0 to the others.
 
-    Two that share the best reward have no gap between them: all 0. A group of one gives 0, for pass@k needs a second best; verl
-    raises there, in the middle of a run, over a group that has lost its other members. std_g and `norm_by_std` as in `grpo`.
+    This is pass@k (arXiv 2503.19595). If two trajectories share the best reward, all get 0. A group
+    of one also gets 0, because pass@k needs a second best. verl raises an error there, which ends a
+    run when a group has only one trajectory left. std_g and `norm_by_std` are as in `grpo`.
     """
     g = _grouped(rewards, groups)
     best = g.highest(g.rewards)[g.index]
@@ -48,9 +52,10 @@ def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """r_i minus the mean of the others of its group = n / (n - 1) (r_i - mean_g) (RLOO, arXiv 2402.14740).
+    """Compute r_i minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
 
-    A group of one leaves no others: 0, as verl's `rloo_vectorized`; its `rloo` gives the raw reward.
+    This equals n / (n - 1) (r_i - mean_g). A group of one has no other rewards and gets 0, as in
+    verl's `rloo_vectorized`. verl's `rloo` returns the raw reward.
     """
     g = _grouped(rewards, groups)
     n = g.size.double()
@@ -58,27 +63,32 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """r_i - sum_j L_j r_j / sum_j L_j over its group (OPO, arXiv 2505.23585): least variance if squared gradients grow with L.
+    """Compute r_i - sum_j L_j r_j / sum_j L_j over the group of i (OPO, arXiv 2505.23585).
 
-    lengths [N]: trained tokens L. A group without a token has no baseline and nothing to train: 0, where verl divides 0 by 0.
-    A group of one gives 0, which the formula says too (verl leaves the baseline out).
+    This baseline has the least variance if squared gradients grow with L. lengths [N] is the number
+    L of trained tokens. A group without tokens has no baseline and nothing to train: it gets 0.
+    verl divides 0 by 0 there. A group of one gets 0, as the formula gives (verl omits the
+    baseline).
     """
     g = _grouped(rewards, groups)
     if lengths.shape != rewards.shape:
         raise ValueError(f"lengths {tuple(lengths.shape)} must be {tuple(rewards.shape)}")
     length = lengths.detach().double()
     total = sequence_sums(length, g.index, len(g.size))
-    # Shares first: where one trajectory has all tokens its share is exactly 1, and its advantage exactly 0.
+    # Compute the shares first. If one trajectory has all tokens, its share is exactly 1, and its
+    # advantage is exactly 0.
     baseline = sequence_sums(length / total.clamp(min=1)[g.index] * g.rewards, g.index, len(g.size))
     return g.result((g.rewards - baseline[g.index]).masked_fill((total == 0)[g.index], 0.0))
 
 
 def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
-    """alpha (r_i - mean_g), alpha = N / (N - M), M trajectories being in groups of equal rewards (GPG, arXiv 2504.02546).
+    """Compute alpha (r_i - mean_g) with alpha = N / (N - M) (GPG, arXiv 2504.02546).
 
-    This is the paper's F_norm = 1. alpha undoes the shrinking of a mean over samples of which M have no gradient: those of
-    groups that are all right or all wrong, in the paper and in its authors' code. verl counts scores that are not 0 instead: it
-    takes a wrong answer for a sample without gradient, and rewards of -1 and 1 get alpha = 1. No gradient at all: all 0.
+    M is the number of trajectories in groups of equal rewards. This is the paper's F_norm = 1.
+    Those M samples have no gradient and shrink a mean over all samples. alpha corrects this. In the
+    paper and in its authors' code, these are the groups that are all right or all wrong. verl
+    counts the scores that are not 0 instead. It treats a wrong answer as a sample without gradient,
+    and rewards of -1 and 1 get alpha = 1. If no sample has a gradient, all advantages are 0.
     """
     g = _grouped(rewards, groups)
     useful = int((~g.equal()[g.index]).sum())
@@ -92,17 +102,18 @@ def gdpo(
     weights: Mapping[str, float] | None,
     norm_by_std: bool,
 ) -> Tensor:
-    """sum_k w_k grpo(r_k): each reward normalised within its group before they are added (GDPO, arXiv 2601.05242).
+    """Compute sum_k w_k grpo(r_k): each reward is normalised within its group, then all are added.
 
-    components: name to rewards [N]; weights: name to w_k, 1 where it is not given. Whitening comes after, see `estimators`.
-    A component that is equal throughout a group adds exactly 0 there. Raises ValueError without components, and for a weight
-    of one that does not exist.
+    (GDPO, arXiv 2601.05242.) components: name to rewards [N]. weights: name to w_k, which is 1 for
+    a name that is missing. `estimators` does the whitening afterwards. A component that is equal
+    within a group adds exactly 0 in that group. Raises ValueError without components, and for a
+    weight of an unknown component.
     """
     chosen = dict(weights or {})
     unknown = sorted(set(chosen) - set(components))
     if not components or unknown:
         raise ValueError(
-            f"gdpo needs components, has {sorted(components)}; weights of unknown ones: {unknown}"
+            f"gdpo needs components, got {sorted(components)}; unknown names in weights: {unknown}"
         )
     parts = [
         grpo(r, groups, norm_by_std=norm_by_std) * chosen.get(name, 1.0)
@@ -112,22 +123,27 @@ def gdpo(
 
 
 def equal_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Whether all rewards of a group are equal, [G] bool in ascending order of group number; true for a group of one.
+    """Return whether all rewards of each group are equal, [G] bool in ascending order of group
+    number.
 
-    Such groups give no gradient. Compared on the rewards as they are, without a tolerance.
+    The value is true for a group of one. Such groups give no gradient. Rewards are compared
+    exactly, without a tolerance.
     """
     index, size = renumber(groups)
     return all_equal(rewards.detach(), index, len(size))
 
 
 def renumber(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups renumbered 0 to G - 1 in ascending order [N], and their sizes [G]."""
+    """Return the groups renumbered 0 to G - 1 in ascending order [N], and their sizes [G]."""
     _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
     return index, size
 
 
 def all_equal(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Whether the values [N] of each group are one and the same, [num_groups] bool; index [N] as from `renumber`."""
+    """Return whether the values [N] of each group are all equal, [num_groups] bool.
+
+    index [N] is the result of `renumber`.
+    """
     return _extreme(values, index, num_groups, "amin") == _extreme(
         values, index, num_groups, "amax"
     )
@@ -139,7 +155,7 @@ def _extreme(values: Tensor, index: Tensor, num_groups: int, which: str) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """Rewards [N] in float64, the group of each [N], sizes of groups [G], and the dtype that results have."""
+    """Rewards [N] in float64, group indices [N], group sizes [G], and the dtype of results."""
 
     rewards: Tensor
     index: Tensor
@@ -161,7 +177,9 @@ class _Grouped:
         return all_equal(self.rewards, self.index, len(self.size))
 
     def result(self, advantages: Tensor) -> Tensor:
-        """The exact zeros of the module's docstring put in."""
+        """Set the exact zeros that the module's docstring describes, and cast to the dtype of
+        results.
+        """
         return advantages.masked_fill(self.equal()[self.index], 0.0).to(self.dtype)
 
 

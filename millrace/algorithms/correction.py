@@ -1,30 +1,79 @@
-"""Rollout correction: importance weights and rejection between the policy that drew the tokens (b) and the one that trains (a).
+"""Rollout correction: weights and rejection between the rollout's policy (b) and the trainer's (a).
 
-Decoupled: a is the trainer's log-probs of the weights before the step, b the rollout's. Without a third policy (bypass): a is
-the policy that is being trained. Weights multiply token losses; they and what is kept are constants, without a gradient.
+Decoupled: a is the trainer's policy before the step. Bypass: a is the policy under training.
+Weights multiply token losses. Weights and `keep` are constants, without a gradient.
+
+Rejection leaves out the tokens and whole sequences whose policies are too far apart. All of it
+looks at l = log pi_a - log pi_b, in float64. A token's l is clamped to +-20. For k1, so is the sum
+or mean of a sequence's l, which is taken of unclamped tokens. A bound beyond e^20 or under e^-20
+never acts. A rule sees every included token, whatever other rules say of it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms.correction_plan import CorrectionOptions
-from millrace.algorithms.rejection import (
-    Ratios,
-    accept,
-    accept_without_veto,
-    beyond,
-    rejected,
-    share,
-    spread,
-)
+from millrace.algorithms.losses import MAX_LOG_RATIO
+from millrace.algorithms.ragged import sequence_ids, sequence_sums
+from millrace.algorithms.rules import RejectionRule
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Perplexities are reported up to e^100."""
+EDGE = 1e-12
+"""Slack of every bound: rounding in float64 does not put a value at a bound outside of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """The log-ratios of the included tokens, M of T."""
+
+    raw: Tensor
+    """l [M] float64; 0 where it is not finite."""
+    log: Tensor
+    """The same, clamped to +-20."""
+    finite: Tensor
+    """[M] bool."""
+    ids: Tensor
+    """Sequence of each token, [M] int64."""
+    counts: Tensor
+    """Included tokens of each sequence, [N] float64."""
+    whole: Tensor
+    """Sequences that have an included token, and only finite ones, [N] bool."""
+
+    @classmethod
+    def of(
+        cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
+    ) -> Ratios:
+        """From log-probs [T], lengths [N] and include [T] bool."""
+        ids = sequence_ids(lengths)
+        delta = log_probs_a.detach().double() - log_probs_b.detach().double()
+        if include is not None:
+            ids, delta = ids[include], delta[include]
+        finite = delta.isfinite()
+        num_finite = sequence_sums(finite.double(), ids, len(lengths))
+        counts = sequence_sums(torch.ones_like(delta), ids, len(lengths))
+        raw = torch.where(finite, delta, 0.0)
+        log = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return cls(raw, log, finite, ids, counts, (counts > 0) & (num_finite == counts))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over the tokens of each sequence, [N], of values [M]."""
+        return sequence_sums(values, self.ids, len(self.counts))
+
+    def sequence_logs(self) -> Tensor:
+        """Return the log of the product of each sequence's ratios, clamped to +-20, [N] float64."""
+        return self.sums(self.raw).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def sequence_means(self) -> Tensor:
+        """Return the log of the geometric mean of each sequence's ratios, clamped to +-20, [N] float64."""
+        means = self.sums(self.raw) / self.counts.clamp(min=1)
+        return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +125,7 @@ def correct(
     rollout_is_batch_norm_factor         with normalisation: the divisor
     rollout_is_seq_{mean,max,min,std}    of the sequences' mean weights over kept tokens; max_deviation is the largest |. - 1|
     rollout_is_seq_fraction_{high,low}   share of sequences whose mean ratio is over or under the bounds above
-    rollout_rs_RULE_*                    see `rejection.accept`
+    rollout_rs_RULE_*                    see `accept`
     rollout_rs_X_masked_fraction         share of tokens that X rejects: X a rule, token_age, token_veto, or nonfinite
     rollout_rs_X_seq_masked_fraction     share of sequences with such a token
     rollout_rs_[seq_]masked_fraction     the same of all that is rejected
@@ -116,6 +165,85 @@ def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[st
     return keep, metrics | {
         f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()
     }
+
+
+def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens [M] bool that the rule accepts, and `{mean,max,min,std,fraction_high,fraction_low}` of its statistic.
+
+    Metrics are scalars over tokens or over sequences, as the rule has it, with finite ratios; for k1 they are of the ratio.
+    fraction_high and fraction_low are the shares above and below the bounds. All are 0 where there is nothing to count.
+    """
+    statistic, valid = _statistic(rule, ratios)
+    high = statistic > rule.upper * (1 + EDGE)
+    low = torch.zeros_like(high)
+    if rule.in_ratio_space:
+        low, high = beyond(statistic, rule.lower, rule.upper)
+    accepted = valid & ~low & ~high
+    shown = statistic.exp() if rule.in_ratio_space else statistic
+    metrics = spread(shown[valid]) | {
+        "fraction_high": share(high[valid]),
+        "fraction_low": share(low[valid]),
+    }
+    return (accepted if rule.name.startswith("token") else accepted[ratios.ids]), metrics
+
+
+def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
+    """Tokens [M] bool of the sequences in which every ratio is finite and at least `threshold`."""
+    vetoed = ratios.sums(beyond(ratios.log, threshold, math.inf)[0].double()) > 0
+    return (ratios.whole & ~vetoed)[ratios.ids]
+
+
+def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
+    """Whether each ratio is below `lower`, and above `upper`: compared as logs, with the slack EDGE; no lower bound is 0."""
+    return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
+
+
+def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
+    """The rule's statistic, as a log for k1, and where it is defined: [M] or [N]."""
+    log = ratios.log
+    level, kind = rule.name[:-3], rule.name[-2:]
+    # expm1 keeps the digits that e^l - 1 loses where the two policies nearly agree.
+    tokens = log if kind == "k1" else log.square() / 2 if kind == "k2" else log.expm1() - log
+    if level == "token":
+        return tokens, ratios.finite
+    if level == "seq_max":
+        largest = tokens.new_zeros(len(ratios.counts)).scatter_reduce_(
+            0, ratios.ids, tokens, "amax"
+        )
+        return largest, ratios.whole
+    if rule.name == "seq_sum_k1":
+        return ratios.sequence_logs(), ratios.whole
+    if rule.name == "seq_mean_k1":
+        return ratios.sequence_means(), ratios.whole
+    sums = ratios.sums(tokens)
+    return (sums if level == "seq_sum" else sums / ratios.counts.clamp(min=1)), ratios.whole
+
+
+def rejected(keep: Tensor, ratios: Ratios) -> dict[str, Tensor]:
+    """masked_fraction: share of the included tokens not in keep [M]; seq_masked_fraction: of the sequences that lose one."""
+    lost = ratios.sums((~keep).double()) > 0
+    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(lost[ratios.counts > 0])}
+
+
+def spread(values: Tensor) -> dict[str, Tensor]:
+    """Mean, max, min and population standard deviation of a float64 tensor; 0 where it is empty."""
+    if not len(values):
+        return dict.fromkeys(("mean", "max", "min", "std"), values.new_zeros(()))
+    return {
+        "mean": values.mean(),
+        "max": values.max(),
+        "min": values.min(),
+        "std": values.std(correction=0),
+    }
+
+
+def share(flags: Tensor) -> Tensor:
+    """Share of bools that are true, float64; 0 where there are none."""
+    return flags.double().sum() / max(len(flags), 1)
+
+
+def _log(ratio: float) -> float:
+    return math.log(ratio) if ratio > 0 else -math.inf
 
 
 def _weigh(

@@ -1,4 +1,4 @@
-"""A rollout correction's options, and the place in a step where it is made. Needs no torch."""
+"""The options of a rollout correction, and the place in a step where it happens. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from millrace.algorithms.rules import RejectionRule, check_band
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionOptions:
-    """What `correct` does. Raises ValueError for values out of range and for two rules of one name."""
+    """Options of `correct`. Raises ValueError for values out of range and for duplicate rules."""
 
     rollout_is: Literal["token", "sequence"] | None
-    """Weight of a token: its own ratio, or the product of its sequence's ratios; None gives 1."""
+    """Weight of a token: its own ratio, or the product of its sequence's ratios. None gives 1."""
     rollout_is_threshold: float | tuple[float, float]
-    """A number C truncates, min(r, C) (TIS); a pair keeps lo <= r <= hi and gives 0 outside (IcePop, arXiv 2510.18855)."""
+    """A number C truncates: min(r, C) (TIS). A pair keeps lo <= r <= hi and gives 0 outside
+    (IcePop, arXiv 2510.18855).
+    """
     rollout_is_batch_normalize: bool
     """Divide the weights by their mean."""
     rollout_rs: tuple[RejectionRule, ...]
-    """A token must be accepted by all of them."""
+    """Rejection rules. A token is kept only if all of them accept it."""
     rollout_token_veto_threshold: float | None
-    """A whole sequence is rejected if one token's ratio is below this."""
+    """Reject a whole sequence if the ratio of one token is below this."""
 
     def __post_init__(self) -> None:
         if self.rollout_is not in ("token", "sequence", None):
@@ -30,18 +32,19 @@ class CorrectionOptions:
         check_band(*self.band)
         names = [rule.name for rule in self.rollout_rs]
         if len(set(names)) < len(names):
-            raise ValueError(f"rollout_rs has a rule twice: {', '.join(names)}")
+            raise ValueError(f"rollout_rs contains a rule twice: {', '.join(names)}")
         if (
             self.rollout_token_veto_threshold is not None
             and not self.rollout_token_veto_threshold > 0
         ):
             raise ValueError(
-                f"rollout_token_veto_threshold must be over 0, got {self.rollout_token_veto_threshold}"
+                "rollout_token_veto_threshold must be over 0, "
+                f"got {self.rollout_token_veto_threshold}"
             )
 
     @property
     def band(self) -> tuple[float, float]:
-        """Bounds of the weights; of a truncation, 0 and C."""
+        """Bounds of the weights. For a truncation: 0 and C."""
         bounds = self.rollout_is_threshold
         return bounds if isinstance(bounds, tuple) else (0.0, bounds)
 
@@ -52,42 +55,42 @@ class CorrectionOptions:
 
 
 class Proximal(StrEnum):
-    """The policy that ratios of the loss are taken against."""
+    """The policy in the denominator of the loss's ratios."""
 
     ROLLOUT = "rollout"
-    """The one that drew the tokens (bypass)."""
+    """The policy that drew the tokens (bypass)."""
     RECOMPUTED = "recomputed"
-    """The trainer's at the batch's arrival, by a forward pass."""
+    """The trainer's policy at the batch's arrival, from a forward pass."""
     INTERPOLATED = "interpolated"
-    """A guess between the rollout's and the current one, by each token's version."""
+    """An estimate between the rollout's policy and the current one, from each token's version."""
 
 
 class Place(StrEnum):
-    """Where a correction is made."""
+    """The place in a step where the correction happens."""
 
     NOWHERE = "nowhere"
     ARRIVAL = "arrival"
-    """For the whole batch, by the policy of its arrival."""
+    """For the whole batch, with the policy at its arrival."""
     MINI_BATCH = "mini_batch"
-    """For each mini-batch before its step, by the policy of that moment."""
+    """For each mini-batch before its step, with the current policy."""
     PASSING = "passing"
-    """In the forward pass that is trained: a weight depends on its own sequence alone."""
+    """In the forward pass of training. A weight depends on its own sequence alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionPlan:
-    """One configuration's correction. Every part of a step reads this value."""
+    """The correction of one configuration. Every part of a step reads this value."""
 
     options: CorrectionOptions
     proximal: Proximal
     max_token_age: int | None
-    """Tokens of more versions than this are not trained; None sets no limit."""
+    """Tokens older than this many versions are not trained. None sets no limit."""
     before_baseline: bool
-    """Sequences that are rejected whole are in no baseline."""
+    """Exclude sequences that are rejected whole from the baselines."""
 
     @property
     def active(self) -> bool:
-        """Whether anything about the tokens' own policy counts."""
+        """Whether the correction uses the policy or the age of the tokens at all."""
         return self.weighs or self.options.rejects or self.max_token_age is not None
 
     @property

@@ -1,8 +1,9 @@
-"""DPPO: the policy gradient, without the tokens whose probability has already moved too far (arXiv 2602.04879).
+"""DPPO: the policy gradient without tokens whose probability has moved too far (arXiv 2602.04879).
 
-Both modes: -A sg(min(rho, dppo_clip_c)) log pi where kept, else 0, with rho = exp(clamp(log pi - log pi_old, +-20)). They differ
-in what is kept; both look at the sampled token against all others together. Tokens moving back towards the old policy are
-always kept. Bounds are on divergences, not on ratios: verl's runs of them have 0.15 for TV and 0.05 for KL.
+Both modes compute -A sg(min(rho, dppo_clip_c)) log pi for kept tokens and 0 for others, with rho =
+exp(clamp(log pi - log pi_old, +-20)). They differ in the rule for kept tokens. Both compare the
+sampled token with all other tokens together. A token that moves back towards the old policy is
+always kept. Bounds are on divergences, not on ratios. verl's runs use 0.15 for TV and 0.05 for KL.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, st
 from millrace.algorithms.losses import log_ratio
 
 TINY = 1e-8
-"""Least probability of the other tokens: in float32 a sure token has log-prob 0, and KL to it would be infinite."""
+"""Least total probability of the other tokens. In float32, a certain token has log-prob 0, and the
+KL to it would be infinite.
+"""
 
 
 def dppo_tv(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """Kept where p - p_old <= clip_high if A > 0, p - p_old >= -clip_low if A < 0 (binary total variation). Edges are kept."""
+    """Keep p - p_old <= clip_high if A > 0, p - p_old >= -clip_low if A < 0.
+
+    The divergence is the binary total variation. Bounds are inclusive.
+    """
     x = inputs.trained()
     shift = x.log_probs.detach().exp() - x.old_log_probs.exp()
     return _kept_gradient(
@@ -29,7 +35,10 @@ def dppo_tv(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def dppo_kl(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """Kept where binary KL(p_old, p) <= clip_high if A > 0, <= clip_low if A < 0, or the token moves back. Edges are kept."""
+    """Keep KL(p_old, p) <= clip_high if A > 0, <= clip_low if A < 0, or a token that moves back.
+
+    The divergence is the binary KL. Bounds are inclusive.
+    """
     x = inputs.trained()
     new, old = x.log_probs.detach(), x.old_log_probs
     kl = binary_kl(old, new)
@@ -39,9 +48,11 @@ def dppo_kl(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
-    """p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), log(p_old / p) clamped to +-20 and each 1 - p at least 1e-8.
+    """Compute p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
-    Shape and dtype of the arguments. Unlike verl, which adds 1e-8 to 1 - exp(log p), small 1 - p keep their digits.
+    log(p_old / p) is clamped to +-20, and each 1 - p is at least 1e-8. The result has the shape and
+    dtype of the arguments. verl adds 1e-8 to 1 - exp(log p). This function preserves the digits of
+    a small 1 - p.
     """
     rest_old, rest = ((-x.expm1()).clamp(min=TINY) for x in (old_log_probs, log_probs))
     return rest_old * (rest_old.log() - rest.log()) - old_log_probs.exp() * log_ratio(

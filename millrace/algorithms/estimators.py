@@ -1,7 +1,8 @@
-"""The estimators by name: from one batch of trajectories to the advantage of each trained token.
+"""The advantage estimators by name: the advantage of each trained token of a batch.
 
-Invariants: everything is computed in float64 and without a gradient; a trajectory outside `keep` changes no number of another;
-all statistics (of groups, of whitening) are of the batch given, so give whole batches, not micro-batches.
+Everything is computed in float64 and without a gradient. A trajectory outside `keep` changes no
+number of another trajectory. All statistics (of groups, of whitening) are over the given batch.
+Pass whole batches, not micro-batches.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from millrace.algorithms.ragged import sequence_ids, sequence_sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageBatch:
-    """N trajectories with T trained tokens, laid out as in `ragged`; floats of any dtype. Wrong shapes raise ValueError.
+    """N trajectories with T trained tokens, in the layout of `ragged`.
 
-    Fields that may be None are needed by some estimators, see NEEDS.
+    Floats may have any dtype. Wrong shapes raise ValueError. Some estimators need the fields that
+    may be None, see NEEDS.
     """
 
     scores: Tensor
@@ -28,11 +30,13 @@ class AdvantageBatch:
     groups: Tensor
     """[N] integers: the number of its prompt."""
     lengths: Tensor
-    """[N] int64: its trained tokens. One without any still takes part in the statistics of its group."""
+    """[N] int64: its trained tokens. A trajectory without tokens still enters the group's
+    statistics.
+    """
     token_rewards: Tensor | None = None
-    """[T] added to the rewards of tokens (a KL penalty); the score sits on the last token."""
+    """[T] added to the rewards of tokens (a KL penalty). The score is on the last token."""
     components: dict[str, Tensor] | None = None
-    """Name to [N]: the rewards that gdpo normalises one by one."""
+    """Name to [N]: the rewards that gdpo normalises separately."""
     values: Tensor | None = None
     """[T] gae: the critic's value of the state before each token."""
     truncated: Tensor | None = None
@@ -40,13 +44,15 @@ class AdvantageBatch:
     greedy_scores: Tensor | None = None
     """[N] remax: the score of the greedy response to the same prompt."""
     log_probs: Tensor | None = None
-    """[T] optimal_token_baseline: of the same policy as sum_pi_squared, that of the batch's arrival."""
+    """[T] optimal_token_baseline: from the policy of sum_pi_squared, at the batch's arrival."""
     sum_pi_squared: Tensor | None = None
     """[T] optimal_token_baseline: the sum of squared probabilities over the vocabulary."""
     weights: Tensor | None = None
-    """[T] optimal_token_baseline: importance weights, 1 if not given."""
+    """[T] optimal_token_baseline: importance weights, 1 if None."""
     keep: Tensor | None = None
-    """[N] bool: trajectories that take part; the others get 0 and are as if they were not there, whatever they hold."""
+    """[N] bool: trajectories that take part. The others get 0 and have no effect, whatever their
+    values.
+    """
 
     def __post_init__(self) -> None:
         n, t = (len(self.scores),), (int(self.lengths.sum()),)
@@ -56,7 +62,7 @@ class AdvantageBatch:
                     raise ValueError(f"{name} has shape {tuple(x.shape)}, must have {shape}")
 
     def per_trajectory(self) -> dict[str, Tensor | None]:
-        """The fields that are [N], by name; those of `components` as well."""
+        """Return the fields that are [N], by name, including those of `components`."""
         own = {
             "groups": self.groups,
             "lengths": self.lengths,
@@ -67,7 +73,7 @@ class AdvantageBatch:
         return {**own, "truncated": self.truncated, "keep": self.keep, **parts}
 
     def per_token(self) -> dict[str, Tensor | None]:
-        """The fields that are [T], by name."""
+        """Return the fields that are [T], by name."""
         critic = {
             "token_rewards": self.token_rewards,
             "values": self.values,
@@ -78,7 +84,7 @@ class AdvantageBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageOptions:
-    """What an estimator can be told; each reads its own and ignores the rest."""
+    """Options of the estimators. Each estimator reads its own and ignores the others."""
 
     norm_by_std: bool
     """grpo, grpo_passk, gdpo: divide by the standard deviation of the group."""
@@ -87,11 +93,14 @@ class AdvantageOptions:
     lam: float
     """gae: 0 trusts the critic, 1 the rewards."""
     component_weights: dict[str, float] | None
-    """gdpo: weight of each component, 1 if not named."""
+    """gdpo: weight of each component, 1 if its name is missing."""
     bootstrap_truncated: bool
-    """gae: the end of a truncated trajectory has the value of its last state, and its score does not count."""
+    """gae: a truncated trajectory ends with the value of its last state, and its score is ignored.
+    """
     whiten: bool
-    """gae: whiten the advantages over all tokens. The other estimators whiten where that is part of their definition."""
+    """gae: whiten the advantages over all tokens. Other estimators whiten if their definition says
+    so.
+    """
 
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
@@ -100,22 +109,24 @@ class AdvantageOptions:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What `estimate` gives; trajectories outside `keep` have 0 in both."""
+    """The result of `estimate`. Trajectories outside `keep` have 0 in both tensors."""
 
     tokens: Tensor
     """[T] float64."""
     returns: Tensor | None = None
-    """[T] float64, gae alone: targets of the critic, advantages before whitening plus values."""
+    """[T] float64, gae only: targets of the critic, that is, unwhitened advantages plus values."""
 
 
 def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """Advantages of the trained tokens of a batch, by the name of an estimator.
+    """Return the advantages of the trained tokens of a batch, by the name of an estimator.
 
-    Estimators of outcomes take s_i = score + the trajectory's token_rewards, in sum, and give each token of a trajectory its
-    number; a group has zero variance where its s_i are equal. N = 0 and T = 0 give empty tensors.
+    Outcome estimators take s_i = score + the sum of the trajectory's token_rewards. Each token of a
+    trajectory gets its number. A group has zero variance if its s_i are equal. N = 0 and T = 0 give
+    empty tensors.
 
-    Raises ValueError for an unknown name, a missing field of NEEDS (named), a float of a kept trajectory that is not finite,
-    and token_rewards with gdpo, which has no place for them.
+    Raises ValueError for an unknown name, for a missing field of NEEDS (with its name), and for a
+    kept trajectory with a float that is not finite. Raises ValueError for token_rewards with gdpo,
+    which cannot use them.
     """
     if name not in ESTIMATORS:
         raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ESTIMATORS)}")
@@ -127,14 +138,16 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
         torch.ones_like(batch.groups, dtype=torch.bool) if batch.keep is None else batch.keep.bool()
     )
     at = keep[sequence_ids(batch.lengths)]
-    found = ESTIMATORS[name](_part(batch, keep, at), options)
+    result = ESTIMATORS[name](_part(batch, keep, at), options)
     return Advantages(
-        _spread(found.tokens, at), None if found.returns is None else _spread(found.returns, at)
+        _spread(result.tokens, at), None if result.returns is None else _spread(result.returns, at)
     )
 
 
 def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
-    """The trajectories `keep` [N] and their tokens `at` [T], in float64, known to be finite."""
+    """Select the trajectories `keep` [N] and their tokens `at` [T], in float64, checked to be
+    finite.
+    """
 
     def floats(name: str, x: Tensor, index: Tensor) -> Tensor:
         y = x.detach()[index].double()
@@ -164,7 +177,7 @@ def _spread(values: Tensor, at: Tensor) -> Tensor:
 
 
 def _outcomes(batch: AdvantageBatch) -> Tensor:
-    """s_i [N]."""
+    """Return s_i [N]."""
     if batch.token_rewards is None:
         return batch.scores
     return batch.scores + sequence_sums(
@@ -173,7 +186,7 @@ def _outcomes(batch: AdvantageBatch) -> Tensor:
 
 
 def _rewards(batch: AdvantageBatch) -> Tensor:
-    """Rewards of tokens [T], the score on the last."""
+    """Return the rewards of tokens [T], with the score on the last token."""
     return returns.place_scores(batch.scores, batch.lengths, batch.token_rewards)
 
 
@@ -206,30 +219,35 @@ def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 
 def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """Reward to go with discount gamma, whitened over all tokens; no baseline of the group (REINFORCE++, arXiv 2501.03262)."""
+    """Compute the reward to go with discount gamma, whitened over all tokens.
+
+    There is no group baseline (REINFORCE++, arXiv 2501.03262).
+    """
     return Advantages(
         returns.whiten(returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma))
     )
 
 
 def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """s_i - mean_g for each token, whitened over all tokens (REINFORCE++ with baseline, arXiv 2501.03262).
+    """Give s_i - mean_g to each token, whitened over all tokens.
 
-    A long response weighs more in the whitening. Groups of equal s_i, groups of one too, are exactly 0 before it, and all
-    alike after; verl lets a group of one enter with its raw score, among differences.
+    (REINFORCE++ with baseline, arXiv 2501.03262.) A long response has more weight in the whitening.
+    Groups of equal s_i, including groups of one, are exactly 0 before whitening and share one value
+    after it. verl enters a group of one with its raw score, among differences.
     """
     centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False)
     return Advantages(returns.whiten(_each_token(batch, centered)))
 
 
 def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """`advantages.gdpo` for each token, whitened over all tokens, as verl does (the paper whitens over trajectories).
+    """Apply `advantages.gdpo` to each token and whiten over all tokens.
 
-    token_rewards are refused: every reward here is normalised by itself, and verl forgets a KL penalty without a word.
+    This is verl's form (the paper whitens over trajectories). token_rewards are refused, because
+    gdpo normalises every reward separately. verl silently ignores a KL penalty here.
     """
     if batch.token_rewards is not None:
         raise ValueError(
-            "gdpo has no place for token_rewards: put a KL penalty into the loss, not into the reward"
+            "gdpo cannot use token_rewards: put a KL penalty into the loss, not into the reward"
         )
     weights, by_std = options.component_weights, options.norm_by_std
     scalars = advantages.gdpo(
@@ -248,7 +266,7 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         rewards = returns.place_scores(
             batch.scores.masked_fill(truncated, 0.0), batch.lengths, batch.token_rewards
         )
-    found, targets = returns.gae(
+    estimates, targets = returns.gae(
         rewards,
         batch.values,
         batch.lengths,
@@ -256,7 +274,7 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         lam=options.lam,
         truncated=truncated,
     )
-    return Advantages(returns.whiten(found) if options.whiten else found, targets)
+    return Advantages(returns.whiten(estimates) if options.whiten else estimates, targets)
 
 
 def _remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -291,7 +309,7 @@ ESTIMATORS: dict[str, Callable[[AdvantageBatch, AdvantageOptions], Advantages]] 
     "remax": _remax,
     "rloo": _rloo,
 }
-"""By the names that `algorithm.adv_estimator` takes."""
+"""Estimators by their names in `algorithm.adv_estimator`."""
 
 NEEDS: dict[str, frozenset[str]] = {
     **dict.fromkeys(ESTIMATORS, frozenset[str]()),
@@ -300,4 +318,6 @@ NEEDS: dict[str, frozenset[str]] = {
     "optimal_token_baseline": frozenset({"log_probs", "sum_pi_squared"}),
     "remax": frozenset({"greedy_scores"}),
 }
-"""The optional fields of AdvantageBatch that an estimator cannot do without; gae with bootstrap_truncated needs truncated too."""
+"""The optional fields of AdvantageBatch that an estimator requires. gae with bootstrap_truncated
+also requires `truncated`.
+"""

@@ -1,4 +1,4 @@
-"""Which groups of trajectories are worth training on."""
+"""The test for groups of trajectories that are not worth training on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 def equal_outcomes(values: Sequence[float]) -> bool:
-    """Whether the outcomes of a group are all equal: then dynamic sampling (DAPO, arXiv 2503.14476) drops it.
+    """Return whether the outcomes of a group are all equal.
 
-    `values` are the rewards, or another outcome, of a group's trajectories. Compared exactly, without a tolerance: a standard
-    deviation is not 0 for seven times 0.3. A group of one, or of none, counts as equal: there is nothing to compare with. NaN
-    equals nothing.
+    Dynamic sampling (DAPO, arXiv 2503.14476) drops such a group. `values` are the rewards, or
+    another outcome, of the group's trajectories. They are compared exactly, without a tolerance:
+    the standard deviation of seven times 0.3 is not 0. A group of one, or of none, counts as equal,
+    because there is nothing to compare. NaN equals nothing.
     """
     return all(value == values[0] for value in values[1:])

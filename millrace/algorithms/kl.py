@@ -1,7 +1,8 @@
-"""Estimators of KL(pi || reference) from the log-probs of tokens that pi drew (J. Schulman, "Approximating KL divergence").
+"""Estimators of KL(pi || reference) from the log-probs of tokens that pi drew.
 
-Each takes log_probs and ref_log_probs of one shape and floating dtype and returns an estimate for each token, of that shape,
-with a gradient to log_probs.
+(J. Schulman, "Approximating KL divergence".) Each takes log_probs and ref_log_probs of one shape
+and one floating dtype. It returns one estimate for each token, in that shape, with a gradient to
+log_probs.
 """
 
 from __future__ import annotations
@@ -13,28 +14,32 @@ from torch import Tensor
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """log pi - log ref. Unbiased, may be negative; as a loss its expected gradient is 0: of use in rewards and metrics."""
+    """Compute log pi - log ref: unbiased, may be negative.
+
+    As a loss, its expected gradient is 0. It is useful in rewards and metrics.
+    """
     return log_probs - ref_log_probs
 
 
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|log pi - log ref|."""
+    """Compute |log pi - log ref|."""
     return (log_probs - ref_log_probs).abs()
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2. Biased value, unbiased gradient."""
+    """Compute (log pi - log ref)^2 / 2: biased value, unbiased gradient."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = log ref - log pi. Unbiased, never negative, low variance.
+    """Compute exp(x) - x - 1 with x = log ref - log pi: unbiased, never negative, low variance.
 
-    x is clamped to +-20 and the value to +-10 (verl's low_var_kl). The value reaches 10 at x = 2.611
-    and at x = -11.000, where ref / pi is 13.6 and 1 / 59873. A token beyond gives 10 and no gradient.
+    x is clamped to +-20 and the value to +-10 (verl's low_var_kl). The value reaches 10 at x =
+    2.611 and at x = -11.000, where ref / pi is 13.6 and 1 / 59873. A token beyond these points
+    gives 10 and no gradient.
     """
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
-    # expm1 keeps the digits that exp(x) - 1 loses where the two policies nearly agree.
+    # expm1 preserves digits where the two policies nearly agree. exp(x) - 1 does not.
     return (x.expm1() - x).clamp(-10.0, 10.0)
 
 
@@ -42,14 +47,16 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def with_k2_gradient(estimator: Estimator) -> Estimator:
-    """The value of `estimator` with the gradient of k2, log pi - log ref: the one whose mean is the gradient of the KL.
+    """Return an estimator with the value of `estimator` and the gradient of k2, log pi - log ref.
 
-    Straight-through: k2 - sg(k2) + sg(estimator). The gradient is k2's also where the estimator is clamped and has none.
+    The mean of that gradient is the gradient of the KL. The form is straight-through: k2 - sg(k2) +
+    sg(estimator). Where `estimator` is clamped and has no gradient, the gradient is still that of
+    k2.
     """
 
     def estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         carrier = k2(log_probs, ref_log_probs)
-        # In this order the first difference is exactly 0 and the value keeps its digits.
+        # In this order, the first difference is exactly 0 and the value keeps its digits.
         return (carrier - carrier.detach()) + estimator(log_probs, ref_log_probs).detach()
 
     return estimate
@@ -68,18 +75,22 @@ _BASE: dict[str, Estimator] = {
 KL: dict[str, Estimator] = _BASE | {
     f"{name}+": with_k2_gradient(estimator) for name, estimator in _BASE.items()
 }
-"""By the names that recipes use; a name with `+` has the gradient of k2."""
+"""Estimators by their names in recipes. A name with `+` has the gradient of k2."""
 
 MAX_ERROR = 0.2
-"""What one update of the coefficient takes of the error kl / target - 1."""
+"""Bound on the error kl / target - 1 in one update of the coefficient."""
 
 
 def adapt(coef: float, kl: float, target: float, horizon: float, count: float) -> float:
-    """The next coefficient of a KL penalty in the reward: coef (1 + clip(kl / target - 1, +-0.2) count / horizon).
+    """Return the next coefficient of a KL penalty in the reward.
 
-    (arXiv 1909.08593, whose constant 0.1 is count / horizon.) kl: mean over the batch; count: its trajectories.
-    A fixed coefficient is one that is never adapted. Raises ValueError if target or horizon is not over 0, kl is not finite (the
-    coefficient would never recover), or 0.2 count reaches the horizon: the coefficient could then reach 0, or change its sign.
+    It is coef (1 + clip(kl / target - 1, +-0.2) count / horizon) (arXiv 1909.08593, whose constant
+    0.1 is count / horizon). kl is the mean over the batch. count is the batch's number of
+    trajectories. For a fixed coefficient, do not call this function.
+
+    Raises ValueError if target or horizon is not over 0, if kl is not finite (the coefficient would
+    never recover), or if 0.2 count reaches the horizon. In the last case, the coefficient could
+    reach 0 or change its sign.
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"target and horizon must be over 0, got {target} and {horizon}")
@@ -87,7 +98,8 @@ def adapt(coef: float, kl: float, target: float, horizon: float, count: float) -
         raise ValueError(f"kl is {kl}")
     if MAX_ERROR * count >= horizon:
         raise ValueError(
-            f"a horizon of {horizon} is too short for steps of {count}: it must be over {MAX_ERROR * count}"
+            f"a horizon of {horizon} is too short for steps of {count}: "
+            f"it must be over {MAX_ERROR * count}"
         )
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return coef * (1 + error * count / horizon)

@@ -25,7 +25,7 @@ class LossInput:
     mask: Tensor
     """[M] bool: tokens that are trained. What the others hold is never looked at, were it not a number."""
     selected: Tensor | None = None
-    """[M] bool: what covariance.py chose from the whole mini-batch, for modes in SELECTS."""
+    """[M] bool: what clip_cov_tokens or kl_cov_tokens chose from the whole mini-batch, for modes in SELECTS."""
 
     def trained(self) -> LossInput:
         """The same, neutral where masked: log-probs and advantage 0, not selected. Only log_probs keeps its gradient.

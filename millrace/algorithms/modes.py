@@ -1,4 +1,6 @@
-"""What is known of each policy loss by its name alone. Needs no torch: configurations are checked with it."""
+"""Facts about each policy loss by its name. Needs no torch, because the configuration checks use
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +43,26 @@ USES_OLD = frozenset(
         "dro",
     }
 )
-"""Modes that take a ratio against old log-probs; gpg and reinforce read none."""
+"""Modes with a ratio against old log-probs. gpg and reinforce read none."""
 
 SELECTS = frozenset({"clip_cov", "kl_cov"})
 """Modes that need `LossInput.selected`: tokens chosen over the whole mini-batch."""
 
-# What a token can push depends on how far it is from old_log_probs, and is bounded by that. vanilla, clip_cov, gspo and geo_mean
-# give no gradient to a token or sequence that has passed the edge its advantage pushes it to; dppo_tv and dppo_kl the same by
-# divergence; sapo's gate fades; dro's square pulls back. cispo only bounds a token's weight: its gradient never ends, so it limits
-# one step's size and not where many steps lead (arXiv 2602.04879 counts it as having no trust region). gpg and reinforce know no
-# old policy. kl_cov's ratio is unbounded on all but the few tokens in ten thousand that it penalises.
+# A trust region bounds a token's effect by its distance to old_log_probs:
+# - vanilla, clip_cov, gspo, geo_mean: no gradient beyond the edge that the advantage pushes to.
+# - dppo_tv, dppo_kl: the same, with a divergence. sapo: the gate fades. dro: the square pulls back.
+# - cispo bounds only a token's weight. Its gradient never ends, so it limits the size of one step,
+#   not the sum of many (arXiv 2602.04879 says that it has no trust region).
+# - gpg and reinforce read no old policy.
+# - kl_cov penalises a few tokens in ten thousand. The ratio of the others is unbounded.
 TRUST_REGION = USES_OLD - {"kl_cov"}
-"""Modes in which old_log_probs bound what a token can push."""
+"""Modes in which the distance to old_log_probs bounds the effect of a token."""
 
 
 def default_aggregation(mode: str) -> AggMode:
-    """Return the aggregation of a mode's paper.
+    """Return the aggregation in a mode's paper.
 
-    verl 0.9.1 forces it for sapo alone. There gspo has token-mean unless loss_agg_mode says
-    otherwise, and geo_mean is a plain mean over the micro-batch.
+    verl 0.9.1 forces it only for sapo. In verl, gspo has token-mean unless loss_agg_mode overrides
+    it, and geo_mean is a plain mean over the micro-batch.
     """
     return "seq-mean-token-mean" if mode in ("gspo", "sapo", "geo_mean") else "token-mean"

@@ -1,7 +1,9 @@
-"""Policy losses by the names of `actor.policy_loss.loss_mode`; what is known of each by its name alone is in modes.py.
+"""Policy losses by their names in `actor.policy_loss.loss_mode`. modes.py has facts about each
+name.
 
-There is no `tpo`: what T-PPO (arXiv 2506.15050) adds to PPO is the advantage of truncated responses, EGAE, which is `gae` with
-`bootstrap_truncated`, and a choice of tokens; its abstract names no loss of its own, so its loss is `vanilla`.
+There is no `tpo`. T-PPO (arXiv 2506.15050) adds two parts to PPO: an advantage for truncated
+responses and a choice of tokens. The advantage is EGAE: `gae` with `bootstrap_truncated`. The
+abstract names no new loss, so the loss is `vanilla`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Estimators that look at single tokens: rewards to go, GAE, ReMax, the optimal token baseline, and whitening.
+"""Token estimators: rewards to go, GAE, ReMax, the optimal token baseline, and whitening.
 
-Tokens are flat, as `ragged` says: [T] trained tokens, trajectory after trajectory, lengths [N]. The next token of a token is
-the next trained one, so no discount is lost on what an environment said between two turns. Everything is computed in float64,
-returned in float64 where the first argument is, else float32, and has no gradient. N = 0 and T = 0 give empty tensors.
+Tokens are flat, as in `ragged`: [T] trained tokens, trajectory after trajectory, lengths [N]. The
+successor of a token is the next trained token, so the tokens of an environment between two turns
+cause no discount. Everything is computed in float64 and has no gradient. Results are float64 if the
+first argument is, else float32. N = 0 and T = 0 give empty tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from millrace.algorithms.ragged import last_tokens, sequence_ids, sequence_sums
 
 
 def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None = None) -> Tensor:
-    """Rewards of tokens [T]: token_rewards [T] (none: 0) plus, on the last token of each trajectory, its score, from [N].
+    """Return the rewards of tokens [T]: token_rewards [T] plus each trajectory's score on its last
+    token.
 
-    The score of a trajectory without tokens falls away.
+    scores is [N]. Without token_rewards, they are 0. The score of a trajectory without tokens is
+    dropped.
     """
     score = scores.detach().double()
     base = (
@@ -30,10 +33,11 @@ def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None =
 
 
 def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> Tensor:
-    """G_t = r_t + discount G_{t+1} within each trajectory, [T] from rewards [T]: the reward to go.
+    """Compute the reward to go, G_t = r_t + discount G_{t+1} within each trajectory, [T] from [T].
 
-    By doubling, log2 of the longest length in steps: after step k, G_t holds the next 2^k rewards. What follows a token alone
-    decides its sum, to the last bit: equal ends of trajectories have equal sums.
+    The sum doubles its range in each step, and takes log2 of the longest length in steps. After
+    step k, G_t contains the next 2^k rewards. A token's sum depends only on the rewards after it,
+    to the last bit. Trajectories with equal ends have equal sums.
     """
     total = rewards.detach().double()
     remaining = (lengths.cumsum(0) - 1)[sequence_ids(lengths)] - torch.arange(
@@ -56,16 +60,20 @@ def gae(
     lam: float,
     truncated: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438), not yet whitened, and the critic's targets; both [T].
+    """Compute generalised advantage estimation, not yet whitened, and the critic's targets, both
+    [T].
 
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  target_t = A_t + V_t
+    (arXiv 1506.02438.) delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1};
+    target_t = A_t + V_t.
 
-    rewards [T] with the score on the last token; values [T]: V_t is the value of the state before token t. After the last
-    token V and A are 0.
+    rewards [T] have the score on the last token. values [T]: V_t is the value of the state before
+    token t. After the last token, V and A are 0.
 
-    truncated [N] bool: trajectories cut by the length limit did not end there. The state after their last token has V, not 0,
-    and the critic has not seen it: it is taken to be that before it, V_l = V_{l-1} (the EGAE of T-PPO, arXiv 2506.15050). Their
-    rewards should then have no score: whatever a cut text scored is not what V stands for.
+    truncated [N] bool marks trajectories that the length limit cut. They did not end there, so the
+    state after their last token has a V that is not 0. The critic has not seen that state. Its
+    value is taken from the state before it, V_l = V_{l-1} (the EGAE of T-PPO, arXiv 2506.15050).
+    The rewards of such trajectories should have no score, because the score of a cut text is not an
+    estimate of V.
     """
     r, v = rewards.detach().double(), values.detach().double()
     after = v.roll(-1)
@@ -76,9 +84,10 @@ def gae(
 
 
 def remax(rewards: Tensor, lengths: Tensor, greedy_scores: Tensor) -> Tensor:
-    """Reward to go (not discounted) minus the score of the greedy response to the same prompt (ReMax, arXiv 2310.10505), [T].
+    """Compute the undiscounted reward to go minus the greedy response's score, [T].
 
-    rewards [T] with the score on the last token; greedy_scores [N].
+    (ReMax, arXiv 2310.10505.) The greedy response is to the same prompt. rewards [T] have the score
+    on the last token. greedy_scores is [N].
     """
     to_go = discounted_sums(rewards.double(), lengths)
     return (to_go - greedy_scores.detach().double()[sequence_ids(lengths)]).to(_dtype(rewards))
@@ -92,21 +101,34 @@ def optimal_token_baseline(
     sum_pi_squared: Tensor,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Reward to go minus a baseline for each position, of least variance (optimal token baseline, arXiv 2602.07078), [T].
+    """Compute the reward to go minus the baseline of least variance for each position, [T].
 
-    G_t: reward to go, not discounted. w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2, the squared gradient of the logits;
-    W_t = w_1 + ... + w_t.  B_t = sum_j G_jt W_jt / sum_j W_jt over the trajectories j of the group that have a token t.
+    (Optimal token baseline, arXiv 2602.07078.)
+
+    G_t = the reward to go, not discounted
+
+    w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2, the squared gradient of the logits
+
+    W_t = w_1 + ... + w_t
+
+    B_t = sum_j G_jt W_jt / sum_j W_jt over the trajectories j of the group that have a token t
+
     A_t = G_t - B_t
 
-    t counts trained tokens, which is verl's `tir_optimal_token_baseline`, the same as its `optimal_token_baseline` where
-    there is one turn. rewards [T] with the score on the last token; groups [N]; log_probs [T] and
-    sum_pi_squared [T] over the vocabulary are of one policy; weights [T]: importance weights rho, 1 if not given.
+    t counts trained tokens, as in verl's `tir_optimal_token_baseline`. With a single turn, that
+    equals verl's `optimal_token_baseline`. rewards [T] have the score on the last token. groups is
+    [N]. log_probs [T] and sum_pi_squared [T] (over the vocabulary) are of one policy. weights [T]
+    are the importance weights rho, 1 if None.
 
-    Exactly 0 where all G of a position are equal: so for a group of one, beyond the second-longest trajectory, and in a group of
-    equal scores. The formula says so (B = G), and a lone trajectory has nothing to be compared with. verl puts B = 0 for a lone
-    one, in its default also for a lone tail: the raw reward then rewards being the longest, and adding a constant to all rewards
-    changes the gradient. Two more differences: w is not let under 0 by rounding, and verl's 1e-8 beside the sum of W is left
-    out, for it pulls B to 0 where the policy is sure of itself; if every W is 0, B is the plain mean.
+    The result is exactly 0 where all G of a position are equal. Examples are a group of one,
+    positions beyond the second-longest trajectory, and a group of equal scores. The formula gives
+    the same (B = G), and a single trajectory has no other to compare with. verl sets B = 0 for a
+    single trajectory, and by default also for a single tail. The raw reward then rewards the
+    longest trajectory, and a constant added to all rewards changes the gradient.
+
+    There are two more differences to verl. Rounding cannot make w negative. verl's 1e-8, added to
+    the sum of W, is omitted: it pulls B to 0 where the policy is certain. If every W is 0, B is the
+    plain mean.
     """
     to_go = discounted_sums(rewards.double(), lengths)
     energy = (1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()).clamp(
@@ -114,7 +136,7 @@ def optimal_token_baseline(
     )
     if weights is not None:
         energy = energy * weights.detach().double().square()
-    # Sums from the front are sums to go of the batch read backwards.
+    # A sum from the front equals a sum to go of the reversed batch.
     path = discounted_sums(energy.flip(0), lengths.flip(0)).flip(0)
     cell, size = renumber(_positions(lengths, groups))
     total = sequence_sums(path, cell, len(size))[cell]
@@ -128,10 +150,10 @@ def optimal_token_baseline(
 
 
 def whiten(values: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over all tokens given, the variance unbiased; [T].
+    """Compute (x - mean) / sqrt(var + 1e-8) over all given tokens, with unbiased variance, [T].
 
-    One token gives 0 (verl raises), values that are all equal give exactly 0, none give none. (verl's masked_whiten, less its
-    1e-8 beside the count.)
+    One token gives 0 (verl raises an error). Equal values give exactly 0. No values give none.
+    (Source: verl's masked_whiten, without the 1e-8 added to its count.)
     """
     x = values.detach().double()
     if len(x) < 2 or bool(x.min() == x.max()):
@@ -142,7 +164,7 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _positions(lengths: Tensor, groups: Tensor) -> Tensor:
-    """One number for each pair of group and position within a trajectory, [T]."""
+    """Return one number for each pair of group and position within a trajectory, [T]."""
     ids = sequence_ids(lengths)
     position = torch.arange(len(ids), device=ids.device) - (lengths.cumsum(0) - lengths)[ids]
     longest = int(lengths.max()) if len(lengths) else 0

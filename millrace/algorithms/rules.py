@@ -1,4 +1,6 @@
-"""Rejection rules as a configuration spells them. Needs no torch: configurations are checked with it."""
+"""Rejection rules in the spelling of a configuration. Needs no torch, as configuration checks use
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class RejectionRule:
-    """Accepts a token (token_*), or all tokens of a sequence (seq_*), if its statistic is within inclusive bounds.
+    """A rule that accepts a token (token_*), or all tokens of a sequence (seq_*), within bounds.
+
+    The statistic must be within inclusive bounds:
 
     name         statistic                                                   bounds
     token_k1     r = e^l                                                     lower <= r <= upper
     seq_sum_k1   product of the sequence's ratios, its log clamped to +-20   lower <= . <= upper
-    seq_mean_k1  geometric mean of them, its log clamped to +-20             lower <= . <= upper
-    *_k2         l^2 / 2; its sum, mean or max over the sequence             . <= upper, `lower` is None
-    *_k3         e^l - 1 - l; its sum, mean or max over the sequence         . <= upper, `lower` is None
+    seq_mean_k1  their geometric mean, its log clamped to +-20               lower <= . <= upper
+    *_k2         l^2 / 2; its sum, mean or max over the sequence             . <= upper, no `lower`
+    *_k3         e^l - 1 - l; its sum, mean or max over the sequence         . <= upper, no `lower`
 
-    Bounds of k1 are of the RATIO pi_a / pi_b. (verl compares -l with their logs, which keeps 1/upper <= r <= 1/lower: the
-    same for reciprocal bounds alone, and wrong for 0.5 to 5.) lower = 0 and upper = inf bound one side only. A sequence
-    with a ratio that is not finite is not accepted. Raises ValueError for an unknown name and for bounds that are none.
+    Bounds of k1 are of the RATIO pi_a / pi_b. (verl compares -l with their logs, which keeps
+    1/upper <= r <= 1/lower. That is the same only for reciprocal bounds, and wrong for 0.5 to 5.)
+    lower = 0 or upper = inf removes a bound. A sequence with a ratio that is not finite is
+    rejected. Without a `lower`, the field is None. Raises ValueError for an unknown name and for
+    invalid bounds.
     """
 
     name: str
@@ -40,12 +46,13 @@ class RejectionRule:
         if self.in_ratio_space:
             if self.lower is None:
                 raise ValueError(
-                    f"{self.name} bounds a ratio on both sides: give it lower and upper, such as 0.5 and 2.0"
+                    f"{self.name} bounds a ratio on both sides: "
+                    "give it lower and upper, such as 0.5 and 2.0"
                 )
             check_band(self.lower, self.upper)
         elif self.lower is not None:
             raise ValueError(
-                f"{self.name} has an upper bound alone: leave out its lower bound {self.lower}"
+                f"{self.name} has only an upper bound: remove its lower bound {self.lower}"
             )
         elif not self.upper > 0:
             raise ValueError(f"the upper bound of {self.name} must be over 0, got {self.upper}")
@@ -57,7 +64,7 @@ class RejectionRule:
 
 
 def check_band(lower: float, upper: float) -> None:
-    """Raises ValueError unless 0 <= lower <= upper and upper > 0."""
+    """Raise ValueError unless 0 <= lower <= upper and upper > 0."""
     if not (0 <= lower <= upper and upper > 0):
         raise ValueError(
             f"a band of ratios needs 0 <= lower <= upper and upper over 0, got {lower} to {upper}"
@@ -65,14 +72,15 @@ def check_band(lower: float, upper: float) -> None:
 
 
 def parse_threshold(value: str | float) -> float | tuple[float, float]:
-    """An upper bound, 2.0 or "2.0", or a pair of bounds, "0.5_5.0": verl's spelling.
+    """Parse an upper bound, 2.0 or "2.0", or a pair of bounds, "0.5_5.0" (verl's spelling).
 
-    In YAML a pair needs quotes: an unquoted 0.5_5 is the number 0.55 there. Raises ValueError for anything else, for bounds
-    under 0, for an upper bound of 0 and for a lower bound over the upper one.
+    In YAML a pair needs quotes: YAML reads an unquoted 0.5_5 as the number 0.55. Raises ValueError
+    for any other value, for bounds below 0, for an upper bound of 0, and for a lower bound over the
+    upper one.
     """
     parts = value.split("_") if isinstance(value, str) else [value]
     try:
-        # float(True) is 1.0; and "1_0_5" must not become 1 to 5.
+        # float(True) is 1.0, so bools are refused. "1_0_5" must not become 1 to 5.
         numbers = (
             [] if isinstance(value, bool) or len(parts) > 2 else [float(part) for part in parts]
         )
@@ -80,7 +88,8 @@ def parse_threshold(value: str | float) -> float | tuple[float, float]:
         numbers = []
     if not numbers:
         raise ValueError(
-            f"threshold {value!r} is neither a number, such as 2.0, nor a pair of numbers, such as '0.5_5.0'"
+            f"threshold {value!r} is neither a number, such as 2.0, "
+            "nor a pair of numbers, such as '0.5_5.0'"
         )
     if len(numbers) == 2:
         check_band(*numbers)
@@ -93,17 +102,22 @@ def parse_threshold(value: str | float) -> float | tuple[float, float]:
 def parse_rules(
     rollout_rs: str | Sequence[str] | None, thresholds: str | float | Sequence[str | float] | None
 ) -> tuple[RejectionRule, ...]:
-    """Rules from verl's spelling: names, and one threshold for each or one for all; both as a comma list or a sequence.
+    """Parse rules in verl's spelling: names, and one threshold for each rule or one for all.
 
-    k1 rules take "lo_hi" in ratio space, where a single u, 1 or more, means 1/u to u; the others take an upper bound. No names
-    give no rules. Raises ValueError, which says the value, the rule and what to write, for a name unknown or given twice, for
-    a threshold that does not fit its rule, for thresholds too few or too many, and for a threshold without a rule.
+    Both are a comma list or a sequence. k1 rules take "lo_hi" in ratio space. A single u of at
+    least 1 means 1/u to u there. The other rules take an upper bound. Without names there are no
+    rules.
+
+    Raises ValueError with the value, the rule and the fix in these cases: an unknown or duplicate
+    name, a threshold that does not fit its rule, too few or too many thresholds, and a threshold
+    without a rule.
     """
     names = [str(name) for name in _items(rollout_rs)]
     specs = _items(thresholds)
     if not names and specs:
         raise ValueError(
-            f"rollout_rs_threshold {thresholds!r} has no rule: name one in rollout_rs, or leave the threshold out"
+            f"rollout_rs_threshold {thresholds!r} has no rule: "
+            "name one in rollout_rs, or remove the threshold"
         )
     if len(set(names)) < len(names):
         raise ValueError(f"rollout_rs {rollout_rs!r} names a rule twice: name each once")
@@ -111,8 +125,8 @@ def parse_rules(
         raise ValueError(f"{', '.join(names)} has no threshold: give rollout_rs_threshold")
     if names and len(specs) not in (1, len(names)):
         raise ValueError(
-            f"rollout_rs {', '.join(names)} needs one threshold for all or {len(names)}, one for each rule: "
-            f"rollout_rs_threshold {thresholds!r} has {len(specs)}"
+            f"rollout_rs {', '.join(names)} needs one threshold for all, or {len(names)}, "
+            f"one for each rule: rollout_rs_threshold {thresholds!r} has {len(specs)}"
         )
     return tuple(
         _rule(name, spec)

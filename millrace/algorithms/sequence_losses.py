@@ -1,6 +1,7 @@
-"""Policy losses whose ratio is that of a whole sequence. Means are over its trained tokens; one without any adds nothing.
+"""Policy losses with the ratio of a whole sequence.
 
-Both are meant for seq-mean-token-mean, with which every sequence weighs the same; each works with any other mode.
+Means are over the sequence's trained tokens. A sequence without any adds nothing. Both losses are
+designed for seq-mean-token-mean, in which all sequences have equal weight. Both work with any mode.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from millrace.algorithms.losses import clipped_surrogate, log_ratio
 from millrace.algorithms.ragged import sequence_sums
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""gspo's bound above on a mean of log-ratios, as in verl; a ratio that is small needs none."""
+"""Upper bound of gspo's mean log-ratio, as in verl. A small ratio needs no bound."""
 
 
 def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """PPO's clip, without dual clip, on the sequence's ratio s (GSPO-token, arXiv 2507.18071).
+    """Compute PPO's clip, without dual clip, on the sequence's ratio s (GSPO-token, arXiv
+    2507.18071).
 
     s     = exp(min(mean_t (log pi - log pi_old), 10)); no gradient where the bound acts
-    ratio = sg(s) pi / sg(pi): of the value of s, with the gradient of the token's own log-prob
+    ratio = sg(s) pi / sg(pi): the value of s, with the gradient of the token's log-prob
     loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
 
-    If all tokens of a sequence have one advantage, seq-mean-token-mean gives value and gradient of GSPO. Log-ratios are not
-    clamped one by one: that would bias the mean. The log_ratio statistic is of tokens.
+    If all tokens of a sequence have one advantage, seq-mean-token-mean gives the value and gradient
+    of GSPO. Single log-ratios are not clamped, because that would bias the mean. The log_ratio
+    statistic is of tokens.
     """
     x = inputs.trained()
     mean = _sequence_means((x.log_probs - x.old_log_probs).detach(), x)[x.sequence_ids]
-    # In this order the difference is exactly 0 and keeps the digits of the mean: clips of 3e-4 need them.
+    # In this order, the difference is exactly 0 and the mean keeps its digits. Clips of 3e-4 need
+    # these digits.
     log_s = (x.log_probs - x.log_probs.detach() + mean).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     loss, clipped = clipped_surrogate(
         log_s.exp(), x.advantages, options.clip_low, options.clip_high
@@ -39,18 +43,21 @@ def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A exp(mean_t d), given to each trained token of the sequence (GMPO, arXiv 2507.20673).
+    """Compute -A exp(mean_t d) for each trained token of the sequence (GMPO, arXiv 2507.20673).
 
-    d = min(log rho, clip_high) if A > 0, max(log rho, -clip_low) if A < 0; log rho clamped to +-20 first
-    A = mean of the sequence's advantages (the paper has one for all its tokens)
+    d = min(log rho, clip_high) if A > 0, max(log rho, -clip_low) if A < 0, after log rho is clamped
+    to +-20
 
-    The clip is token by token, on the log-ratio, pessimistic; an edge is inside. `clipped` marks tokens that it changed, of
-    either sign of A, and only those (verl also counts tokens beyond the other edge, which it leaves as they are).
+    A = the mean of the sequence's advantages (the paper has one for all its tokens)
 
-    As every token carries the sequence's loss, seq-mean-token-mean gives the paper's mean over sequences however the
-    mini-batch is cut. verl takes a plain mean over the micro-batch, whatever the aggregation mode, so that its result depends
-    on how micro-batches and ranks are cut. Importance weights act as their mean over the sequence there; verl's are a
-    geometric mean.
+    The clip acts on each token's log-ratio and is pessimistic. An edge is inside. `clipped` marks
+    only tokens that the clip changed, for either sign of A. (verl also counts tokens beyond the
+    other edge, which it leaves unchanged.)
+
+    Every token has the sequence's loss. seq-mean-token-mean then gives the paper's mean over
+    sequences, for any split of the mini-batch. verl takes a plain mean over the micro-batch for
+    every aggregation mode, so its result depends on the split into micro-batches and ranks. Here,
+    importance weights act as their mean over the sequence. verl uses a geometric mean.
     """
     x = inputs.trained()
     advantages = _sequence_means(x.advantages, x)
@@ -68,7 +75,10 @@ def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def _sequence_means(values: Tensor, x: LossInput) -> Tensor:
-    """Means [num_sequences] over trained tokens of values [M] that are 0 elsewhere; added up in float64."""
+    """Return means [num_sequences] over trained tokens, from values [M] that are 0 elsewhere.
+
+    The sums are in float64.
+    """
     total = sequence_sums(values.double(), x.sequence_ids, x.num_sequences)
     count = sequence_sums(x.mask.double(), x.sequence_ids, x.num_sequences)
     return (total / count.clamp(min=1)).to(values.dtype)

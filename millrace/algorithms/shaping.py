@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float) -> float:
-    """What is added to the reward of a long response: DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4).
+    """Return the penalty on the reward of a long response: DAPO's soft overlong punishment.
 
-    0 up to E = max_length - buffer tokens, from there linear down to -factor at max_length, and -factor beyond it:
-    max(-factor, min(0, -factor (length - E) / buffer)).
+    (arXiv 2503.14476, section 3.4.) It is 0 up to E = max_length - buffer tokens. From there it
+    falls linearly to -factor at max_length, and stays at -factor beyond: max(-factor, min(0,
+    -factor (length - E) / buffer)).
 
-    `length` counts the policy's own tokens, in all its turns: not what an environment or a tool said between them. (verl counts
-    both, and lets the penalty grow past -factor.) Raises ValueError unless 0 < buffer <= max_length, factor >= 0 and
-    length >= 0.
+    `length` counts the policy's own tokens in all its turns, without the tokens of an environment
+    or a tool. (verl counts both, and its penalty grows past -factor.) Raises ValueError unless 0 <
+    buffer <= max_length, factor >= 0 and length >= 0.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The critic's loss, token by token."""
+"""The critic's loss for each token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2): PPO's clipped value loss.
+    """Compute PPO's clipped value loss.
 
-    All [T] and of one floating dtype; only `values` has a gradient: v - R, or 0 where the clipped side is larger. A value on
-    an edge is inside. Aggregate with aggregate.py, as the policy's loss. Raises ValueError unless cliprange is over 0.
+    It is 0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2). All tensors are
+    [T] and of one floating dtype. Only `values` has a gradient: v - R, or 0 where the clipped side
+    is larger. A value on an edge is inside. Aggregate the result with aggregate.py, like the
+    policy's loss. Raises ValueError unless cliprange is over 0.
 
-    Returns the token losses [T] and {"clipped": [T], 1 where the clipped side is larger}, detached, in the dtype of `values`.
-    T = 0 gives empty tensors. (The clip is from OpenAI's PPO code, not from arXiv 1707.06347; verl's compute_value_loss.)
+    Returns the token losses [T] and {"clipped": [T]}, which is 1 where the clipped side is larger.
+    It is detached, in the dtype of `values`. T = 0 gives empty tensors. (Sources: the clip is from
+    OpenAI's PPO code, not from arXiv 1707.06347; verl's compute_value_loss.)
     """
     if cliprange <= 0:
         raise ValueError(f"cliprange must be over 0, got {cliprange}")

@@ -1,5 +1,12 @@
-"""The command line. Exit codes: 0 the work is complete; 1 it failed; 2 a key, file or row is wrong; 130 and 143 it was told to
-stop (Ctrl-C, SIGTERM) and, if it was training, saved a checkpoint first."""
+"""The command line.
+
+Exit codes:
+
+    0           the work is complete
+    1           it failed
+    2           a key, file or row is wrong
+    130, 143    Ctrl-C or SIGTERM stopped it; in training it saved a checkpoint first
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The synchronous half of the torch rollout engine: one call reads new prompts and draws one token in every occupied slot."""
+"""The synchronous half of the torch rollout engine.
+
+One call reads new prompts and draws one token in every occupied slot.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,19 @@ from millrace.errors import bad_value
 from millrace.types import PolicyVersion, Stop
 
 PREFILL_TOKENS = 16384
-"""Padded context tokens in one forward pass, at most (one context always fits): bounds memory and the pause of decoding."""
+"""Most padded context tokens in one forward pass (a single context always fits). The limit bounds
+memory and the pause of decoding.
+"""
 FIXED_PROMPTS = 8
 """Contexts in every prefill batch of deterministic mode."""
 
 
 class Decoder:
-    """A model, its slots and its KV cache. The caller decides who comes and goes between two steps.
+    """A model, its slots and its KV cache. Between two steps, the caller adds and removes requests.
 
-    `deterministic` gives every forward pass one of a few fixed shapes, chosen by a request's own length alone. A request's
-    bits then depend on no one else, as far as the device's matrix products treat all rows of a matrix alike.
+    `deterministic` gives every forward pass one of a few fixed shapes, chosen by the length of a
+    request alone. The bits of a request are then independent of other requests, if the device's
+    matrix products treat all rows of a matrix alike.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class Decoder:
         self.slots = slots
         self.max_len = max_len
         self.deterministic = deterministic
-        # Whole vectors: a ragged end would send some rows through scalar code with other rounding.
+        # Whole vectors only: scalar code would compute a ragged end with different rounding.
         width = round_up(slots, 8) if deterministic else slots
         self.cache = SlotCache(width, max_len, parameter.dtype, parameter.device)
         self.table = SlotTable(width, self.cache, eos_ids)
@@ -52,7 +58,7 @@ class Decoder:
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Take the memory of the KV cache, and prove that the model's attention goes through it."""
+        """Allocate the KV cache, and check that the model's attention uses it."""
         kv_slots.register()
         self.model.set_attn_implementation(kv_slots.NAME)
         self.cache.allocate()
@@ -75,7 +81,11 @@ class Decoder:
     def step(
         self, arrived: Sequence[Request], version: PolicyVersion
     ) -> list[tuple[Request, Stop]]:
-        """Seat `arrived` (as many as there is room for), draw one token in each slot; who has ended by token or length."""
+        """Seat the requests `arrived` and draw one token in each slot.
+
+        There must be room for all of `arrived`. Returns the requests that ended by token or by
+        length.
+        """
         table = self.table
         plan = None
         if arrived:
@@ -103,7 +113,10 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, requests: Sequence[Request]) -> None:
-        """Bring the contexts of seated `requests` into the cache without drawing: new ones, or all under new weights."""
+        """Read the contexts of seated requests into the cache, without drawing.
+
+        The requests are new ones, or all requests after a change of weights.
+        """
         for group in self._groups(requests):
             plan = self._plan(group)
             if plan is not None:
@@ -111,12 +124,15 @@ class Decoder:
 
     @torch.inference_mode()
     def compact(self) -> None:
-        """Close the holes between occupied slots if they cost more than moving does."""
+        """Close the gaps between occupied slots if the gaps cost more than moving the slots."""
         if not self.deterministic and 0 < self.table.occupied * 4 <= self.table.rows * 3:
             self.table.move_down()
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests whose contexts are read together: of one fixed shape, or as many as PREFILL_TOKENS allows."""
+        """Yield requests whose contexts are read together.
+
+        They have one fixed shape, or as many tokens as PREFILL_TOKENS allows.
+        """
         if self.deterministic:
             by_length: dict[int, list[Request]] = {}
             for request in requests:
@@ -146,7 +162,10 @@ class Decoder:
         return plan_prefill(contexts, [r.slot for r in requests], self.cache.length, fixed)
 
     def _forward(self, rows: int, plan: PrefillPlan | None) -> torch.Tensor:
-        """Read `plan`'s contexts and feed the next token of the first `rows` slots: logits [rows, vocabulary]."""
+        """Read the contexts of `plan` and feed the next token of the first `rows` slots.
+
+        Returns logits [rows, vocabulary].
+        """
         ids, positions, flat = self.table.state[:3, :rows].unsqueeze(1).unbind(0)
         write_to, write_from, prefill = flat[0], None, None
         self.cache.mask.view(-1).index_fill_(0, write_to, 0.0)

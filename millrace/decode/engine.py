@@ -1,8 +1,9 @@
-"""The embedded rollout engine: continuous batching of a transformers causal model, in this process, without threads.
+"""The embedded rollout engine: continuous batching of a transformers causal model, without threads.
 
-Consumes calls of `generate`; one loop, an asyncio task that lives while there is work, draws a token for every occupied slot
-and then gives the event loop a turn. Everything else runs in those turns, so between two tokens by construction: interrupt,
-swap and cancellation need no flags and no locks.
+It handles calls of `generate` in this process. A single asyncio task runs while there is work. It
+draws one token for every occupied slot, and then yields to the event loop. All other code runs
+during these yields, so between two tokens. Interrupt, swap and cancellation therefore need no flags
+and no locks.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens,
 
 
 class TorchRolloutEngine:
-    """A RolloutEngine and a WeightHolder. `decode` (tokens to text) is needed for stop strings alone.
+    """A RolloutEngine and a WeightHolder. Only stop strings need `decode` (tokens to text).
 
-    `slots` requests decode together, the rest wait in order of arrival. A prompt and its response have `max_len` tokens at
-    most. `deterministic`: a request's bits do not depend on others, for shapes that are fixed and slower.
+    `slots` requests decode together. The others wait in order of arrival. A prompt and its response
+    have at most `max_len` tokens. With `deterministic`, the bits of a request are independent of
+    other requests, because shapes are fixed. That is slower.
     """
 
     def __init__(
@@ -69,7 +71,11 @@ class TorchRolloutEngine:
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        """See the port. Raises DataError if `tokens` leave no room in max_len, WorkerError if the engine cannot serve."""
+        """Generate a response, see the port.
+
+        Raises DataError if `tokens` leave no room in max_len, and WorkerError if the engine cannot
+        serve.
+        """
         if self._failure is not None:
             raise WorkerError(
                 f"the rollout engine's loop has failed: {self._failure!r}"
@@ -94,24 +100,28 @@ class TorchRolloutEngine:
             raise
 
     async def interrupt(self) -> None:
-        """End every interruptible request, running or queued; all of their calls have returned when this returns."""
+        """End every interruptible request, running or queued.
+
+        All of their calls have returned when this returns.
+        """
         ends = [r for r in self._table.running() if r.params.interruptible]
         queued = [r for r in self._queue if r.params.interruptible]
         self._queue = deque(r for r in self._queue if not r.params.interruptible)
         self._finish([(r, Stop.INTERRUPTED) for r in ends])
         for request in queued:
             _resolve(request, ())
-        # Callers were put in the event loop's line before this task, so after one turn they have run.
+        # The event loop queued the callers before this task. They have run after one yield.
         await asyncio.sleep(0)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by name, in the model's order; tied ones once."""
+        """Return the live parameters by name, in the model's order. Tied parameters appear once."""
         return dict(self._model.named_parameters())
 
     async def swap(self, version: PolicyVersion, staged: Mapping[str, torch.Tensor]) -> float:
-        """Copy `staged` over the live weights; tokens from now on are `version`'s. Returns the seconds without decoding.
+        """Copy `staged` over the live weights, and return the seconds without decoding.
 
-        Raises SyncError, with nothing copied, unless `staged` has exactly the live weights' names and shapes.
+        Later tokens belong to `version`. Raises SyncError, and copies nothing, unless `staged` has
+        exactly the names and shapes of the live weights.
         """
         start = perf_counter()
         live = self.weights()
@@ -127,7 +137,7 @@ class TorchRolloutEngine:
             self._decoder.read(running)
             self._prefill_tokens += sum(len(self._table.context(r)) for r in running)
         if any(tensor.is_cuda for tensor in live.values()):
-            torch.cuda.synchronize()  # for true seconds, and so that the caller may reuse `staged`
+            torch.cuda.synchronize()  # for correct seconds, and so the caller can reuse `staged`
         return perf_counter() - start
 
     async def stats(self) -> RolloutStats:
@@ -135,40 +145,43 @@ class TorchRolloutEngine:
         return RolloutStats(self._tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        """Free the KV cache; the weights stay where they are. Raises WorkerError if anything is running or queued."""
+        """Free the KV cache; the weights stay in place.
+
+        Raises WorkerError if a request is running or queued.
+        """
         pending = self._pending()
         if pending:
             raise WorkerError(
-                f"sleep() with {len(pending)} requests under way. Fix: drain or interrupt the engine first."
+                f"sleep() with {len(pending)} unfinished requests. "
+                "Fix: drain or interrupt the engine first."
             )
         self._asleep, self._allocated = True, False
         self._decoder.free()
 
     async def wake_weights(self) -> None:
-        """They never left."""
+        """Do nothing: sleep() keeps the weights in place."""
 
     async def wake(self) -> None:
         self._asleep = False
         self._allocate()
 
     async def close(self) -> None:
-        """Stop the loop; requests under way fail with WorkerError."""
+        """Stop the loop. Unfinished requests fail with WorkerError."""
         self._closed = True
         if self._loop_task is not None:
             self._loop_task.cancel()
-        self._fail(WorkerError("the rollout engine was closed with this request under way"))
+        self._fail(WorkerError("the rollout engine was closed before this request finished"))
         self._decoder.free()
         await asyncio.sleep(0)
 
     async def _run(self) -> None:
-        """Consumes the queue; waits for nothing but the event loop's turn; produces results. Ends when nothing is left."""
+        """Serve the queue until no request is left, yielding to the event loop after each token."""
         self._allocate()
         while self._queue or self._table.live.any():
             self._step()
             await asyncio.sleep(0)
-        self._loop_task = (
-            None  # here, not when the task is seen to be done: the next call must start another
-        )
+        # Reset before the task's callback runs: the next call must start a new task.
+        self._loop_task = None
 
     def _step(self) -> None:
         self._tick()
@@ -189,7 +202,7 @@ class TorchRolloutEngine:
                 self._decoder.compact()
 
     def _admit(self) -> list[Request]:
-        """The first of the queue, as many as there are slots and one prefill may read."""
+        """Take requests from the front of the queue, limited by free slots and by one prefill."""
         arrived: list[Request] = []
         room = self._slots - self._table.occupied if self._queue else 0
         longest = 0
@@ -201,7 +214,7 @@ class TorchRolloutEngine:
         return arrived
 
     def _finish(self, ended: Sequence[tuple[Request, Stop]]) -> None:
-        """Free the slots and hand out what was drawn."""
+        """Free the slots of ended requests and return their tokens to the callers."""
         self._tick()
         if not ended:
             return
@@ -210,10 +223,10 @@ class TorchRolloutEngine:
             _resolve(request, request.segments(tokens, log_probs, stop))
 
     def _completes_stop(self, request: Request) -> bool:
-        """Whether the token drawn last completes a stop string."""
+        """Return whether the latest token completes a stop string."""
         assert self._decode is not None
         stop = request.params.stop
-        # Only tokens of this response count, earlier calls' included.
+        # Only tokens of this response count, including those of earlier calls.
         own = self._table.drawn(request) + request.params.offset
         known = self._table.ids[request.slot, : self._table.position[request.slot] + 1]
         tail = tokens_of()
@@ -221,7 +234,7 @@ class TorchRolloutEngine:
         return completes_stop(tail, stop, self._decode)
 
     def _forget(self, request: Request) -> None:
-        """Whoever wanted `request` is gone: free its slot, or its place in the queue."""
+        """Remove a request that its caller cancelled, from its slot or from the queue."""
         if request.slot >= 0:
             self._tick()
             self._table.release([request])
@@ -232,7 +245,9 @@ class TorchRolloutEngine:
         return [*self._table.running(), *self._queue]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The loop has ended: idle, cancelled by close(), or with an exception that every caller must see."""
+        """Handle the end of the loop: idle, cancelled by close(), or an error that every caller
+        sees.
+        """
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = failure
             self._fail(failure)
@@ -249,7 +264,7 @@ class TorchRolloutEngine:
             self._allocated = True
 
     def _tick(self) -> None:
-        """Account for the time since the last change of who is seated."""
+        """Add the time since the last change of the seated requests to the busy time."""
         now = perf_counter()
         self._busy_slot_s += (now - self._busy_since) * self._table.occupied
         self._busy_since = now
@@ -264,12 +279,14 @@ def _check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.T
     missing, unknown = live.keys() - staged.keys(), staged.keys() - live.keys()
     if missing or unknown:
         raise SyncError(
-            f"staged weights are not the model's: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+            "staged weights are not the model's: "
+            f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
         )
     for name, tensor in live.items():
         if staged[name].shape != tensor.shape:
             raise SyncError(
-                f"staged {name} has shape {tuple(staged[name].shape)}, the model's has {tuple(tensor.shape)}"
+                f"staged {name} has shape {tuple(staged[name].shape)}, "
+                f"the model's has {tuple(tensor.shape)}"
             )
 
 

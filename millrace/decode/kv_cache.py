@@ -1,9 +1,11 @@
 """The KV cache of fixed decode slots, and the attention function that reads and writes it.
 
-A forward pass is one packed row of tokens [1, prefill + rows]: first the contexts of newly admitted requests, then one token for
-each decode row (row i is slot i). Linear layers see one matrix; only attention tells the parts apart. The function is registered
-with transformers under NAME, so every causal model on its attention interface works, with no Cache object: what a forward
-needs rides along as the keyword `slot_forward`. Without that keyword the function is plain `sdpa`.
+A forward pass is one packed row of tokens [1, prefill + rows]. The contexts of newly admitted
+requests come first, then one token for each decode row (row i is slot i). Linear layers see one
+matrix, and only attention separates the parts. The function is registered with transformers as
+NAME, so it works for every causal model on the attention interface. There is no Cache object. The
+keyword `slot_forward` passes the data of a forward pass. Without that keyword, the function is
+plain `sdpa`.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ def round_up(n: int, to: int) -> int:
 
 
 class SlotCache:
-    """K and V of every layer, [slots + 1, length, kv_heads, head_dim]; the last row takes what nobody will read.
+    """K and V of every layer, [slots + 1, length, kv_heads, head_dim].
 
-    Layers are allocated when they are first written: shapes come from the model's own tensors, not from its config.
+    The last row takes values that are never read. A layer is allocated at its first write: shapes
+    come from the model's tensors, not from its config.
     """
 
     def __init__(self, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,15 +42,17 @@ class SlotCache:
         self.max_len = max_len
         self.length = round_up(max_len, ALIGN)
         self.trash = slots * self.length
-        """Flat position (slot * length + position) of the row that nobody reads."""
+        """Flat position (slot * length + position) of the row that is never read."""
         self.dtype = dtype
         self.device = device
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.mask = torch.zeros(0)
-        """[slots + 1, length], 0 where a slot's queries may look, -inf elsewhere; in the model's dtype, as sdpa wants."""
+        """[slots + 1, length]: 0 where a slot's queries attend, -inf elsewhere. It has the model's
+        dtype, as sdpa requires.
+        """
 
     def allocate(self) -> None:
-        # Position 0 stays open for empty slots too: a row with nothing to look at would be NaN.
+        # Position 0 stays open for empty slots too: a row that attends to nothing would be NaN.
         self.mask = torch.zeros(self.slots + 1, self.length, dtype=self.dtype, device=self.device)
 
     def free(self) -> None:
@@ -57,20 +62,22 @@ class SlotCache:
     def layer(
         self, index: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's K and V; `key` and `value` [tokens, kv_heads, head_dim] give the shapes."""
-        held = self.layers.get(index)
-        if held is None:
+        """Return the layer's K and V. `key` and `value` [tokens, kv_heads, head_dim] give the
+        shapes.
+        """
+        pair = self.layers.get(index)
+        if pair is None:
             shape = (self.slots + 1, self.length)
-            # Zeros: what is masked is multiplied by 0, and 0 times a NaN of fresh memory is NaN.
-            held = (
+            # Zeros: masked values are multiplied by 0, and 0 times a NaN in fresh memory is NaN.
+            pair = (
                 key.new_zeros(*shape, *key.shape[1:]),
                 value.new_zeros(*shape, *value.shape[1:]),
             )
-            self.layers[index] = held
-        return held
+            self.layers[index] = pair
+        return pair
 
     def open(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Let `slots` (int64 [n]) look at their first `lengths` positions and no others."""
+        """Let `slots` (int64 [n]) attend to exactly their first `lengths` positions."""
         closed = torch.arange(self.length, device=self.device) >= lengths[:, None]
         rows = torch.zeros(closed.shape, dtype=self.dtype, device=self.device).masked_fill_(
             closed, float("-inf")
@@ -78,9 +85,11 @@ class SlotCache:
         self.mask.index_copy_(0, slots, rows)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `source` over slots `target` (int64 [n] each)."""
-        for held in self.layers.values():
-            for tensor in held:
+        """Copy the first `length` positions of slots `source` over slots `target` (int64
+        [n] each).
+        """
+        for pair in self.layers.values():
+            for tensor in pair:
                 front = tensor[:, :length]
                 front.index_copy_(0, target, front.index_select(0, source))
         self.mask.index_copy_(0, target, self.mask.index_select(0, source))
@@ -88,29 +97,33 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Prefill:
-    """The contexts at the front of a forward pass: packed, causal each within itself."""
+    """The contexts at the front of a forward pass: packed, each with its own causal attention."""
 
     prompts: int
     longest: int
     padded_from: torch.Tensor | None
-    """int64 [prompts * longest]: the packed token at each place of the padded batch; None if they are the same."""
+    """int64 [prompts * longest]: the packed token at each place of the padded batch. None if packed
+    and padded tokens are the same.
+    """
     packed_from: torch.Tensor | None
-    """int64 [tokens]: the way back."""
+    """int64 [tokens]: the inverse, the padded place of each packed token."""
 
 
 @dataclass(slots=True)
 class Forward:
-    """What attention needs to know of one forward pass."""
+    """The data of one forward pass that attention needs."""
 
     cache: SlotCache
     rows: int
-    """Decode rows, at the end of the pass; row i is slot i."""
+    """Decode rows at the end of the pass. Row i is slot i."""
     kv_length: int
-    """Positions that decode rows look at."""
+    """Number of positions that decode rows attend to."""
     write_to: torch.Tensor
     """int64 [writes]: flat cache positions."""
     write_from: torch.Tensor | None
-    """int64 [writes]: the token of the pass that goes there (siblings share a prompt's); None: each its own."""
+    """int64 [writes]: the token of the pass to write (siblings share a prompt's). None: token i
+    goes to write i.
+    """
     prefill: Prefill | None
 
 
@@ -126,9 +139,9 @@ def slot_attention(
     slot_forward: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write K and V ([1, kv_heads, tokens, head_dim]), attend with `query` [1, heads, tokens, head_dim].
+    """Write K and V ([1, kv_heads, tokens, head_dim]) and attend with `query`.
 
-    Returns [1, tokens, heads, head_dim].
+    `query` is [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim].
     """
     if slot_forward is None:
         kwargs["sliding_window"] = sliding_window
@@ -154,7 +167,10 @@ def slot_attention(
 def _prefill_attention(
     p: Prefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Causal attention within each context. Padded at the end, so the causal mask alone keeps padding out."""
+    """Compute causal attention within each context.
+
+    Padding is at the end, so the causal mask alone excludes it.
+    """
     if p.padded_from is not None:
         q, k, v = (t.index_select(0, p.padded_from) for t in (q, k, v))
     q, k, v = (t.view(p.prompts, p.longest, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
@@ -172,7 +188,10 @@ def _decode_attention(
     values: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """One query a row against its slot. The query heads of one KV head stand in for query positions: no KV is repeated."""
+    """Attend with one query for each row to its slot.
+
+    The query heads of one KV head act as query positions, so no KV is repeated.
+    """
     rows, length, kv_heads = forward.rows, forward.kv_length, keys.shape[2]
     out = F.scaled_dot_product_attention(
         q.reshape(rows, kv_heads, -1, q.shape[-1]),
@@ -193,8 +212,9 @@ def _refuse_unsupported(
         raise bad_value(
             "model.path",
             f"a model with a sliding window of {sliding_window}",
-            "the torch rollout engine attends to everything",
-            "rollout.max_prompt_length + rollout.max_response_length within the window, or another model",
+            "the torch rollout engine attends to all positions",
+            "rollout.max_prompt_length + rollout.max_response_length within the window, "
+            "or another model",
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -207,6 +227,6 @@ def _refuse_unsupported(
 
 
 def register() -> None:
-    """Make NAME known to transformers; masks of ordinary forward passes are those of sdpa."""
+    """Register NAME with transformers. Ordinary forward passes use the masks of sdpa."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -1,4 +1,4 @@
-"""Planning of prefills: which tokens are read, from where, and to which cache positions. Pure numpy."""
+"""Prefill plans: the tokens to read, their sources, and their cache positions. Pure numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Contexts to read into slots, each distinct one once: siblings of a sample share their prompt's K and V."""
+    """Contexts to read into slots. Equal contexts are read once: siblings share their prompt's K,
+    V.
+    """
 
     tokens: np.ndarray
     """int64 [tokens]: the distinct contexts, one after the other."""
@@ -23,7 +25,7 @@ class PrefillPlan:
     prompts: int
     longest: int
     padded_from: np.ndarray | None
-    """int64 [prompts * longest]: index into `tokens`; None if `tokens` is already that batch."""
+    """int64 [prompts * longest]: index into `tokens`. None if `tokens` is already that batch."""
     packed_from: np.ndarray | None
     """int64 [tokens]: index into the padded batch."""
 
@@ -34,9 +36,10 @@ def plan_prefill(
     slot_length: int,
     fixed: tuple[int, int] | None = None,
 ) -> PrefillPlan | None:
-    """The plan for `contexts` (int32 [length] each) into `slots`; None if all of them are empty.
+    """Plan the read of `contexts` (int32 [length] each) into `slots`, None if all are empty.
 
-    `fixed` = (prompts, longest) makes every plan that batch, filled up with zeros: the same shapes whatever it reads.
+    `fixed` = (prompts, longest) gives every plan the shape of that batch, filled with zeros. The
+    shapes then do not depend on the contexts.
     """
     first: dict[bytes, int] = {}
     chosen = np.array([first.setdefault(c.tobytes(), len(first)) for c in contexts])
@@ -57,7 +60,8 @@ def plan_prefill(
         padded[np.repeat(starts, lengths) + positions] = tokens
         tokens, positions = padded, np.tile(np.arange(longest), prompts)
     elif total != prompts * longest:
-        # Places past a context's end repeat some token of the pass: the causal mask hides them from the real ones.
+        # Places after a context's end repeat some token of the pass. The causal mask hides them
+        # from real tokens.
         padded_from = np.minimum(starts[:, None] + np.arange(longest), total - 1).ravel()
         packed_from = np.repeat(np.arange(prompts) * longest, lengths) + positions
     write_lengths = lengths[chosen]

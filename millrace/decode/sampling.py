@@ -1,7 +1,7 @@
-"""Drawing tokens: one random stream for each request, inverse CDF, exact log-probs.
+"""Token sampling: one random stream for each request, inverse CDF, exact log-probs.
 
-The uniform number of a token is a hash of (request seed, position in the response): it needs no state, so a resumed response
-goes on in its own stream, and who shares the batch cannot matter.
+The uniform number of a token is a hash of (request seed, position in the response). It needs no
+state. A resumed response continues its own stream, and other requests in the batch have no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MASK64 = (1 << 64) - 1
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), on uint64."""
+    """Apply the finaliser of splitmix64 to uint64.
+
+    (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.)
+    """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = z ^ (z >> np.uint64(31))
@@ -27,12 +30,14 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def stream_keys(seeds: Sequence[int]) -> np.ndarray:
-    """uint64 [n]: where each seed's stream starts. Mixed, because callers count seeds 0, 1, 2."""
+    """Return the start of each seed's stream, uint64 [n]. Mixed, because callers count 0, 1, 2."""
     return _mix(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [n] in [0, 1): the number at `positions` (int64 [n]) of each stream (uint64 [n])."""
+    """Return the number at `positions` (int64 [n]) of each stream (uint64 [n]),
+    float64 in [0, 1).
+    """
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # 52 bits, not 53: u * total must round to less than total, whatever total is.
     fractions: np.ndarray = (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -41,7 +46,9 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """Cuts of the distribution, by row: validation only, training must see the whole of it."""
+    """Cuts of the distribution, by row. For validation only: training needs the full
+    distribution.
+    """
 
     top_p: torch.Tensor
     """float32 [rows]; 1 keeps everything."""
@@ -49,7 +56,9 @@ class Nucleus:
     """int64 [rows]; the vocabulary's size keeps everything."""
 
     def apply(self, probs: torch.Tensor) -> torch.Tensor:
-        """`probs` [rows, vocabulary] with everything outside both cuts set to 0. The most likely token always stays."""
+        """Set `probs` [rows, vocabulary] outside of both cuts to 0. The most likely token always
+        stays.
+        """
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -66,11 +75,12 @@ def draw(
     greedy: torch.Tensor | None = None,
     nucleus: Nucleus | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each row: (int64 [rows], float32 [rows] log-probs of the full distribution at `temperature`).
+    """Draw one token for each row: (int64 [rows], float32 [rows] log-probs).
 
-    `logits` [rows, vocabulary] of any float dtype, `uniform` float64 [rows], `temperature` float32 [rows] (None: all 1),
-    `greedy` bool [rows] (None: none; its rows need temperature 1). The CDF is summed in float64: a drawn token has p > 0.
-    Raises MillraceError for logits that are not finite.
+    The log-probs are of the full distribution at `temperature`. `logits` are [rows, vocabulary] of
+    any float dtype. `uniform` is float64 [rows]. `temperature` is float32 [rows] (None: all 1).
+    `greedy` is bool [rows] (None: no row is greedy); greedy rows need temperature 1. The CDF is
+    summed in float64: a drawn token has p > 0. Raises MillraceError for logits that are not finite.
     """
     z = logits.float()
     if temperature is not None:
@@ -82,7 +92,8 @@ def draw(
     cdf = probs.cumsum(-1, dtype=torch.float64)
     if not torch.isfinite(cdf[:, -1]).all():
         raise MillraceError(
-            "the live weights give logits that are not finite. Fix: a lower actor.optim.lr, or model.dtype=float32"
+            "the live weights give logits that are not finite. "
+            "Fix: a lower actor.optim.lr, or model.dtype=float32"
         )
     target = (uniform * cdf[:, -1]).unsqueeze(-1)
     tokens = torch.searchsorted(cdf, target, right=True)

@@ -1,6 +1,7 @@
-"""The state of fixed decode slots, as vectors: on the device what the model reads, on the host what decides.
+"""The state of fixed decode slots as vectors.
 
-Nothing here knows the model or asyncio. Positions are absolute: the prompt's first token is at 0.
+The model reads vectors on the device, and decisions use vectors on the host. This module knows
+neither the model nor asyncio. Positions are absolute: the prompt's first token is at 0.
 """
 
 from __future__ import annotations
@@ -37,52 +38,57 @@ class Request:
     slot: int = -1
     """-1 while it waits."""
     bounds: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(number of its first token, version) for each version; one that drew nothing makes no segment."""
+    """(number of its first token, version) for each version. A version without tokens makes no
+    segment.
+    """
 
     def at_version(self, drawn: int, version: PolicyVersion) -> None:
-        """Tokens from number `drawn` on are drawn by `version`."""
+        """Record that `version` draws the tokens from number `drawn` on."""
         self.bounds.append((drawn, version))
 
     def segments(self, tokens: Tokens, log_probs: Floats, stop: Stop) -> tuple[Segment, ...]:
-        """What was drawn, cut where the version changed."""
+        """Return the drawn tokens as segments of one version each."""
         return cut_by_version(tokens, log_probs, self.bounds, stop)
 
 
 class SlotTable:
-    """Who sits where, and the vectors of their states."""
+    """The request in each slot, and the vectors of their states."""
 
     def __init__(self, slots: int, cache: SlotCache, eos_ids: Sequence[int]) -> None:
         self.slots = slots
         self.cache = cache
         self.eos_ids = eos_ids
         self.requests: list[Request | None] = [None] * slots
-        # Host mirrors, [slots]. position: of the token that is fed next, so position + 1 tokens are known.
+        # Host mirrors, [slots]. `position` is that of the next input token: position + 1 tokens
+        # are known.
         self.live = np.zeros(slots, dtype=bool)
         self.position = np.zeros(slots, dtype=np.int64)
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
         self.key = np.zeros(slots, dtype=np.uint64)
         self.shift = np.zeros(slots, dtype=np.int64)
-        """Position minus place in the random stream."""
+        """Position minus the place in the random stream."""
         self.temperature = np.ones(slots, dtype=np.float32)
         self.greedy = np.zeros(slots, dtype=bool)
         self.top_p = np.ones(slots, dtype=np.float32)
         self.top_k = np.zeros(slots, dtype=np.int64)
         self.eos = np.full((slots, max(len(eos_ids), 1)), -1, dtype=np.int64)
         self.ids = np.zeros((slots, cache.length), dtype=np.int32)
-        """Every known token of each slot, prompt included."""
+        """Every known token of each slot, including the prompt."""
         self._mirrors = (
-            self.live, self.position, self.prompt, self.limit, self.key, self.shift, self.temperature, self.greedy, self.top_p,
-            self.top_k, self.eos, self.ids,
+            self.live, self.position, self.prompt, self.limit, self.key, self.shift,
+            self.temperature, self.greedy, self.top_p, self.top_k, self.eos, self.ids,
         )  # fmt: skip
         self.with_stop: set[Request] = set()
-        """Running requests with stop strings: the only ones that cost Python work for each token."""
+        """Running requests with stop strings. Only these cost Python work for each token."""
         self.allocate()
 
     def allocate(self) -> None:
         cache = self.cache
         self.state = torch.zeros(4, self.slots, dtype=torch.int64, device=cache.device)
-        """Rows: token fed next, its position, its flat cache position, and 1 if the slot is occupied."""
+        """Rows: the next input token, its position, its flat cache position, and 1 for an occupied
+        slot.
+        """
         self.state[2] = cache.trash
         self.log_probs = torch.zeros(
             (self.slots + 1) * cache.length, dtype=torch.float32, device=cache.device
@@ -95,11 +101,11 @@ class SlotTable:
 
     @property
     def rows(self) -> int:
-        """Decode rows that cover every occupied slot."""
+        """Number of decode rows that cover every occupied slot."""
         return int(self.live.nonzero()[0][-1]) + 1 if self.live.any() else 0
 
     def free(self, limit: int) -> list[int]:
-        """The lowest empty slots, `limit` at most."""
+        """Return the lowest empty slots, at most `limit`."""
         return [int(slot) for slot in (~self.live).nonzero()[0][:limit]]
 
     def running(self) -> list[Request]:
@@ -112,7 +118,7 @@ class SlotTable:
         version: PolicyVersion,
         max_len: int,
     ) -> None:
-        """Seat `requests`; the next forward pass feeds their last token, once their contexts are in the cache."""
+        """Seat `requests`. After prefill, the next forward pass feeds their last token."""
         at = np.array(slots)
         for request, slot in zip(requests, slots, strict=True):
             request.slot = slot
@@ -149,22 +155,27 @@ class SlotTable:
         self.cache.open(index, self.to_device(position + 1))
 
     def advance(self, tokens: np.ndarray) -> list[tuple[Request, Stop]]:
-        """Note the tokens (int64 [rows]) that were drawn; who has ended by token or by length. The device has moved already."""
+        """Record the drawn tokens (int64 [rows]) and return the requests that ended.
+
+        A request ends by token or by length. The state on the device has already moved on.
+        """
         rows = len(tokens)
         live = self.live[:rows]
         self.position[:rows] += live
         self.ids[np.arange(rows), self.position[:rows]] = tokens
         at_eos = (tokens[:, None] == self.eos[:rows]).any(axis=1)
         ended = (at_eos | (self.position[:rows] + 1 >= self.limit[:rows])) & live
-        found = []
+        finished = []
         for slot in ended.nonzero()[0].tolist():
             request = self.requests[slot]
             assert request is not None
-            found.append((request, Stop.EOS if at_eos[slot] else Stop.LENGTH))
-        return found
+            finished.append((request, Stop.EOS if at_eos[slot] else Stop.LENGTH))
+        return finished
 
     def move_down(self) -> None:
-        """Move the highest occupied slots into the lowest holes, so that `rows` equals `occupied`."""
+        """Move the highest occupied slots into the lowest gaps, so that `rows` equals
+        `occupied`.
+        """
         count = self.occupied
         target = (~self.live[:count]).nonzero()[0]
         source = self.live[count:].nonzero()[0] + count
@@ -186,10 +197,10 @@ class SlotTable:
 
     @torch.inference_mode()
     def release(self, requests: Sequence[Request]) -> list[tuple[Tokens, Floats]]:
-        """Empty the slots of `requests`; what each of them drew."""
+        """Empty the slots of `requests` and return the tokens and log-probs of each."""
         at = np.array([r.slot for r in requests])
         index = self.to_device(at)
-        # One transfer for all of them: a row of log-probs is small, a round trip to a device is not.
+        # One transfer for all requests: a row of log-probs is small, a device round trip is slow.
         log_probs = self.log_probs.view(self.slots + 1, -1).index_select(0, index).cpu().numpy()
         drawn = []
         for i, request in enumerate(requests):
@@ -218,19 +229,22 @@ class SlotTable:
         )
 
     def drawn(self, request: Request) -> int:
-        """Tokens drawn so far."""
+        """Return the number of tokens drawn so far."""
         return int(self.position[request.slot] + 1 - self.prompt[request.slot])
 
     def context(self, request: Request) -> np.ndarray:
-        """int32: the tokens whose K and V the cache must hold: all known ones but the last."""
+        """Return the tokens whose K and V belong in the cache, int32: all known tokens but the
+        last.
+        """
         return self.ids[request.slot, : self.position[request.slot]]
 
     def nucleus(self, rows: int, vocabulary: int) -> Nucleus | None:
-        """The cuts of the first `rows` slots; None if nobody asks for one."""
+        """Return the cuts of the first `rows` slots, or None if no request has one."""
         top_p, top_k = self.top_p[:rows], self.top_k[:rows]
         if not (top_k.any() or (top_p < 1).any()):
             return None
-        # Rows without a cut must keep their last token too, whatever their probabilities' rounded sum: hence inf, not 1.
+        # Rows without a cut keep their last token too, whatever the rounded sum of probabilities:
+        # hence inf, not 1.
         return Nucleus(
             self.to_device(np.where(top_p == 1, np.float32(np.inf), top_p)),
             self.to_device(np.where(top_k == 0, vocabulary, top_k)),
@@ -241,7 +255,11 @@ class SlotTable:
 
 
 def round_length(length: int, most: int) -> int:
-    """A KV length that covers `length`: a multiple of 16, and of larger powers of two as it grows (few distinct shapes)."""
+    """Return a KV length of at least `length`, at most `most`.
+
+    It is a multiple of 16, and of larger powers of two for larger lengths. There are therefore few
+    distinct shapes.
+    """
     step = 16
     while step * 8 < length:
         step *= 2

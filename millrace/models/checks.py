@@ -1,7 +1,8 @@
-"""Models that cannot work, by what their config.json says: refused before anything starts.
+"""Models that cannot work, recognised by config.json and refused before anything starts.
 
-Measured with transformers 5.19: tiny models of every causal type, packed log-probs and decoding
-against the model's own forward pass. Engines check again what they can see themselves.
+Measured with transformers 5.19 on tiny models of every causal type. Packed log-probs and decoding
+were compared with the model's own forward pass. Engines repeat the checks that they can make on the
+loaded model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     ),
-    "its logits are scaled, capped or shifted, and are not hidden x lm_head^T alone": (
+    "its logits are scaled, capped or shifted, instead of plain hidden x lm_head^T": (
         *("cohere", "cohere2", "cohere2_moe", "ctrl", "gemma2", "gemma3n", "gemma3n_text"),
         *("minicpm3", "modernbert-decoder", "nanochat", "phi", "vaultgemma"),
     ),
@@ -29,7 +30,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "xglm",
     ),
     "its layers cannot be read apart from its head": ("llama4", "llama4_text"),
-    "it is no causal language model": (
+    "it is not a causal language model": (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot"),
         *("blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "marian"),
         *("mbart", "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet", "rembert"),
@@ -37,13 +38,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("xlm-roberta", "xlm-roberta-xl"),
     ),
 }
-"""Why, and the values of model_type."""
+"""The values of model_type, by the reason for the refusal."""
 
 VLLM_ALONE = ("diffllama", "hrm_text")
-"""Trains well, but the torch rollout engine draws from another distribution."""
+"""Models that train well, but that the torch rollout engine samples from a wrong distribution."""
 
 WITH_IMAGES = ("gemma3", "gemma4", "gemma4_unified")
-"""Models of text and images that transformers also loads as causal ones."""
+"""Models of text and images that transformers also loads as causal models."""
 
 LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys that change logits, unless they are null or 1."""
@@ -52,26 +53,28 @@ _FIX = "a causal model with standard attention, such as Qwen2, Qwen3, Llama or M
 
 
 def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | None:
-    """The error for a model that cannot work; None if nothing speaks against it."""
+    """Return the error for a model that cannot work, or None if no check fails."""
     kind = config.get("model_type")
     why = next((why for why, kinds in REFUSED.items() if kind in kinds), "")
     fix = _FIX
     if not why and config.get("is_encoder_decoder") is True:
-        why = "it is no causal language model"
+        why = "it is not a causal language model"
     inner = config.get("text_config")
     texts = [config, inner] if isinstance(inner, Mapping) else [config]
     if not why and (odd := [k for k in LOGITS if any(t.get(k) not in (None, 1.0) for t in texts)]):
-        why = f"its logits are not hidden x lm_head^T alone ({odd[0]})"
+        why = f"its logits are not plain hidden x lm_head^T ({odd[0]})"
     if not why and engine == "torch" and kind in VLLM_ALONE:
         why = "rollout.engine=torch does not compute its attention"
         fix = "rollout.engine=vllm"
     if not why and not _causal(config):
-        why = f"architectures = {config['architectures']} is no causal language model"
+        why = f"architectures = {config['architectures']} is not a causal language model"
     return bad_value("model.path", path, f"model_type {kind}: {why}", fix) if why else None
 
 
 def _causal(config: Mapping[str, Any]) -> bool:
-    """Whether transformers would load it as a causal model. Code in the folder may do as it likes."""
+    """Return whether transformers would load it as a causal model. Custom code in the folder
+    passes.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or "auto_map" in config:
         return True

@@ -1,4 +1,4 @@
-"""Which device an engine runs on, and how its process is set up for it."""
+"""The device of an engine, and the setup of its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from millrace.models.model import DTYPES
 
 
 def pick(kind: str) -> torch.device:
-    """Return the device of this process, by `trainer.device`: with auto its own GPU where there are GPUs, else the CPU."""
+    """Return the device of this process, by `trainer.device`.
+
+    auto means the process's own GPU if the machine has GPUs, else the CPU.
+    """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return (
@@ -24,8 +27,10 @@ def pick(kind: str) -> torch.device:
 
 
 def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerConfig) -> None:
-    """The default process group of a train engine's ranks; checkpoints need its CPU backend on GPUs too. The others wait in it while
-    the first loads a model or writes an export.
+    """Create the default process group of a train engine's ranks.
+
+    On GPUs, checkpoints also need its CPU backend. The other ranks wait in the group while the
+    first loads a model or writes an export.
     """
     backend = "gloo" if pick(trainer.device).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
@@ -39,7 +44,9 @@ def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerCo
 
 
 def prepare(trainer: TrainerConfig) -> None:
-    """Threads and determinism of this process. Once, before anything is built."""
+    """Set the threads and the determinism of this process. Call it once, before
+    anything is built.
+    """
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
     if trainer.deterministic:
@@ -48,7 +55,11 @@ def prepare(trainer: TrainerConfig) -> None:
 
 
 def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
-    """Multiplications and additions a second of one large matmul on random numbers, the best of several: a ceiling for training."""
+    """Return the operations per second of one large matmul: an upper bound for training.
+
+    Operations are multiplications and additions. The numbers are random, and the result is the best
+    of several measurements.
+    """
     device = pick(trainer.device)
     size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
     a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
@@ -67,7 +78,10 @@ def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
 
 
 def peak_memory(trainer: TrainerConfig) -> int:
-    """Most bytes that tensors took on this process's GPU so far; on a CPU, what the process took at its largest."""
+    """Return the peak memory in bytes.
+
+    On a GPU, this is the peak of this process's tensors. On a CPU, it is the peak of the process.
+    """
     device = pick(trainer.device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,6 +1,7 @@
-"""Models: shapes written as Hugging Face folders, weights from a folder, the hub, or a seed.
+"""Models: shapes written as Hugging Face folders, and weights from a folder, the hub or a seed.
 
-Rollout and train engines load through the same two functions, so that they start from the same bits without moving any.
+Rollout and train engines load with the same two functions. They start from the same bits without a
+transfer of weights.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def write_shape(
     max_position_embeddings: int = 32768,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> None:
-    """Write config.json (a Qwen2 of this shape) and generation_config.json into `folder`; no weights.
+    """Write config.json (a Qwen2 of this shape) and generation_config.json to `folder`, no weights.
 
-    `initializer_range` is 0.5 / sqrt(hidden_size): Qwen2's fixed 0.02 is far too small for narrow models to learn from.
+    `initializer_range` is 0.5 / sqrt(hidden_size). Qwen2's fixed 0.02 is too small for narrow
+    models to learn from.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     ids: dict[str, Any] = {
@@ -71,10 +73,11 @@ def load_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """The causal model in `folder` (or of a hub id), in eval mode: its weights, or seeded random ones if it has none.
+    """Load the causal model in `folder` (or of a hub id), in eval mode.
 
-    Random weights are drawn in float32 and then cast, so every dtype holds the same numbers: on a GPU if they take at most half of
-    its free memory, else on the CPU.
+    The weights are its own, or random ones from the seed if it has none. Random weights are drawn
+    in float32 and then cast, so every dtype starts from the same numbers. They are drawn on a GPU
+    if they take at most half of its free memory, else on the CPU.
     """
     path = Path(folder)
     model: Any  # transformers' stubs know neither eval() nor to()
@@ -103,12 +106,15 @@ def load_model(
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ids that end a response: the generation config's, else the model config's; empty if neither names one."""
+    """Return the ids that end a response: from the generation config, else from the model config.
+
+    The result is empty if neither names one.
+    """
     return _first_eos(model.generation_config, model.config)
 
 
 def folder_eos_ids(folder: str | Path, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """`eos_ids` of the model in `folder` (or of a hub id), without loading it."""
+    """Return `eos_ids` of the model in `folder` (or of a hub id), without loading its weights."""
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(str(folder))
@@ -130,7 +136,10 @@ def _has_weights(path: Path) -> bool:
 
 
 def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in `folder` (or of a hub id) on the meta device: names, shapes and float32, without memory."""
+    """Build the model in `folder` (or of a hub id) on the meta device.
+
+    It has names, shapes and float32, but uses no memory.
+    """
     with torch.device("meta"):
         return _from_config(folder, "sdpa", trust_remote_code).eval()
 
@@ -164,7 +173,9 @@ def _random_model(
 
 
 def fits(folder: str | Path, device: torch.device, *, trust_remote_code: bool = False) -> bool:
-    """Whether the model in float32 takes at most half of what is free of a GPU's memory. Never on a CPU."""
+    """Return whether the float32 model takes at most half of a GPU's free memory.
+    False on a CPU.
+    """
     if device.type == "cpu":
         return False
     model = empty_model(folder, trust_remote_code=trust_remote_code)

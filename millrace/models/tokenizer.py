@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder; without torch, for bad data is to be refused before torch is there."""
+"""The tokenizer of a model folder. Imports torch late, so bad data is refused without it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _GENERIC = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 def load_tokenizer(
     folder: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder` (or of a hub id).
+    """Load the tokenizer in `folder` (or of a hub id).
 
-    Where the folder names the generic class, its tokenizer.json is the whole truth: AutoTokenizer would take Qwen2's own class
-    beside a Qwen2 config.json, and with it Qwen2's rules of splitting words instead of the file's.
+    If the folder names the generic class, only its tokenizer.json counts. With a Qwen2 config.json
+    in the folder, AutoTokenizer would choose Qwen2's own class. That class splits words by Qwen2's
+    rules instead of the file's.
     """
-    named = Path(folder) / "tokenizer_config.json"
-    found: PreTrainedTokenizerBase
-    if named.is_file() and json.loads(named.read_bytes()).get("tokenizer_class") in _GENERIC:
+    config = Path(folder) / "tokenizer_config.json"
+    tokenizer: PreTrainedTokenizerBase
+    if config.is_file() and json.loads(config.read_bytes()).get("tokenizer_class") in _GENERIC:
         from transformers import PreTrainedTokenizerFast
 
-        found = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     else:
-        from transformers import AutoTokenizer  # with torch, and seconds of its own
+        from transformers import AutoTokenizer  # imports torch and takes seconds
 
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    return found
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    return tokenizer
 
 
 def text_of(folder: str | Path, trust_remote_code: bool) -> Callable[[Tokens], str]:
-    """Tokens to text, by the tokenizer in `folder`."""
+    """Return a function from tokens to text, with the tokenizer in `folder`."""
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
 
     def decode(tokens: Tokens) -> str:

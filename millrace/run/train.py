@@ -148,10 +148,10 @@ async def _train_to_end(
     start = clock()
     trained = await run_pipeline(rollouter, trainer)
     seconds = clock() - start
-    return await _settle(trained, trainer, record, stop, save_last=c.save_last), seconds
+    return await settle(trained, trainer, record, stop, save_last=c.save_last), seconds
 
 
-async def _settle(
+async def settle(
     trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
 ) -> bool:
     """Wait for the last validation and checkpoint of a run, `trained` or stopped.

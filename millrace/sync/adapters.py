@@ -1,5 +1,7 @@
-"""The receiving end of a policy with low-rank adapters: its base comes once, its adapters with every version, and what is staged is
-whole tensors again. So engines, proofs and vLLM's loaders know nothing of adapters.
+"""The receiving end of a policy with low-rank adapters.
+
+Its base comes once, and its adapters with every version. Whole tensors are staged again, so engines,
+proofs and vLLM's loaders know no adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Are the weights that an engine serves those that were sent, where it fused, split or padded them on loading?
+"""Proves that an engine serves the weights that were sent, where it fused, split or padded them.
 
 Sums of bits are the same for a tensor whole and in parts: q, k and v in one matrix, rows on two devices, rows of zeros at the
 end. So what is live is proven by sums, without knowing how it was laid out.

@@ -1,28 +1,25 @@
-"""A batch as training sees it: what each of its tokens was, is worth and is compared with. Made once, before its first step.
+"""The experience of a batch: log-probs, advantages and correction, made before the first step.
 
-Everything is [K], over the trained tokens of the batch, on the host and the same on every rank; so all that is counted,
-averaged, drawn or rejected over the batch is so over the whole of it.
+All tensors are [K], over the trained tokens of the batch, on the host, and the same on every rank.
+Counts, means, draws and rejections over the batch therefore cover the whole batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms.advantages import equal_groups
 from millrace.algorithms.correction import Correction, correct
 from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
-from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.ragged import sequence_sums
-from millrace.train.arrived import Arrived
-from millrace.train.fsdp.lora import StartPolicy
-from millrace.train.fsdp.trainable import Trainable
+from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions
-from millrace.train.packing import Rows
+from millrace.train.rows import BatchArrays, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,59 +32,92 @@ class Experience:
     ids: Tensor
     """[K] int64 trajectory of each token."""
     ages: Tensor
-    """[K] int64 versions between the one that drew the token and the live one."""
+    """[K] int64 number of versions between the token's own and the live one."""
     include: Tensor
-    """[K] bool: not left out by overlong_filtering or max_token_age."""
+    """[K] bool: left out neither by overlong_filtering nor by max_token_age."""
     rollout: Tensor
     """[K] log-probs of the policy that drew each token."""
     arrival: Tensor | None
-    """[K] of the policy as it was when the batch arrived, where something asks for it."""
+    """[K] log-probs of the policy at the batch's arrival; None if nothing needs them."""
     old: Tensor | None
-    """[K] what the loss takes ratios against. None: what `PolicyLoss` makes of the current ones."""
+    """[K] log-probs that the loss takes ratios against.
+
+    None: `PolicyLoss` derives them from the current log-probs.
+    """
     reference: Tensor | None
-    """[K] of the frozen reference policy."""
+    """[K] log-probs of the frozen reference policy."""
     advantages: Tensor
     """[K] float64."""
     values: Tensor | None
-    """[K] the critic's, at the batch's arrival."""
+    """[K] values of the critic at the batch's arrival."""
     returns: Tensor | None
-    """[K] its targets."""
+    """[K] targets of the critic."""
     correction: Correction | None
-    """Of the whole batch, where the proximal policy is known at its arrival."""
+    """Correction of the whole batch, if the proximal policy is known at its arrival."""
     zero_variance_share: float
     """Share of samples whose rewards are all equal."""
     kl_to_reference: float
     """Mean of the KL in the rewards, before its coefficient."""
+    kl_coef: float
+    """The coefficient of the KL in the rewards."""
 
     @property
     def num_samples(self) -> int:
         return len(self.rows.first_row) - 1
 
-    def interpolated(self, current: Tensor) -> Tensor:
-        """Return the interpolated proximal log-probs [K], from the current ones and each token's age."""
-        return interpolate(self.rollout, current, -self.ages, 0)
+
+class Forward(Protocol):
+    """A model without its gradients: a critic or a reference."""
+
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float
+    ) -> list[Tensor]:
+        """Return the outputs for the trained tokens of the rows `members`, each [K] float64."""
+        ...
+
+
+class Policy(Protocol):
+    """The policy under training, as the value of a batch needs it."""
+
+    steps: int
+    """Optimizer steps so far."""
+
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+    ) -> list[Tensor]:
+        """Return log-probs and entropies, and with `squares` the sums of squared probabilities."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The policy, and what else takes part."""
+    """The models that take part in a step."""
 
-    policy: Trainable
-    critic: Trainable | None
-    reference: Trainable | StartPolicy | None
+    policy: Policy
+    critic: Forward | None
+    reference: Forward | None
 
 
 def make_experience(
-    batch: Arrived, models: Models, options: StepOptions, kl_coef: float
+    batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
-    """Return all that is known before the first step. Up to one forward pass each of policy, critic and reference."""
+    """Return all that is known before the first step.
+
+    Takes at most one forward pass each of the policy, the critic and the reference.
+    """
     plan, rows = options.correction, batch.rows
-    judged = _unfiltered(batch, options)
-    include = judged & _young(batch.ages, plan.max_token_age)
+    include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
     arrival, squares = _arrival(models.policy, rows, options)
-    correction = None
+    correction = in_baselines = None
     if arrival is not None and plan.place is Place.ARRIVAL:
         correction = correct(arrival, batch.rollout, batch.lengths, plan.options, include=include)
+        if plan.before_baseline:
+            # Only a sequence that is rejected whole leaves the baselines. A filtered one stays.
+            kept, unfiltered = (
+                sequence_sums(flags.double(), batch.ids, len(batch.lengths))
+                for flags in (correction.keep, batch.unfiltered)
+            )
+            in_baselines = (kept > 0) | (unfiltered == 0)
     old = batch.rollout if plan.proximal is Proximal.ROLLOUT else arrival
     reference, values = (
         None if model is None else model.tokens(rows, temperature=options.temperature)[0]
@@ -109,10 +139,9 @@ def make_experience(
         log_probs=arrival,
         sum_pi_squared=squares,
         weights=None if correction is None else correction.weights,
-        keep=_in_baselines(correction, judged, batch) if plan.before_baseline else None,
+        keep=in_baselines,
     )
-    found = estimate(options.algorithm.adv_estimator, outcomes, options.advantages)
-    equal = equal_groups(batch.scores, batch.groups)
+    advantages = estimate(options.algorithm.adv_estimator, outcomes, options.advantages)
     return Experience(
         rows=rows,
         lengths=batch.lengths,
@@ -123,22 +152,26 @@ def make_experience(
         arrival=arrival,
         old=old,
         reference=reference,
-        advantages=found.tokens,
+        advantages=advantages.tokens,
         values=values,
-        returns=found.returns,
+        returns=advantages.returns,
         correction=correction,
-        zero_variance_share=equal.double().mean().item() if len(equal) else 0.0,
+        zero_variance_share=batch.equal_share,
         kl_to_reference=kl.mean().item() if kl is not None and len(kl) else 0.0,
+        kl_coef=kl_coef,
     )
 
 
 def _arrival(
-    policy: Trainable, rows: Rows, options: StepOptions
+    policy: Policy, rows: Rows, options: StepOptions
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Log-probs and sums of squared probabilities at the batch's arrival, where something asks for them."""
+    """Return log-probs and sums of squared probabilities at the batch's arrival, each [K] or None.
+
+    None: nothing in the options needs the values, and no forward pass is made.
+    """
     plan, actor = options.correction, options.actor
     squares = options.algorithm.adv_estimator == "optimal_token_baseline"
-    # In the only step on a batch, the policy under training is that of the arrival.
+    # A single step on a batch trains the policy of its arrival.
     one_step = actor.ppo_epochs == 1 and len(rows.first_row) - 1 <= actor.ppo_mini_batch_size
     recomputed = plan.proximal is Proximal.RECOMPUTED and (
         plan.active or options.algorithm.use_kl_in_reward or not one_step
@@ -149,23 +182,6 @@ def _arrival(
     return log_probs, rest[0] if squares else None
 
 
-def _in_baselines(correction: Correction | None, judged: Tensor, batch: Arrived) -> Tensor | None:
-    """[N] bool: not rejected whole."""
-    if correction is None:
-        return None
-    kept, asked = (
-        sequence_sums(at.double(), batch.ids, len(batch.lengths))
-        for at in (correction.keep, judged)
-    )
-    return (kept > 0) | (asked == 0)
-
-
-def _unfiltered(batch: Arrived, options: StepOptions) -> Tensor:
-    """[K] bool: not left out by overlong_filtering. What that leaves out was not rejected: it counts in baselines."""
-    if not options.algorithm.overlong_filtering:
-        return torch.ones_like(batch.ids, dtype=torch.bool)
-    return ~batch.truncated[batch.ids]
-
-
 def _young(ages: Tensor, limit: int | None) -> Tensor:
+    """Return [K] bool: ages up to `limit`; all, if there is no limit."""
     return torch.ones_like(ages, dtype=torch.bool) if limit is None else ages <= limit

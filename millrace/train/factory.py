@@ -1,4 +1,4 @@
-"""Train engines by configuration: the one place that knows which there are."""
+"""The factory of train engines: the one module that names them."""
 
 from __future__ import annotations
 

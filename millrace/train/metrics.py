@@ -1,37 +1,160 @@
-"""The metrics of a batch under training: each is named and documented here, where it is made."""
+"""The sums of a batch's optimizer steps, and the metrics that are made of them.
+
+Each metric is documented here, in the function that makes it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from millrace.algorithms.by_age import by_age
 from millrace.algorithms.correction import correct, drift
 from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.kl import k3
+from millrace.algorithms.losses import interpolate, log_ratio
+from millrace.algorithms.ragged import sequence_sums
 from millrace.train.experience import Experience
-from millrace.train.meter import Meter
 from millrace.train.options import StepOptions
+from millrace.train.packing import MicroBatch
 
 MAX_AGE_BINS = 8
-"""Ages that have metrics of their own; older tokens share the last bin."""
+"""Number of ages with metrics of their own. Older tokens share the last bin."""
 
 
-def policy_metrics(
+class Meter:
+    """The sums of one model's optimizer steps on a batch.
+
+    Sums stay tensors until the end of a step, so the host waits for a GPU once in each step.
+    `names` are the sums that each micro-batch reports, in order. The first one is the loss.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.sums = dict.fromkeys(names, 0.0)
+        """Global sums of all finite steps."""
+        self.finite = 0
+        self.nonfinite = 0
+        """Optimizer steps skipped because the loss or the gradient was not finite."""
+        self.empty = 0
+        """Optimizer steps skipped because there was no token to train."""
+        self._norm = self._lr = 0.0
+        self._pending: list[Tensor] = []
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._step_seen: list[tuple[Tensor, Tensor]] = []
+        self._cells = self._padded_cells = 0
+
+    @property
+    def steps(self) -> int:
+        return self.finite + self.nonfinite + self.empty
+
+    def add(self, sums: Tensor, output: Tensor, micro: MicroBatch) -> None:
+        """Add one micro-batch of this rank: its sums [S] and the module's first output [M]."""
+        self._pending.append(sums)
+        self._step_seen.append((micro.source, output))
+        self._cells += micro.layout.num_cells
+        self._padded_cells += micro.layout.num_padded_cells
+
+    def take(self) -> Tensor:
+        """Return this rank's sums [S] float64 of the step so far, and reset them."""
+        sums = torch.stack(self._pending).sum(0)
+        self._pending = []
+        return sums
+
+    def finish(self, sums: list[float], norm: float, lr: float, *, first_pass: bool) -> None:
+        """Record an optimizer step that was taken, with its global sums."""
+        self.finite += 1
+        self._norm += norm
+        self._lr += lr
+        for name, value in zip(self.sums, sums, strict=True):
+            self.sums[name] += value
+        if first_pass:
+            self._seen += self._step_seen
+        self._step_seen = []
+
+    def skip_nonfinite(self) -> None:
+        self.nonfinite += 1
+        self._step_seen = []
+
+    def outputs(self, num_tokens: int) -> Tensor:
+        """Return this rank's outputs and cells, [2, K + 2] float64, to be summed over ranks.
+
+        Row 0: the module's output for each token in the finite steps of the first pass.
+        Row 1: 1 for each token of those steps, else 0.
+        The last two columns of row 0 are `cells`.
+        """
+        flat = torch.zeros(2, num_tokens + 2, dtype=torch.float64)
+        for source, output in self._seen:
+            flat[0, source], flat[1, source] = output.double().cpu(), 1.0
+        flat[0, -2:] = self.cells()
+        return flat
+
+    def cells(self) -> Tensor:
+        """Return [cells, padded cells] of this rank's attention batches, float64."""
+        return torch.tensor([self._cells, self._padded_cells], dtype=torch.float64)
+
+    def step_means(self, prefix: str) -> dict[str, float]:
+        """Return the means of gradient norm and learning rate over the finite steps."""
+        n = max(self.finite, 1)
+        return {f"{prefix}grad_norm": self._norm / n, f"{prefix}lr": self._lr / n}
+
+
+def batch_metrics(
+    data: Experience,
+    policy: Meter,
+    critic: Meter | None,
+    corrections: list[dict[str, float]],
+    options: StepOptions,
+    *,
+    same_weights: Tensor | None,
+    sum_ranks: Callable[[Tensor], Tensor],
+) -> dict[str, float]:
+    """Return the metrics of a batch after its last optimizer step, the same on every rank.
+
+    corrections   metrics of each mini-batch's own correction
+    same_weights  [K] bool: tokens of the first mini-batch if no step was taken since the last sync,
+                  else None
+    sum_ranks     adds up a float64 tensor of every rank; it may return another device's tensor
+
+    With algorithm.use_kl_in_reward there are also:
+    actor/reward_kl_penalty        mean KL in the rewards of this batch, before its coefficient
+    actor/reward_kl_penalty_coeff  the coefficient of this batch
+    """
+    output = sum_ranks(policy.outputs(len(data.rollout))).cpu()
+    own = _policy_metrics(policy, data, corrections, options)
+    if critic is not None:
+        own |= _critic_metrics(critic, data)
+    # A correction of the batch or of its mini-batches replaces the drift of the whole.
+    metrics = _sampler_metrics(output, data, options, same_weights=same_weights) | own
+    if options.algorithm.use_kl_in_reward:
+        metrics |= {
+            "actor/reward_kl_penalty": data.kl_to_reference,
+            "actor/reward_kl_penalty_coeff": data.kl_coef,
+        }
+    return metrics
+
+
+def _policy_metrics(
     meter: Meter, data: Experience, corrections: list[dict[str, float]], options: StepOptions
 ) -> dict[str, float]:
-    """Of all optimizer steps of the batch together; means of tokens are over trained ones. Without a step there is no actor/*.
+    """Return the metrics of all optimizer steps of the batch together.
 
-    actor/pg_loss               aggregated policy loss, without KL and entropy bonus; mean over optimizer steps
-    actor/kl_loss               aggregated KL to the reference before its coefficient, with use_kl_loss; the same mean
+    Means of tokens are over trained tokens. Without a finite step there is no actor/*.
+
+    actor/pg_loss               policy loss without KL and entropy bonus; mean over steps
+    actor/kl_loss               aggregated KL to the reference, with use_kl_loss; mean over steps
     actor/entropy               entropy of the policy at the sampling temperature, nats
     actor/pg_clipfrac           share of tokens whose loss a bound of the loss mode changed
-    actor/pg_clipfrac_lower     share whose loss the bound on large ratios changed (dual clip; dppo's cap)
+    actor/pg_clipfrac_lower     share of tokens whose loss the bound on large ratios changed
     actor/ppo_kl                old log-prob - current log-prob
     actor/grad_norm             2-norm of the gradient before clipping; mean over optimizer steps
     actor/lr                    learning rate; mean over optimizer steps
     train/zero_advantage_share  share of samples whose rewards are all equal
-    train/trained_token_share   share of the batch's tokens that were trained in a pass: 1 unless some are rejected or filtered
-    rollout_corr/...            `algorithms.correction.correct`, where the correction is made for the batch or mini-batches (means)
+    train/trained_token_share   share of the batch's tokens trained in a pass
+    rollout_corr/...            `correct`, of the batch, or the mean over mini-batches
+
+    actor/kl_loss is before its coefficient. The bound on large ratios is the dual clip, or dppo's
+    cap. train/trained_token_share is 1 unless some tokens are rejected or filtered.
     """
     n, steps = max(meter.sums["tokens"], 1.0), max(meter.finite, 1)
     metrics = {
@@ -51,41 +174,54 @@ def policy_metrics(
         metrics |= (
             {"actor/kl_loss": meter.sums["kl_loss"] / steps} if options.actor.use_kl_loss else {}
         )
-    told = (
-        [found for found in corrections if found]
+    parts = (
+        [part for part in corrections if part]
         if data.correction is None
         else [data.correction.metrics]
     )
-    for name in told[0] if told else ():
-        metrics[name] = sum(found[name] for found in told) / len(told)
+    for name in parts[0] if parts else ():
+        metrics[name] = sum(part[name] for part in parts) / len(parts)
     return metrics
 
 
-def sampler_metrics(
-    seen: Tensor, data: Experience, options: StepOptions, *, same_weights: Tensor | None
+def _sampler_metrics(
+    output: Tensor, data: Experience, options: StepOptions, *, same_weights: Tensor | None
 ) -> dict[str, float]:
-    """How far the policy under training is from the one that drew the tokens, in the first pass over the batch; without a step
-    in it there is train/pad_share alone.
+    """Return how far the policy under training is from the one that drew the tokens.
 
-    `seen` is Meter.seen of all ranks; `same_weights` [K] bool are the tokens of the first mini-batch if no step was taken since
-    the last sync, else None.
+    The metrics are of the first pass over the batch. Without a step in that pass there is
+    train/pad_share alone. `output` is Meter.outputs, summed over ranks. `same_weights` is that of
+    `batch_metrics`.
 
-    actor/kl_to_sampler               mean of rollout log-prob - current log-prob: KL(sampler || policy), k1
-    actor/k3_to_sampler               the same by k3: never negative, less noise
+    actor/kl_to_sampler               KL(sampler || policy) by k1
+    actor/k3_to_sampler               the same by k3
     actor/rollout_probs_diff_mean     mean of |p_rollout - p_current|
     actor/rollout_probs_diff_max      its maximum
-    actor/log_prob_gap_same_version   mean of |rollout log-prob - current log-prob| over tokens that the live version drew, before
-                                      any step: the engines' disagreement on the same weights. Missing if there are none
+    actor/log_prob_gap_same_version   mean gap of the engines on the same weights
     train/pad_share                   padding in the attention's batches, as a share of them
-    staleness/...                     `algorithms.by_age.by_age`
-    rollout_corr/...                  `algorithms.correction`: drift, with a correction; all of `correct`, where it is made in passing
+    staleness/...                     `by_age`
+    rollout_corr/...                  `drift`, or all of `correct` for a correction in passing
+
+    k1 is the mean of rollout log-prob - current log-prob. k3 is never negative, and has less noise.
+    log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
+    tokens that the live version drew, before any step; it is missing if there are none.
     """
-    at = (seen[1, :-2] > 0) & data.include
-    current, rollout = seen[0, :-2], data.rollout
-    delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
-    metrics = {"train/pad_share": pad_share(seen[0, -2:])}
-    if not len(delta):
+    at = (output[1, :-2] > 0) & data.include
+    current, rollout = output[0, :-2], data.rollout
+    metrics = {"train/pad_share": pad_share(output[0, -2:])}
+    if not bool(at.any()):
         return metrics
+    bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
+    metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
+    plan = options.correction
+    if plan.place is Place.PASSING:
+        numerator = current
+        if plan.proximal is Proximal.INTERPOLATED:
+            numerator = interpolate(rollout, current, -data.ages, 0)
+        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
+    elif plan.active and data.correction is None:
+        metrics |= drift(current, rollout, data.lengths, at)
+    delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
     metrics |= {
         "actor/kl_to_sampler": delta.mean().item(),
         "actor/k3_to_sampler": k3(rollout[at], current[at]).mean().item(),
@@ -95,26 +231,77 @@ def sampler_metrics(
     if same_weights is not None:
         gap = (rollout - current)[at & same_weights & (data.ages == 0)].abs()
         metrics |= {"actor/log_prob_gap_same_version": gap.mean().item()} if len(gap) else {}
-    bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
-    metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
-    plan = options.correction
-    if plan.place is Place.PASSING:
-        interpolated = plan.proximal is Proximal.INTERPOLATED
-        numerator = data.interpolated(current) if interpolated else current
-        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
-    elif plan.active and data.correction is None:
-        metrics |= drift(current, rollout, data.lengths, at)
     return metrics
 
 
-def critic_metrics(meter: Meter, data: Experience) -> dict[str, float]:
-    """Of the critic, with adv_estimator=gae.
+def by_age(
+    log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
+) -> dict[str, float]:
+    """Return metrics of the tokens of each age: 0 to max_age - 1, and `{max_age}+` for the rest.
+
+    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. ages [T] integers, at least 0:
+    number of versions between the token's own and the live one. With l = log_probs_a - log_probs_b
+    clamped to +-20 and w = e^l:
+    staleness/token_share/AGE  share of all tokens that have this age
+    staleness/log_ratio/AGE    mean of l
+    staleness/ess/AGE          (sum w)^2 / (n sum w^2): effective share of the n tokens
+    staleness/token_mean, staleness/token_max   age of the tokens
+
+    The effective share is 1 if all ratios are equal. The name of the last bin does not depend on
+    the ages, so it is one curve of a run. An age without tokens has a share of 0 and nothing else.
+    No tokens at all give a mean and a max of 0. A token whose log-ratio is not finite counts in the
+    share alone. If an age has only such tokens, its log_ratio and ess are 0. Computed in float64.
+
+    Raises ValueError if shapes differ, or if max_age or an age is under 0.
+    """
+    if log_probs_a.ndim != 1 or not log_probs_a.shape == log_probs_b.shape == ages.shape:
+        shapes = [tuple(x.shape) for x in (log_probs_a, log_probs_b, ages)]
+        raise ValueError(f"log-probs and ages must all be [T], got {shapes}")
+    if max_age < 0 or bool((ages < 0).any()):
+        raise ValueError(f"max_age, {max_age}, and every age must be at least 0")
+    if not len(ages):
+        return {"staleness/token_mean": 0.0, "staleness/token_max": 0.0}
+    metrics = {
+        "staleness/token_mean": ages.double().mean().item(),
+        "staleness/token_max": float(ages.max()),
+    }
+    for age, (tokens, count, total, weight, squares) in enumerate(
+        _sums(log_probs_a, log_probs_b, ages, max_age)
+    ):
+        name = f"{age}+" if age == max_age else str(age)
+        metrics[f"staleness/token_share/{name}"] = tokens / len(ages)
+        if tokens:
+            metrics[f"staleness/log_ratio/{name}"] = total / max(count, 1)
+            metrics[f"staleness/ess/{name}"] = weight**2 / (count * squares) if count else 0.0
+    return metrics
+
+
+def _sums(
+    log_probs_a: Tensor, log_probs_b: Tensor, ages: Tensor, max_age: int
+) -> list[list[float]]:
+    """Return for each bin: tokens, tokens with a finite log-ratio, and sums of l, w and w^2."""
+    delta = log_probs_a.detach().double() - log_probs_b.detach().double()
+    finite = delta.isfinite()
+    logs = torch.where(finite, log_ratio(delta, torch.zeros_like(delta)), 0.0)
+    weights = torch.where(finite, logs.exp(), 0.0)
+    bins = ages.clamp(max=max_age).long()
+    columns = (torch.ones_like(delta), finite.double(), logs, weights, weights.square())
+    sums: list[list[float]] = torch.stack(
+        [sequence_sums(x, bins, max_age + 1) for x in columns], 1
+    ).tolist()
+    return sums
+
+
+def _critic_metrics(meter: Meter, data: Experience) -> dict[str, float]:
+    """Return the metrics of the critic, with adv_estimator=gae.
 
     critic/vf_loss             aggregated value loss; mean over optimizer steps
     critic/vf_clipfrac         share of tokens whose value loss is the clipped one
-    critic/explained_variance  1 - Var(return - value) / Var(return) of the batch, before its steps; 1 is a perfect critic
+    critic/explained_variance  1 - Var(return - value) / Var(return), before the batch's steps
     critic/values, /returns    their means
     critic/grad_norm, /lr      as the actor's
+
+    An explained variance of 1 is a perfect critic.
     """
     assert data.values is not None and data.returns is not None
     error, returns = data.returns - data.values, data.returns
@@ -130,6 +317,6 @@ def critic_metrics(meter: Meter, data: Experience) -> dict[str, float]:
 
 
 def pad_share(cells: Tensor) -> float:
-    """Of [cells, padded cells]."""
+    """Return the share of padding, from [cells, padded cells]."""
     own, padded = cells.tolist()
     return (padded - own) / max(padded, 1.0)

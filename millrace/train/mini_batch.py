@@ -1,31 +1,41 @@
-"""What one optimizer step trains on, settled for the whole mini-batch before any micro-batch of it is computed.
+"""The data of one optimizer step, settled for the whole mini-batch before its first micro-batch.
 
-Rejection, denominators and choices over the mini-batch are the same on every rank and however it is cut.
+Rejection, denominators and choices over the mini-batch are the same on every rank. They do not
+depend on how the mini-batch is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place, Proximal
-from millrace.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
-from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.losses import (
+    clip_cov_tokens,
+    clipped_surrogate,
+    interpolate,
+    kl_cov_tokens,
+    log_ratio,
+    token_weights,
+)
 from millrace.algorithms.modes import SELECTS
 from millrace.algorithms.ragged import sequence_sums
-from millrace.train.experience import Experience
+from millrace.train.experience import Experience, Policy
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """Host tensors [K] over the trained tokens of the whole batch; of meaning for the rows `members` alone."""
+    """Host tensors [K] over the trained tokens of the whole batch.
+
+    Only the values of the rows `members` have a meaning.
+    """
 
     members: Ints
     """Rows of this mini-batch."""
@@ -34,37 +44,54 @@ class MiniBatch:
     factors: Tensor
     """[K] float64: factor of each token's loss in the aggregate, 0 where not trained."""
     weights: Tensor | None
-    """[K] importance weights, where they are known before the step."""
+    """[K] importance weights, if they are known before the step."""
     selected: Tensor | None
-    """[K] bool: chosen by covariance, for the losses that need it."""
+    """[K] bool: tokens chosen by covariance, for the losses that need them."""
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     metrics: dict[str, float]
-    """Of the correction, where it is this mini-batch's own."""
+    """Metrics of the correction, if this mini-batch has its own; else empty."""
+
+
+def mini_batches(data: Experience, num_samples: int) -> list[Ints]:
+    """Return the rows of each mini-batch of `num_samples` samples; the last may be short."""
+    first_row = data.rows.first_row
+    edges = [*range(0, data.num_samples, num_samples), data.num_samples]
+    return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
 
 
 def settle(
-    data: Experience,
-    members: Ints,
-    options: StepOptions,
-    *,
-    current: Callable[[], Tensor],
-    generator: torch.Generator,
+    data: Experience, members: Ints, policy: Policy, options: StepOptions, *, untouched: bool
 ) -> MiniBatch:
-    """`current` gives the log-probs [K] of the policy as it is now; a forward pass, so it is called only where needed."""
+    """Settle what the next optimizer step trains on, from the rows `members`.
+
+    `untouched`: the policy's weights are those of the batch's arrival. Otherwise this takes a
+    forward pass, where a correction or a choice of tokens needs the current log-probs.
+    """
     plan, selects = options.correction, options.actor.policy_loss.loss_mode in SELECTS
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
     row[torch.from_numpy(members)] = True
     mask = data.include & row[data.ids]
-    now = current() if selects or plan.place is Place.MINI_BATCH else None
-    found, metrics = data.correction, dict[str, float]()
+    now = None
+    if selects or plan.place is Place.MINI_BATCH:
+        now = data.arrival if untouched else None
+        if now is None:
+            now = policy.tokens(data.rows, members, temperature=options.temperature)[0]
+    interpolated = None
+    if now is not None and plan.proximal is Proximal.INTERPOLATED:
+        interpolated = interpolate(data.rollout, now, -data.ages, 0)
+    correction, metrics = data.correction, dict[str, float]()
     if now is not None and plan.place is Place.MINI_BATCH:
-        proximal = data.interpolated(now) if plan.proximal is Proximal.INTERPOLATED else now
-        found = correct(proximal, data.rollout, data.lengths, plan.options, include=mask)
-        metrics = found.metrics
-    if found is not None:
-        mask = mask & found.keep
-    selected = _select(data, now, mask, options, generator) if selects and now is not None else None
+        proximal = now if interpolated is None else interpolated
+        correction = correct(proximal, data.rollout, data.lengths, plan.options, include=mask)
+        metrics = correction.metrics
+    if correction is not None:
+        mask = mask & correction.keep
+    selected = None
+    if selects and now is not None:
+        old = interpolated if data.old is None else data.old
+        generator = torch.Generator().manual_seed(options.seed + policy.steps)
+        selected = _select(now, old, data.advantages, mask, options, generator)
     kept = sequence_sums(mask.double(), data.ids, len(data.lengths))
     tokens = int(mask.sum())
     factors = token_weights(
@@ -76,33 +103,31 @@ def settle(
         scale=options.loss_scale,
         dtype=kept.dtype,
     )
-    weights = found.weights if found is not None and plan.weighs else None
+    weights = correction.weights if correction is not None and plan.weighs else None
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
 
 
 def _select(
-    data: Experience, now: Tensor, mask: Tensor, options: StepOptions, generator: torch.Generator
+    now: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    options: StepOptions,
+    generator: torch.Generator,
 ) -> Tensor:
-    """The tokens that covariance chooses, [K] bool."""
+    """Return the tokens that covariance chooses, [K] bool."""
     actor, loss = options.actor, options.actor.policy_loss
     if loss.loss_mode == "kl_cov":
-        return kl_cov_tokens(now, data.advantages, mask, ratio=loss.kl_cov_ratio)
-    old, clipped = data.old, None
-    if old is None and options.correction.proximal is Proximal.INTERPOLATED:
-        old = data.interpolated(now)
+        return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
+    clipped = None
     if old is not None:
-        _, stats = ppo_clip(
-            now,
-            old,
-            data.advantages,
-            clip_low=actor.clip_ratio_low,
-            clip_high=actor.clip_ratio_high,
-            clip_c=actor.clip_ratio_c,
+        ratios = log_ratio(now, old).exp()
+        _, clipped = clipped_surrogate(
+            ratios, advantages, actor.clip_ratio_low, actor.clip_ratio_high
         )
-        clipped = stats["clipped"] > 0
     return clip_cov_tokens(
         now,
-        data.advantages,
+        advantages,
         mask,
         ratio=loss.clip_cov_ratio,
         lower=loss.clip_cov_lb,

@@ -14,7 +14,7 @@ from millrace.ports import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Everything that the functions of a step read, but the batch and the models."""
+    """The options that the functions of a step read."""
 
     actor: ActorConfig
     algorithm: AlgorithmConfig
@@ -25,11 +25,11 @@ class StepOptions:
     loss_scale: float
     """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
     cliprange_value: float
-    """The critic's."""
+    """Clip range of the critic's value loss."""
     critic_warmup: int
-    """Optimizer steps in which the critic learns alone."""
+    """Number of optimizer steps in which only the critic learns."""
     temperature: float
-    """The one at which rollouts are sampled."""
+    """Sampling temperature of rollouts."""
     lag_bound: int
     seed: int
 

@@ -1,61 +1,25 @@
-"""From samples to micro-batches of packed tokens: whole-array NumPy work, no Python for each token.
-
-A **row** is one trajectory: prompt and segments in one run of tokens. Rows are cut after their last trained token, and the
-model reads all but that one: nothing else is needed to predict the trained tokens.
-"""
+"""From rows to micro-batches of packed tokens: whole-array NumPy work, no Python for each token."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.errors import bad_value
 from millrace.train.fsdp.packed_attention import Ints, Layout, make_layout
-from millrace.types import Author, Floats, Sample, Tokens, floats_of, tokens_of
+from millrace.train.rows import Rows
 
 SMALL_UNIT = 4
-"""The rows of a sample stay together where they are at most this fraction (1/4) of what one micro-batch holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Trajectories in one run of tokens: [T] counts all of them together, [K] the trained ones, [N] the rows."""
-
-    tokens: Ints
-    """[T] token ids."""
-    trained: NDArray[np.bool_]
-    """[T] true for tokens of the policy."""
-    order: Ints
-    """[T] which of the trained tokens each is; of no meaning where `trained` is false."""
-    rollout_log_probs: NDArray[np.float32]
-    """[K] log-probs at the rollout."""
-    versions: Ints
-    """[K] policy version that drew each."""
-    starts: Ints
-    """[N] position of each row's first token."""
-    lengths: Ints
-    """[N] tokens of each row, prompt included."""
-    inputs: Ints
-    """[N] tokens of each row that the model reads: those before its last trained one; 0 if none is trained."""
-    trained_tokens: Ints
-    """[N] trained tokens of each row."""
-    prompt_lengths: Ints
-    """[N] tokens of each row's prompt; rows of one sample begin with the same ones."""
-    sample: Ints
-    """[N] number of each row's sample."""
-    first_row: Ints
-    """[samples + 1] rows of sample i are first_row[i] to first_row[i + 1] - 1."""
+"""A sample's rows stay together if they fill at most 1 / SMALL_UNIT of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads: T packed tokens, and where in them M trained tokens are predicted."""
+    """Input of one forward pass: T packed tokens, and the positions that predict M trained tokens."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -63,115 +27,26 @@ class MicroBatch:
     """[T] int64, position of each token in its row."""
     layout: Layout
     select: Tensor
-    """[M] int64 positions in input_ids that predict a trained token; a shared prompt's last one does so for several rows."""
+    """[M] int64 positions in input_ids that predict a trained token.
+
+    The last position of a shared prompt predicts a token for several rows.
+    """
     targets: Tensor
     """[M] int64 the trained tokens."""
     source: Tensor
-    """[M] int64 on the host: which of the trained tokens of Rows each is."""
+    """[M] int64 on the host: number of each among the trained tokens of Rows."""
     sequence: Tensor
-    """[M] int64 on the host: row of each trained token, by its place in this micro-batch. Never decreasing."""
+    """[M] int64 on the host: row of each trained token in this micro-batch. Never decreasing."""
     num_sequences: int
-    """Rows of this micro-batch."""
-
-
-def rows_of_samples(samples: Sequence[Sample]) -> Rows:
-    """One row for each trajectory, samples in order. Raises ValueError if a trajectory has no prompt to predict from."""
-    tokens, log_probs = tokens_of(), floats_of()
-    versions: list[tuple[int, int]] = []  # version and length of each segment of the policy
-    runs: list[int] = []  # lengths of prompts and segments, as they come
-    authored: list[bool] = []
-    row_runs: list[int] = []
-    counts = [0]
-    for sample in samples:
-        prompt = sample.prompt.tokens
-        if not prompt:
-            raise ValueError(
-                f"the prompt of sample {sample.prompt.index} has no tokens: nothing predicts its first token"
-            )
-        for trajectory in sample.trajectories:
-            tokens.extend(prompt)
-            runs.append(len(prompt))
-            authored.append(False)
-            for segment in trajectory.segments:
-                tokens.extend(segment.tokens)
-                runs.append(len(segment.tokens))
-                authored.append(segment.author is Author.POLICY)
-                if segment.author is Author.POLICY:
-                    log_probs.extend(segment.log_probs)
-                    versions.append((segment.version, len(segment.tokens)))
-            row_runs.append(1 + len(trajectory.segments))
-        counts.append(counts[-1] + len(sample.trajectories))
-    drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
-    return _rows(
-        tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts
-    )
-
-
-def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
-    """One row for each (prompt, response); the response's tokens are trained."""
-    tokens, runs = tokens_of(), list[int]()
-    for prompt, response in examples:
-        if not prompt:
-            raise ValueError(
-                "a demonstration's prompt has no tokens: nothing predicts its first token"
-            )
-        tokens.extend(prompt)
-        tokens.extend(response)
-        runs += (len(prompt), len(response))
-    n = len(runs) // 2
-    none = np.zeros(0, dtype=np.int64)
-    return _rows(tokens, floats_of(), none, runs, [False, True] * n, [2] * n, list(range(n + 1)))
-
-
-def _rows(
-    tokens: Tokens,
-    log_probs: Floats,
-    versions: Ints,
-    runs: list[int],
-    authored: list[bool],
-    row_runs: list[int],
-    counts: list[int],
-) -> Rows:
-    flat = _int64(tokens)
-    trained = np.repeat(np.asarray(authored, dtype=bool), np.asarray(runs, dtype=np.int64))
-    run_ends = np.concatenate([[0], np.cumsum(np.asarray(runs, dtype=np.int64))])
-    edges = run_ends[np.concatenate([[0], np.cumsum(np.asarray(row_runs, dtype=np.int64))])]
-    starts, lengths = edges[:-1], np.diff(edges)
-    before = np.concatenate([[0], np.cumsum(trained)])
-    trained_tokens = before[edges[1:]] - before[edges[:-1]]
-    # The last trained token of a row is the before[row end]-th trained token overall.
-    inputs = np.zeros(len(starts), dtype=np.int64)
-    has = trained_tokens > 0
-    inputs[has] = np.flatnonzero(trained)[before[edges[1:]][has] - 1] - starts[has]
-    first_run = np.cumsum(row_runs) - row_runs
-    first_row = np.asarray(counts, dtype=np.int64)
-    return Rows(
-        tokens=flat,
-        trained=trained,
-        order=before[1:] - 1,
-        rollout_log_probs=np.array(log_probs, dtype=np.float32),
-        versions=versions,
-        starts=starts,
-        lengths=lengths,
-        inputs=inputs,
-        trained_tokens=trained_tokens,
-        prompt_lengths=np.asarray(runs, dtype=np.int64)[first_run.astype(np.int64)],
-        sample=np.repeat(np.arange(len(counts) - 1), np.diff(first_row)),
-        first_row=first_row,
-    )
-
-
-def _int64(tokens: Tokens) -> Ints:
-    if not tokens:
-        return np.zeros(0, dtype=np.int64)
-    return torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64).numpy()
+    """Number of rows of this micro-batch."""
 
 
 def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:
-    """Which rows each rank reads in each micro-batch: result[micro-batch][rank] is an array of row numbers.
+    """Return the rows that each rank reads: result[micro-batch][rank] is an array of row numbers.
 
-    Every row of `members` with a trained token is in exactly one of them; none has more than `max_tokens` tokens; the ranks'
-    shares of a micro-batch are about equal, some may be empty; at least one micro-batch. The same on every rank.
+    Every row of `members` with a trained token is in exactly one array. No array has more than
+    `max_tokens` tokens. The ranks' shares of a micro-batch are about equal; some may be empty. There
+    is at least one micro-batch. The result is the same on every rank.
     Raises ConfigError if one row is over `max_tokens`.
     """
     members = members[rows.inputs[members] > 0]
@@ -194,9 +69,10 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
 
 
 def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
-    """What is dealt out whole, and its tokens: the rows of a sample, if that leaves the shares even; else single rows.
+    """Return the units that stay whole, and the tokens of each.
 
-    Rows of a sample share a prompt, which a micro-batch reads once.
+    A unit is the rows of a sample, if the shares then stay even; else a single row. Rows of a sample
+    share a prompt, which a micro-batch reads once.
     """
     lengths = rows.inputs[members]
     if not len(members):
@@ -211,13 +87,16 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
 
 
 def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
-    """Rows of one length lie side by side then: see attention.py."""
+    """Return the rows by descending length: rows of one length are adjacent (packed_attention.py)."""
     members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
     return members[np.argsort(-rows.inputs[members], kind="stable")]
 
 
 def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
-    """Each length in turn to the emptiest bin; bins fullest first, or None if one is over `limit`."""
+    """Put each length in turn into the emptiest bin, and return the bins, fullest first.
+
+    Return None if a bin exceeds `limit`.
+    """
     heap = [(0, bin_) for bin_ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i, length in enumerate(lengths.tolist()):
@@ -230,16 +109,16 @@ def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
 
 
 def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
-    """The rows `members`, longest first, as one micro-batch; a prompt that several of them begin with is read once.
+    """Return the rows `members`, longest first, as one micro-batch. A shared prompt is read once.
 
-    Without members, a dummy of one token that predicts nothing: it keeps a rank without work in step with the others, for
-    its forward and backward take part in every collective. `padded` as in `make_layout`.
+    Without members, return a dummy of one token that predicts nothing. Its forward and backward
+    passes let a rank without work take part in every collective. `padded` as in `make_layout`.
     """
     if not len(members):
         return _dummy(device, padded=padded)
     lengths = rows.inputs[members]
     _, first, group = np.unique(rows.sample[members], return_index=True, return_inverse=True)
-    # Nothing is shared if every row is of another sample.
+    # Rows of different samples share nothing.
     shared = rows.prompt_lengths[members] if len(first) < len(members) else np.zeros_like(lengths)
     shared_ends = np.cumsum(shared[first])
     own = lengths - shared

@@ -1,4 +1,4 @@
-"""The losses of one micro-batch of policy and critic, and the sums from which a step's metrics are made."""
+"""The losses of policy and critic on one micro-batch, and the sums for a step's metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.kl import KL
 from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.losses import interpolate
 from millrace.algorithms.policy_losses import POLICY_LOSSES
-from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.fsdp.trainable import Outputs
@@ -30,29 +30,38 @@ POLICY_SUMS = (
     "clipped_lower",
     "log_ratio",
 )
-"""What a micro-batch of the policy adds up, in this order: the global loss's share and its parts, sums over trained tokens."""
+"""Sums of a micro-batch of the policy, in this order.
+
+loss, pg_loss and kl_loss are shares of the global loss. The others are sums over trained tokens.
+"""
 CRITIC_SUMS = ("loss", "tokens", "clipped")
 
 
 class PolicyLoss:
-    """Loss = aggregated policy loss + kl_loss_coef x aggregated KL - entropy_coeff x aggregated entropy, of one mini-batch."""
+    """The policy's loss on one mini-batch.
+
+    loss = policy loss + kl_loss_coef x KL - entropy_coeff x entropy, each of them aggregated.
+    """
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         self.data = data
         self.mini = mini
         self.actor = options.actor
-        self.lose = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
+        self.token_losses = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
         self.options = options.loss
         self.plan = options.correction
         self.interpolated = data.old is None and self.plan.proximal is Proximal.INTERPOLATED
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached. `outputs` are log-probs and entropy [M]."""
+        """Return the micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached.
+
+        `outputs` are log-probs and entropy, each [M].
+        """
         log_probs, entropy = outputs[0], outputs[1]
         at = self._columns(micro, log_probs)
         mask = at["mask"] > 0
         old = self._old(at, log_probs)
-        losses, stats = self.lose(
+        losses, stats = self.token_losses(
             LossInput(
                 log_probs=log_probs,
                 old_log_probs=old,
@@ -95,7 +104,7 @@ class PolicyLoss:
         return loss, sums
 
     def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
-        """What the loss needs of each token, [M] each, in one copy to the device."""
+        """Return the values of each token that the loss needs, each [M], by one copy to the device."""
         data, mini, source = self.data, self.mini, micro.source
         columns = {
             "advantages": data.advantages,
@@ -111,12 +120,15 @@ class PolicyLoss:
             "ages": data.ages if self.interpolated else None,
         }
         columns |= {name: column for name, column in optional.items() if column is not None}
-        # float64 keeps the digits for float64 models; it is a few bytes a token.
+        # float64 keeps the digits of float64 models, and costs a few bytes per token.
         stacked = torch.stack([column[source].double() for column in columns.values()]).to(like)
         return dict(zip(columns, stacked, strict=True))
 
     def _old(self, at: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
-        """What ratios are taken against; the current log-probs are right for the only step on a batch."""
+        """Return the log-probs [M] that ratios are taken against.
+
+        In the only step on a batch, these are the current log-probs.
+        """
         if "old" in at:
             return at["old"]
         if self.interpolated:
@@ -126,7 +138,10 @@ class PolicyLoss:
     def _weights_in_passing(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
     ) -> Tensor:
-        """Importance weights of current or interpolated policy over rollout: a micro-batch holds whole rows."""
+        """Return the importance weights [M] of the current or interpolated policy over the rollout's.
+
+        A weight needs its whole sequence, and a micro-batch has whole rows.
+        """
         lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
         numerator = old if self.interpolated else log_probs.detach()
         return correct(
@@ -135,7 +150,7 @@ class PolicyLoss:
 
 
 class CriticLoss:
-    """Aggregated value loss of one mini-batch."""
+    """The critic's aggregated value loss on one mini-batch."""
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         assert data.values is not None and data.returns is not None
@@ -143,7 +158,10 @@ class CriticLoss:
         self.cliprange = options.cliprange_value
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached. `outputs` are values [M]."""
+        """Return the micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached.
+
+        `outputs` are values [M].
+        """
         (values,) = outputs
         factors, mask, old, returns = torch.stack(
             [column[micro.source] for column in self.columns]

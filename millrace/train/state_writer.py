@@ -1,4 +1,4 @@
-"""Writes train states to disk: at once, or from a copy while training goes on."""
+"""Writes train states to disk: at once, or from a copy while training continues."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from millrace.sync.background import Beside
 
 
 class StateWriter:
-    """One rank's. All ranks make the same calls in the same order; at most one state is on its way.
+    """The writer of one rank.
 
-    Ranks agree on who writes what over a group of their own, so that what they say there never meets the collectives of a step.
+    All ranks make the same calls in the same order. At most one state is written at a time. Ranks
+    agree on their shares over a group of its own, apart from the collectives of a step.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -29,7 +30,10 @@ class StateWriter:
         self._writing = Beside("state-writer")
 
     def write(self, state: dict[str, Any], folder: str) -> None:
-        """Return once `state` is in `folder`; nothing may change it until then. Raises CheckpointError, saying why it is not."""
+        """Write `state` to `folder` and return. Nothing may change the state until then.
+
+        Raises CheckpointError, with the causes, if a rank fails.
+        """
         self._prepare()
         self._write(state, folder)
 
@@ -42,11 +46,14 @@ class StateWriter:
         self._writing.start(self._write, copy, folder)
 
     async def done(self) -> None:
-        """Until nothing is being written. Raises CheckpointError if what was started failed."""
+        """Wait until nothing is being written. Raises CheckpointError if a write failed."""
         await self._writing.done()
 
     def _prepare(self) -> None:
-        """What must not happen in the thread: groups are made by all ranks in one order, and warnings' filters are global."""
+        """Do the work that the thread must not do.
+
+        All ranks must make groups in one order, and filters of warnings are global.
+        """
         expect_one_process()
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -56,36 +63,43 @@ class StateWriter:
             save_checkpoint(
                 state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
             )
-        except (
-            CheckpointException
-        ) as error:  # no Exception: it would end a worker without a word to the driver
+        except CheckpointException as error:
+            # A BaseException: it would end a worker without a message to the driver.
             causes = "; ".join(
-                f"rank {rank}: {_told(e)}" for rank, (e, _) in sorted(error.failures.items())
+                f"rank {rank}: {_text_of(e)}" for rank, (e, _) in sorted(error.failures.items())
             )
             raise CheckpointError(f"{folder} was not written: {causes}") from error
 
 
-def _told(error: BaseException) -> str:
-    """With what came before it: of a full disk torch says that it found an unexpected position."""
-    told = f"{type(error).__name__}: {error}"
-    return f"{told}, after {_told(error.__context__)}" if error.__context__ is not None else told
+def _text_of(error: BaseException) -> str:
+    """Return an error's text with that of its context.
+
+    For a full disk, torch's own error names only an unexpected position.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if error.__context__ is None:
+        return text
+    return f"{text}, after {_text_of(error.__context__)}"
 
 
 def expect_one_process() -> None:
-    """torch warns of a missing process group on every save and load; one rank needs none."""
+    """Silence torch's warning of a missing process group: one rank needs none."""
     warnings.filterwarnings(
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
     )
 
 
 def on_host(value: Any) -> Any:
-    """A copy of a state in host memory. What comes from a GPU may still be on its way: into pinned memory, at the link's speed."""
+    """Return a copy of a state in host memory.
+
+    Copies from a GPU go into pinned memory, at the speed of the link, and may still be running.
+    """
     if isinstance(value, dict):
         return {key: on_host(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(on_host(part) for part in value)
     if isinstance(value, DTensor):
-        # Not from_local: it would take the copy back to its mesh's device.
+        # from_local would move the copy back to its mesh's device.
         return DTensor(on_host(value.to_local()), value._spec, requires_grad=False)
     if isinstance(value, Tensor):
         return torch.empty_like(

@@ -222,7 +222,7 @@ def test_opo_defines_what_has_no_tokens():
 
 def test_gdpo_refuses_what_it_cannot_weigh():
     groups = torch.tensor([0, 0])
-    with pytest.raises(ValueError, match=r"unknown ones: \['b'\]"):
+    with pytest.raises(ValueError, match=r"unknown names in weights: \['b'\]"):
         gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0}, norm_by_std=True)
     with pytest.raises(ValueError, match="needs components"):
         gdpo({}, groups, weights=None, norm_by_std=True)

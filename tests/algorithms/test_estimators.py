@@ -347,7 +347,7 @@ def test_what_cannot_be_estimated_is_refused():
     batch = make([(0, 2, 1.0, False)], 0, token_rewards=True)
     with pytest.raises(ValueError, match="unknown advantage estimator 'ppo'; known: gae, gdpo"):
         estimate("ppo", batch, PLAIN)
-    with pytest.raises(ValueError, match="no place for token_rewards"):
+    with pytest.raises(ValueError, match="cannot use token_rewards"):
         estimate("gdpo", batch, PLAIN)
     with pytest.raises(ValueError, match="bootstrap_truncated needs truncated"):
         estimate(

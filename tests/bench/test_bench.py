@@ -46,7 +46,7 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
         tmp_path, [length], Config()
     )
     config = Config.model_validate({"model": {"lora_rank": 4}})
-    model = lora.inject(model, config)
+    model = lora.inject(model, config.model, seed=0)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None] % 50).logits.sum().backward()
     # Nothing below the first layer is trained: it has no gradients of its input, by its q, k and v or their adapters.

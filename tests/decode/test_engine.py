@@ -354,7 +354,7 @@ def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep():
         eng = engine()
         task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
         await turns(3)
-        with pytest.raises(WorkerError, match="1 requests under way"):
+        with pytest.raises(WorkerError, match="1 unfinished requests"):
             await eng.sleep()
         await task
         await eng.sleep()

@@ -221,7 +221,8 @@ def test_a_model_that_a_gpu_has_no_room_for_twice_comes_by_the_host(
     monkeypatch.setattr(sharding, "fits", lambda *_, **__: False)
     engine = built(f"{tmp_path}/start", model={"dtype": dtype})
     assert all(t.is_cuda for t in (*engine.policy.parameters(), *engine.policy.buffers()))
-    alike(steps(engine), straight, 1e-3)
+    # Sums in bf16 come in another order in each run: the same engine differs from itself by 1.3e-3.
+    alike(steps(engine), straight, 1e-3 if dtype == "float32" else 5e-3)
 
 
 def test_a_train_engine_that_is_not_to_leave_stays(folder: str) -> None:

@@ -33,13 +33,16 @@ def test_a_type_that_cannot_work_is_refused(tmp_path: Path, kind: str) -> None:
         ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling"),
         ({"model_type": "new", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"model_type": "new", "text_config": {"logit_scale": 0.5}}, "logit_scale"),
-        ({"model_type": "new", "is_encoder_decoder": True}, "no causal language model"),
+        ({"model_type": "new", "is_encoder_decoder": True}, "not a causal language model"),
         (
             {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
-            "no causal language model",
+            "not a causal language model",
         ),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, "no causal"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "no causal"),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, "not a causal"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "not a causal",
+        ),
     ],
 )
 def test_a_shape_that_cannot_work_is_refused(

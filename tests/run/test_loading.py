@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 SLOW = """
 import sys, time
 import millrace.run.problems
-from millrace import cli
+from millrace.cli.main import main
 
 def load(config):
     print("loading", file=sys.stderr, flush=True)
     time.sleep(60)
 
 millrace.run.problems.load = load
-cli.main()
+main()
 """
 
 
@@ -35,7 +35,7 @@ cli.main()
 def test_a_signal_ends_a_command_whose_source_is_slow(
     tmp_path: Path, number: int, code: int
 ) -> None:
-    arguments = ["train", "recipes/quickstart.yaml", f"trainer.run_dir={tmp_path / 'run'}"]
+    arguments = ["train", "quickstart", f"trainer.run_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )

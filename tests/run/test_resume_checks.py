@@ -138,7 +138,7 @@ def test_the_optimizer_takes_its_settings_from_the_configuration(tmp_path: Path)
             },
         )
         made = fsdp_train.build(config, str(tmp_path / "model"), rank=0, world_size=1)
-        made.begin(config.actor.optim, 10)
+        made.restart(config.actor.optim, 10)
         return made
 
     asyncio.run(engine().save(str(tmp_path / "saved")))
@@ -158,9 +158,9 @@ def test_an_adaptive_kl_goes_on_where_it_was(tmp_path: Path) -> None:
     ctrl = {"type": "adaptive", "kl_coef": 0.5}
     config = Config(trainer={"device": "cpu"}, algorithm={"kl_ctrl": ctrl})
     made = fsdp_train.build(config, str(tmp_path / "model"), rank=0, world_size=1)
-    made.begin(config.actor.optim, 10)
+    made.restart(config.actor.optim, 10)
     made.kl_coef = 0.25
     asyncio.run(made.save(str(tmp_path / "saved")))
-    made.begin(config.actor.optim, 10)
+    made.restart(config.actor.optim, 10)
     asyncio.run(made.load(str(tmp_path / "saved")))
     assert made.kl_coef == 0.25

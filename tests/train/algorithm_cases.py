@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from millrace.config import Config
 from millrace.ports import StepReport, TrainBatch
-from millrace.train.arrived import arrived
 from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp.critic import PackedCritic
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.rows import arrays_of
 from millrace.types import (
     Author,
     Prompt,
@@ -91,7 +91,7 @@ def experience(
     engine: FsdpTrainEngine, samples: tuple[Sample, ...], version: int = VERSION
 ) -> Experience:
     return make_experience(
-        arrived(TrainBatch(samples, version), engine.options.algorithm),
+        arrays_of(TrainBatch(samples, version), engine.options.algorithm),
         Models(engine.actor, engine.critic, engine.reference),
         engine.options,
         engine.kl_coef,

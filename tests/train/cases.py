@@ -19,8 +19,8 @@ from millrace.ports import TrainBatch
 from millrace.train.fsdp.engine import FsdpTrainEngine, build
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
-from millrace.train.meter import Meter
-from millrace.train.packing import rows_of_examples
+from millrace.train.metrics import Meter
+from millrace.train.rows import rows_of_examples
 from millrace.types import Author, Segment, Trajectory, floats_of, tokens_of
 from tests.train.samples import VOCAB, random_samples
 

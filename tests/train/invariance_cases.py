@@ -11,16 +11,17 @@ import torch.distributed as dist
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.config import Config
 from millrace.ports import TrainBatch
-from millrace.train.arrived import arrived
 from millrace.train.experience import Models, make_experience
 from millrace.train.fsdp.critic import PackedCritic
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.fsdp.optim import gradients_of
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
-from millrace.train.meter import Meter
+from millrace.train.metrics import Meter
+from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import step_options
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.rows import arrays_of
 from tests.train import cases as train_cases
 from tests.train.cases import CPU, OPTIM
 from tests.train.samples import random_samples
@@ -165,13 +166,13 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     for model in (engine.actor, engine.critic, engine.reference):
         model.limit = cut
     data = make_experience(
-        arrived(TrainBatch(SAMPLES, VERSION), options.algorithm),
+        arrays_of(TrainBatch(SAMPLES, VERSION), options.algorithm),
         Models(engine.actor, critic, engine.reference),
         options,
         engine.kl_coef,
     )
-    (members,) = engine._mini_batches(data)
-    mini = engine._settle(data, members, untouched=True)
+    (members,) = mini_batches(data, 7)
+    mini = settle(data, members, engine.actor, options, untouched=True)
     found: dict[str, Any] = {"tokens": mini.tokens, "metrics": mini.metrics}
     for model, loss, names in (
         (engine.actor, PolicyLoss, POLICY_SUMS),

@@ -13,6 +13,7 @@ import torch
 
 from millrace.errors import MillraceError
 from millrace.train.fsdp.engine import FsdpTrainEngine
+from millrace.train.mini_batch import mini_batches, settle
 from millrace.types import Sample, Stop
 from tests.train import cases as train_cases
 from tests.train.algorithm_cases import (
@@ -318,8 +319,8 @@ def test_clip_cov_draws_by_seed_and_step_alone(folder: str) -> None:
         engine.actor.steps = steps
         torch.manual_seed(steps + 17 * seed)  # of no effect
         data = experience(engine, samples_of())
-        (members,) = engine._mini_batches(data)
-        selected = engine._settle(data, members, untouched=True).selected
+        (members,) = mini_batches(data, 100)
+        selected = settle(data, members, engine.actor, engine.options, untouched=True).selected
         assert selected is not None
         return [i for i, chosen in enumerate(selected.tolist()) if chosen]
 

@@ -1,12 +1,11 @@
-"""The FSDP2 train engine: one object for each rank, every method called on all ranks with the same arguments.
+"""The FSDP2 train engine: one object for each rank.
 
-Calls compute where they are called: the coroutines return without having suspended, so an engine wants a process or thread
-of its own.
+All ranks call every method with the same arguments. The coroutines compute in the calling thread
+and never suspend, so an engine needs a process or thread of its own.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,27 +20,20 @@ from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
 from millrace.models.model import DTYPES
 from millrace.ports import Phase, StepReport, TrainBatch
-from millrace.train.arrived import arrived
-from millrace.train.experience import Experience, Models, make_experience
+from millrace.train.experience import Models, make_experience
 from millrace.train.fsdp import lora
 from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
-from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import load, mesh_of
 from millrace.train.fsdp.trainable import Outputs, Trainable, moved
-from millrace.train.meter import Meter
-from millrace.train.metrics import (
-    critic_metrics,
-    pad_share,
-    policy_metrics,
-    sampler_metrics,
-)
-from millrace.train.mini_batch import MiniBatch, settle
+from millrace.train.metrics import Meter, batch_metrics, pad_share
+from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
-from millrace.train.packing import MicroBatch, rows_of_examples, rows_of_samples
+from millrace.train.packing import MicroBatch
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
 from millrace.types import Sample, Tokens
 
@@ -89,7 +81,7 @@ class FsdpTrainEngine:
         self.device = device
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         self.base_sum: int | None = None
-        """Of a policy with adapters: a sum over the bits of its base, by which a checkpoint knows it."""
+        """Sum over the bits of a frozen base; a checkpoint identifies the base by it."""
         if self.adapted:
             self.base_sum = lora.base_sum(policy.model)
         self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
@@ -100,7 +92,7 @@ class FsdpTrainEngine:
         self.restart(optim_of(self.config, phase), horizon)
 
     def restart(self, optim: OptimConfig, horizon: int) -> None:
-        """Begin a phase with the policy's optimizer as `optim` says."""
+        """Begin a phase of `horizon` optimizer steps, with optimizer settings `optim`."""
         self.actor.begin(optim, horizon)
         self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
         if self.critic is not None and self._critic is not None:
@@ -119,41 +111,55 @@ class FsdpTrainEngine:
         return self.actor.steps
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        """One optimizer step for each mini-batch of `ppo_mini_batch_size` samples (the last may be short), `ppo_epochs` times.
+        """Take one optimizer step for each mini-batch of `ppo_mini_batch_size` samples.
 
-        The metrics of a batch, the same on every rank, are documented in training_metrics.py, but for these counts:
-        actor/nonfinite_steps  optimizer steps skipped for a loss or gradient that is not finite; they are in no other metric
-        actor/rejected_steps   optimizer steps skipped because the mini-batch had no token to train: all were rejected
-        train/tokens           prompt and response tokens of the trajectories that were trained, each epoch
+        This is repeated `ppo_epochs` times. The last mini-batch may be short. metrics.py documents
+        the metrics, which are the same on every rank. The totals are:
+        actor/nonfinite_steps  steps skipped because the loss or the gradient was not finite
+        actor/rejected_steps   steps skipped because all tokens of the mini-batch were rejected
+        train/tokens           prompt and response tokens of the trained trajectories, each epoch
+
+        A nonfinite step counts in no other metric.
         """
         options, models = self.options, Models(self.actor, self.critic, self.reference)
-        data = make_experience(arrived(batch, options.algorithm), models, options, self.kl_coef)
+        arrays = arrays_of(batch, options.algorithm)
+        data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
+        learners: list[tuple[Trainable, type[CriticLoss | PolicyLoss], Meter]] = [
+            (self.actor, PolicyLoss, meter)
+        ]
+        if self.critic is not None:
+            learners.insert(0, (self.critic, CriticLoss, critic_meter))
         corrections: list[dict[str, float]] = []
         first_tokens, rejected = torch.zeros_like(data.include), 0
-        for k, members in enumerate(self._mini_batches(data) * options.actor.ppo_epochs):
-            mini = self._settle(data, members, untouched=k == 0)
+        size, temperature = options.actor.ppo_mini_batch_size, options.temperature
+        for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
+            mini = settle(data, members, self.actor, options, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
             if k == 0:
                 first_tokens = mini.mask
-            first_pass = k * options.actor.ppo_mini_batch_size < data.num_samples
-            if self.critic is not None:
-                self._step(self.critic, data, mini, CriticLoss, critic_meter, first_pass)
-            if self.actor.steps >= options.critic_warmup:
-                self._step(self.actor, data, mini, PolicyLoss, meter, first_pass)
-            else:
-                self.actor.skip_step(meter)
+            first_pass = k * size < data.num_samples
+            for model, loss, sums in learners:
+                warm = model is not self.actor or model.steps >= options.critic_warmup
+                loss_of = loss(data, mini, options) if mini.tokens and warm else None
+                model.train_on(
+                    data.rows, members, temperature, loss_of, sums, first_pass=first_pass
+                )
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
-        seen = self.actor.reduce(
-            meter.seen(len(data.rollout), self.device), dist.ReduceOp.SUM
-        ).cpu()
-        metrics = sampler_metrics(seen, data, options, same_weights=first_tokens if fresh else None)
-        metrics |= policy_metrics(meter, data, corrections, options)
-        if self.critic is not None:
-            metrics |= critic_metrics(critic_meter, data)
-        if options.algorithm.use_kl_in_reward:
-            metrics |= self._steer_kl(data)
+        metrics = batch_metrics(
+            data,
+            meter,
+            critic_meter if self.critic is not None else None,
+            corrections,
+            options,
+            same_weights=first_tokens if fresh else None,
+            sum_ranks=self._sum_ranks,
+        )
+        ctrl = options.algorithm.kl_ctrl
+        if options.algorithm.use_kl_in_reward and ctrl.type == "adaptive":
+            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
+            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
         totals = {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
@@ -162,10 +168,11 @@ class FsdpTrainEngine:
         return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
-        """One optimizer step on (prompt, response): mean of -log p over all response tokens, at temperature 1.
+        """Take one optimizer step on (prompt, response) pairs.
 
-        The response should end with the end-of-sequence token. Metrics: sft/loss, and sft/grad_norm, sft/lr,
-        sft/nonfinite_steps, sft/tokens, sft/pad_share as their namesakes of `step`.
+        The loss is the mean of -log p over all response tokens, at temperature 1. The response
+        should end with the end-of-sequence token. Metrics: sft/loss, and sft/grad_norm, sft/lr,
+        sft/nonfinite_steps, sft/tokens, sft/pad_share, defined as in `step`.
         """
         rows = rows_of_examples(examples)
         members = np.arange(len(rows.starts))
@@ -178,7 +185,7 @@ class FsdpTrainEngine:
         meter = Meter(("loss",))
         self.actor.accumulate(rows, members, 1.0, loss_of, meter)
         self.actor.optimizer_step(meter, first_pass=False)
-        cells = self.actor.reduce(meter.cells().to(self.device), dist.ReduceOp.SUM).cpu()
+        cells = self._sum_ranks(meter.cells()).cpu()
         metrics = meter.step_means("sft/") | {
             "sft/loss": meter.sums["loss"],
             "sft/pad_share": pad_share(cells),
@@ -190,20 +197,25 @@ class FsdpTrainEngine:
         return StepReport(1, metrics, totals, meter.nonfinite)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """log p(token) at the training temperature, for each trajectory of each sample, in order."""
+        """Return log p of each trained token at the training temperature, for each trajectory."""
         rows = rows_of_samples(samples)
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
 
     async def save(self, folder: str, staged: bool = False) -> None:
+        """Write the train state to `folder`. If `staged`, a copy is written after the return."""
         await self.saved()
         train_state.save(self, folder, staged=staged)
 
     async def saved(self) -> None:
+        """Wait until no state is being written."""
         await self.writer.done()
 
     async def load(self, folder: str) -> None:
-        """What `save` wrote, at any number of ranks. Call `begin` first, with the settings of the run that saved."""
+        """Load a state that `save` wrote, at any number of ranks.
+
+        Call `begin` first, with the settings of the run that saved.
+        """
         train_state.load(self, folder)
 
     async def export(self, folder: str) -> None:
@@ -211,101 +223,52 @@ class FsdpTrainEngine:
         train_state.export(self, folder)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor in the serving dtype), in the model's order, tied ones once, under the model's own names, with what
-        adapters add.
+        """Yield (name, whole tensor in the serving dtype), with the adapters merged.
 
-        A collective: all ranks iterate to the end. One tensor is whole at a time; where nothing is sharded or cast it is the
-        live weight, so copy it before the next step.
+        Tensors come in the model's order and under its own names; tied ones come once. This is a
+        collective: all ranks iterate to the end. One tensor is whole at a time. Without sharding
+        and casts it is the live weight: copy it before the next step.
         """
         dtype = DTYPES[self.config.model.dtype]
         for name, own in lora.merged_weights(self.policy.model, self.scale):
-            # Where ranks gather over fast links, and cast before that: half the bytes.
+            # Ranks gather on the device, over fast links. The cast before halves the bytes.
             weight = moved(own, self.device).to(dtype)
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        """Of every tensor, as `full_weights` orders and names them: name, whole shape, serving dtype, and this rank's rows of the live
-        float32 weight. Where there are adapters, of the frozen base.
+        """Yield (name, whole shape, serving dtype, this rank's rows of the live weight).
+
+        The weight is float32. Names and order are those of `full_weights`. With adapters, the
+        tensors are those of the frozen base.
         """
         for name, weight in lora.base_weights(self.policy.model):
             yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], lora.own_rows(weight)
 
     def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        """The same of every A [rank, in] and B [out, rank], in float32, named after the weight that they adapt: W.lora_A, W.lora_B.
-        `full_weights` is W + model.lora_scale x B A.
+        """Yield the same values for every adapter A [rank, in] and B [out, rank], in float32.
+
+        The names are those of the adapted weight W: W.lora_A and W.lora_B. `full_weights` yields
+        W + model.lora_scale x B A.
         """
         for name, weight in lora.adapters(self.policy.model):
             yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
 
     async def sleep(self) -> None:
-        """On a GPU, with trainer.offload: weights and optimizer state to the host, if they are not there already."""
+        """Move weights and optimizer state to the host, on a GPU with trainer.offload."""
         self._move(torch.device("cpu"))
 
     async def wake(self) -> None:
         self._move(self.device)
 
     async def close(self) -> None:
-        """Let go of the process group, if it was made here; a group of several ranks is its maker's."""
+        """Wait for a save, and destroy the process group if `build` made it."""
         await self.saved()
         self.actor.optimizer = None
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    # One mini-batch ---------------------------------------------------------------------------------------------------
-
-    def _mini_batches(self, data: Experience) -> list[Ints]:
-        """Rows of each mini-batch."""
-        first_row, size = data.rows.first_row, self.options.actor.ppo_mini_batch_size
-        edges = [*range(0, data.num_samples, size), data.num_samples]
-        return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
-
-    def _settle(self, data: Experience, members: Ints, *, untouched: bool) -> MiniBatch:
-        """`untouched`: the weights are those of the batch's arrival."""
-
-        def current() -> Tensor:
-            if untouched and data.arrival is not None:
-                return data.arrival
-            return self.actor.tokens(data.rows, members, temperature=self.options.temperature)[0]
-
-        generator = torch.Generator().manual_seed(self.options.seed + self.actor.steps)
-        return settle(data, members, self.options, current=current, generator=generator)
-
-    def _step(
-        self,
-        model: Trainable,
-        data: Experience,
-        mini: MiniBatch,
-        loss: type[PolicyLoss] | type[CriticLoss],
-        meter: Meter,
-        first_pass: bool,
-    ) -> None:
-        if not mini.tokens:
-            model.skip_step(meter)
-            return
-        model.accumulate(
-            data.rows,
-            mini.members,
-            self.options.temperature,
-            loss(data, mini, self.options),
-            meter,
-        )
-        model.optimizer_step(meter, first_pass=first_pass)
-
-    def _steer_kl(self, data: Experience) -> dict[str, float]:
-        """The KL penalty of this batch's rewards, and the coefficient of the next one's."""
-        ctrl, used = self.options.algorithm.kl_ctrl, self.kl_coef
-        if ctrl.type == "adaptive":
-            self.kl_coef = adapt(
-                used,
-                data.kl_to_reference,
-                target=ctrl.target_kl,
-                horizon=ctrl.horizon,
-                count=len(data.lengths),
-            )
-        return {
-            "actor/reward_kl_penalty": data.kl_to_reference,
-            "actor/reward_kl_penalty_coeff": used,
-        }
+    def _sum_ranks(self, value: Tensor) -> Tensor:
+        return self.actor.reduce(value.to(self.device), dist.ReduceOp.SUM)
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or not self.config.trainer.offload:
@@ -317,10 +280,12 @@ class FsdpTrainEngine:
 
 
 def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
-    """The engine of one rank. With world_size > 1 the default process group exists already and has a CPU backend.
+    """Build the engine of one rank.
 
-    Weights come from `model_folder`, or from `trainer.seed` if it has none, the same on every rank. With model.lora_rank they are
-    frozen, and adapters are trained; the critic, if there is one, is trained whole.
+    With world_size > 1 the default process group exists already and has a CPU backend. Weights come
+    from `model_folder`. A folder without weights draws them from `trainer.seed`, the same on every
+    rank. With model.lora_rank the weights are frozen, and adapters are trained. A critic is always
+    trained whole.
     """
     device = pick(config.trainer.device)
     alone = not dist.is_initialized()
@@ -342,11 +307,12 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
         return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
 
     sections = (config.model, config.trainer)
-    where = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
-    # A base is drawn on the host, where it is the same with and without a GPU: a checkpoint has the adapters alone.
-    policy = load(policy_of, *where, on_host=adapted)
-    critic = load(PackedCritic, *where) if config.needs_critic else None
-    reference = load(frozen, *where) if config.needs_reference and not adapted else None
+    source = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
+    # A checkpoint has only the adapters, so the base must be the same with and without a GPU. It is
+    # therefore drawn on the host.
+    policy = load(policy_of, *source, on_host=adapted)
+    critic = load(PackedCritic, *source) if config.needs_critic else None
+    reference = load(frozen, *source) if config.needs_reference and not adapted else None
     engine = FsdpTrainEngine(
         policy,
         config,

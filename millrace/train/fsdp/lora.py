@@ -21,7 +21,7 @@ from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.models.model import DTYPES, empty_model
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.fsdp.policy import layers_of
-from millrace.train.packing import Rows
+from millrace.train.rows import Rows
 
 if TYPE_CHECKING:
     from millrace.train.fsdp.trainable import Trainable

@@ -1,4 +1,4 @@
-"""A module under an optimizer on one rank of several: gradients in micro-batches, one clock for the learning rate."""
+"""A module under an optimizer on one rank: gradients in micro-batches, one learning-rate clock."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from millrace.config import ActorConfig, OptimConfig
 from millrace.errors import MillraceError
 from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
 from millrace.train.fsdp.packed_attention import Ints
-from millrace.train.meter import Meter
-from millrace.train.packing import MicroBatch, Rows, pack, split
+from millrace.train.metrics import Meter
+from millrace.train.packing import MicroBatch, pack, split
+from millrace.train.rows import Rows
 
 MAX_NONFINITE_STEPS = 3
-"""Optimizer steps in a row without a finite loss and gradient before the run fails: it will not recover."""
+"""Steps in a row without a finite loss and gradient after which the run fails."""
 
 WHOLE_GRADIENT_BYTES = 1 << 30
 
 Outputs = tuple[Tensor, ...]
-"""What a module says of the trained tokens of a micro-batch, each [M]."""
+"""Outputs of a module for the trained tokens of a micro-batch, each [M]."""
 
 LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
-"""(outputs, micro-batch) -> this micro-batch's share of the loss, and the sums [S] float64 that the meter names."""
+"""(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
 
 
 class Trainable:
-    """One of the policy, the critic and the reference. All ranks make the same calls with the same arguments.
+    """The policy, the critic or the reference.
 
-    `actor` has the token limit of a micro-batch. `dtype` is that of the model's passes.
+    All ranks make the same calls with the same arguments. `actor` has the token limit of a
+    micro-batch. `dtype` is that of the model's passes.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class Trainable:
         self.world_size = world_size
         self.device = device
         self.limit = actor.ppo_max_token_len_per_gpu
-        # torch's varlen attention is for half precision on CUDA alone.
+        # torch's varlen attention supports only half precision on CUDA.
         self.padded = device.type == "cpu" or dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        # Summed over ranks once for each mini-batch, where whole gradients may stay that long; else for each micro-batch.
+        # Small gradients stay whole until one sum over ranks for each mini-batch. Large ones are
+        # summed for each micro-batch.
         self.keeps_whole_gradients = (
             4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         )
@@ -65,16 +68,19 @@ class Trainable:
         self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
         self.steps = 0
-        """Optimizer steps since `begin`, skipped ones included: the LR schedule's clock."""
+        """Optimizer steps since `begin`, skipped ones included: the clock of the LR schedule."""
         self.nonfinite_in_a_row = 0
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """A fresh AdamW and LR schedule for `horizon` optimizer steps; the weights stay."""
+        """Start a fresh AdamW and LR schedule for `horizon` optimizer steps. The weights stay."""
         self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
         self.optimizer = adamw(self.parameters, optim)
 
     def micro_batches(self, rows: Rows, members: Ints) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's share of the rows `members`, and whether each is the last. As many on every rank, at least one."""
+        """Yield this rank's micro-batches of the rows `members`, and whether each is the last.
+
+        Every rank yields the same number, at least one.
+        """
         shares = split(rows, members, max_tokens=self.limit, world_size=self.world_size)
         for i, share in enumerate(shares):
             yield (
@@ -85,29 +91,57 @@ class Trainable:
     def accumulate(
         self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
     ) -> None:
-        """Gradients of this rank's share of the mini-batch, summed over ranks by the end of the last micro-batch's backward pass."""
+        """Compute the gradients of the mini-batch from this rank's share of it.
+
+        They are summed over ranks by the end of the last micro-batch's backward pass.
+        """
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
-                self.module.set_requires_all_reduce(
-                    last
-                )  # among copies of the model, if there are any: once is enough
+                # Copies of the model, if there are any, need one sum.
+                self.module.set_requires_all_reduce(last)
             outputs: Outputs = self.module(micro, temperature)
             loss, sums = loss_of(outputs, micro)
-            # FSDP averages gradients over ranks, and the shares of the loss are to be added.
+            # FSDP averages gradients over ranks. The shares of the loss must be added.
             torch.autograd.backward(loss * self.world_size)
             meter.add(sums, outputs[0].detach(), micro)
 
+    def train_on(
+        self,
+        rows: Rows,
+        members: Ints,
+        temperature: float,
+        loss_of: LossOf | None,
+        meter: Meter,
+        *,
+        first_pass: bool,
+    ) -> None:
+        """Take one optimizer step on the rows `members`. Without a loss there is nothing to learn.
+
+        Such a step advances the schedule's clock; weights and moments stay.
+        """
+        if loss_of is None:
+            self.steps += 1
+            meter.empty += 1
+            return
+        self.accumulate(rows, members, temperature, loss_of, meter)
+        self.optimizer_step(meter, first_pass=first_pass)
+
     def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
-        """Clip and step, on all ranks or on none: the loss and the norm that decide are global."""
+        """Clip and step, on all ranks or on none: the loss and the norm that decide are global.
+
+        Raises MillraceError before `begin`, and after MAX_NONFINITE_STEPS steps in a row without a
+        finite loss and gradient.
+        """
         if self.optimizer is None:
             raise MillraceError(
-                "the train engine has no optimizer. Fix: call begin(optim, horizon) before the first step"
+                "the train engine has no optimizer. "
+                "Fix: call begin(optim, horizon) before the first step"
             )
         lr = lr_at(self.optim, self.horizon, self.steps)
         gradients = gradients_of(self.parameters)
         sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
-        # The one place in a step where the host waits for the device.
+        # Only here does the host wait for the device in a step.
         *values, norm = torch.cat([sums, gradient_norm(gradients).to(sums).reshape(1)]).tolist()
         self.steps += 1
         if math.isfinite(norm) and math.isfinite(values[0]):
@@ -123,21 +157,18 @@ class Trainable:
         self.optimizer.zero_grad()
         if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss or gradient that is not finite "
-                f"(the last: loss {values[0]}, norm {norm}). Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
+                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss "
+                f"or gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
+                f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
             )
-
-    def skip_step(self, meter: Meter) -> None:
-        """A mini-batch with nothing to learn from: the schedule's clock goes on, the weights and moments stay."""
-        self.steps += 1
-        meter.empty += 1
 
     @torch.no_grad()
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
     ) -> list[Tensor]:
-        """The module's outputs for the trained tokens of `members` (all rows if None), each [K] float64 on the host, whole on
-        every rank; 0 for other tokens.
+        """Return the module's outputs for the trained tokens of `members`, all rows if None.
+
+        Each output is [K] float64 on the host, whole on every rank, and 0 for other tokens.
         """
         flats: list[Tensor] = []
         for micro, _ in self.micro_batches(
@@ -148,20 +179,25 @@ class Trainable:
             for flat, output in zip(flats, outputs, strict=True):
                 flat[micro.source] = output.double().cpu()
         if isinstance(self.module, FSDPModule):
-            # A forward pass leaves the root's weights whole; they would outlive a load, and take memory in sleep.
+            # A forward pass leaves the root's weights whole. They would outlive a load, and would
+            # take memory during sleep.
             self.module.reshard()
         whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
         return list(whole)
 
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Combine `value` over all ranks, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(value, op)
         return value
 
     def move(self, device: torch.device) -> None:
-        """Weights and moments to the host, or back. What is on the host is pinned: copies run at the link's speed."""
+        """Move weights and moments to the host, or back.
+
+        Host memory is pinned, so copies run at the speed of the link.
+        """
         states = list((self.optimizer.state if self.optimizer else {}).values())
-        self.module._apply(lambda t: moved(t, device))  # nn.Module.to, but for the pinned memory
+        self.module._apply(lambda t: moved(t, device))  # as nn.Module.to, with pinned memory
         for state in states:
             for key, value in state.items():
                 state[key] = moved(value, device)
@@ -170,9 +206,12 @@ class Trainable:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; the copy may still be under way. Host memory comes from torch's cache of pinned blocks."""
+    """Return `tensor` on `device`. The copy may still be running.
+
+    Host memory comes from torch's cache of pinned blocks.
+    """
     if isinstance(tensor, DTensor):
-        # Not from_local: it would take the shard back to its mesh's device.
+        # from_local would move the shard back to its mesh's device.
         return DTensor(moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
     if tensor.device == device:
         return tensor

@@ -14,7 +14,7 @@ from millrace.errors import CheckpointError, ConfigError, MissingDependency
 from millrace.models.model import load_model
 from millrace.ports import TrainBatch
 from millrace.train.fsdp import lora
-from millrace.train.packing import rows_of_samples
+from millrace.train.rows import rows_of_samples
 from tests.train import cases as train_cases
 from tests.train.cases import HORIZON, LAYOUTS, OPTIM
 from tests.train.fsdp import lora_cases

@@ -1,0 +1,282 @@
+"""The samples of a batch as arrays. A step makes them first and reads nothing else of a sample.
+
+A **row** is one trajectory: prompt and segments in one run of tokens. The model reads a row up to
+the token before its last trained one. Nothing else is needed to predict the trained tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.algorithms.ragged import sequence_ids
+from millrace.config import AlgorithmConfig
+from millrace.errors import MillraceError
+from millrace.ports import TrainBatch
+from millrace.train.fsdp.packed_attention import Ints
+from millrace.types import (
+    Author,
+    Floats,
+    PolicyVersion,
+    Sample,
+    Score,
+    Stop,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Trajectories in one run of tokens.
+
+    [T] counts all tokens together, [K] the trained ones, and [N] the rows.
+    """
+
+    tokens: Ints
+    """[T] token ids."""
+    trained: NDArray[np.bool_]
+    """[T] true for tokens of the policy."""
+    order: Ints
+    """[T] number of each trained token among the trained ones; undefined for the others."""
+    rollout_log_probs: NDArray[np.float32]
+    """[K] log-probs at the rollout."""
+    versions: Ints
+    """[K] policy version that drew each trained token."""
+    starts: Ints
+    """[N] position of each row's first token."""
+    lengths: Ints
+    """[N] tokens of each row, prompt included."""
+    inputs: Ints
+    """[N] tokens of each row that the model reads: all before its last trained one.
+
+    0 if none is trained.
+    """
+    trained_tokens: Ints
+    """[N] trained tokens of each row."""
+    prompt_lengths: Ints
+    """[N] tokens of each row's prompt. Rows of one sample share their prompt."""
+    sample: Ints
+    """[N] number of each row's sample."""
+    first_row: Ints
+    """[samples + 1] sample i has the rows first_row[i] to first_row[i + 1] - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """N trajectories with K trained tokens, on the host, the same on every rank."""
+
+    version: PolicyVersion
+    """The live policy version."""
+    rows: Rows
+    lengths: Tensor
+    """[N] int64 trained tokens of each trajectory."""
+    ids: Tensor
+    """[K] int64 trajectory of each token."""
+    ages: Tensor
+    """[K] int64 number of versions between the token's own and the live one."""
+    rollout: Tensor
+    """[K] float64 log-probs of the policy that drew each token."""
+    scores: Tensor
+    """[N] float64 rewards."""
+    groups: Tensor
+    """[N] int64 number of each trajectory's sample."""
+    truncated: Tensor
+    """[N] bool: cut by the length limit."""
+    unfiltered: Tensor
+    """[K] bool: not left out by overlong_filtering. A filtered token is not rejected."""
+    components: dict[str, Tensor] | None
+    """Name to [N] float64: components of the reward, for gdpo."""
+    equal_share: float
+    """Share of samples whose rewards are all equal."""
+    greedy_scores: Tensor | None
+    """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
+
+
+def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
+    """Return the arrays of `batch`.
+
+    Raises MillraceError if a score that `algorithm` needs is missing.
+    """
+    rows = rows_of_samples(batch.samples)
+    pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
+    lengths = torch.from_numpy(rows.trained_tokens)
+    ids = sequence_ids(lengths)
+    cut = torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool)
+    scores = [_score(trajectory, sample) for trajectory, sample in pairs]
+    greedy = algorithm.adv_estimator == "remax"
+    return BatchArrays(
+        version=batch.version,
+        rows=rows,
+        lengths=lengths,
+        ids=ids,
+        ages=(batch.version - torch.from_numpy(rows.versions)).clamp(min=0),
+        rollout=torch.from_numpy(rows.rollout_log_probs).double(),
+        scores=_floats([score.value for score in scores]),
+        groups=torch.from_numpy(rows.sample),
+        truncated=cut,
+        unfiltered=~cut[ids]
+        if algorithm.overlong_filtering
+        else torch.ones_like(ids, dtype=torch.bool),
+        equal_share=_equal_share(batch.samples, [score.value for score in scores]),
+        components=_components([score.extra for score in scores], algorithm.gdpo_reward_keys)
+        if algorithm.adv_estimator == "gdpo"
+        else None,
+        greedy_scores=_floats([_score(sample.greedy, sample).value for _, sample in pairs])
+        if greedy
+        else None,
+    )
+
+
+def _floats(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _score(trajectory: Trajectory | None, sample: Sample) -> Score:
+    """Return the score of a response. Raises MillraceError if it has none."""
+    if trajectory is None or trajectory.score is None:
+        kind = "greedy response" if trajectory is sample.greedy else "trajectory"
+        raise MillraceError(
+            f"a {kind} of sample {sample.prompt.index} has no score: it cannot be trained"
+        )
+    return trajectory.score
+
+
+def _equal_share(samples: Sequence[Sample], values: list[float]) -> float:
+    """Return the share of samples whose rewards are all equal, of those with a trajectory.
+
+    Rewards are compared exactly, without a tolerance.
+    """
+    ends = itertools.accumulate(len(sample.trajectories) for sample in samples)
+    groups = [values[a:b] for a, b in itertools.pairwise([0, *ends]) if b > a]
+    return sum(min(group) == max(group) for group in groups) / max(len(groups), 1)
+
+
+def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Return the `wanted` components of the rewards, name to [N] float64; all if none is wanted.
+
+    Raises MillraceError if a reward lacks a component, and if there are no components at all.
+    """
+    names = wanted or sorted({name for extra in extras for name in extra})
+    for name in names:
+        if any(name not in extra for extra in extras):
+            known = sorted({known for extra in extras for known in extra})
+            raise MillraceError(
+                f"algorithm.gdpo_reward_keys: a reward has no component {name!r} "
+                f"(it has {', '.join(known) or 'none'}). Fix: let the reward function return a "
+                "dict of the score and every component in each call"
+            )
+    if not names and extras:
+        raise MillraceError(
+            "algorithm.adv_estimator=gdpo: the reward function returns no components. "
+            "Fix: return a dict of score and components"
+        )
+    return {name: _floats([extra[name] for extra in extras]) for name in names}
+
+
+def rows_of_samples(samples: Sequence[Sample]) -> Rows:
+    """Return one row for each trajectory, samples in order.
+
+    Raises ValueError if a prompt has no tokens: nothing predicts the first response token.
+    """
+    tokens, log_probs = tokens_of(), floats_of()
+    versions: list[tuple[int, int]] = []  # version and length of each policy segment
+    runs: list[int] = []  # lengths of prompts and segments, in order
+    authored: list[bool] = []
+    row_runs: list[int] = []
+    counts = [0]
+    for sample in samples:
+        prompt = sample.prompt.tokens
+        if not prompt:
+            raise ValueError(
+                f"the prompt of sample {sample.prompt.index} has no tokens: "
+                "nothing predicts its first token"
+            )
+        for trajectory in sample.trajectories:
+            tokens += prompt
+            runs.append(len(prompt))
+            authored.append(False)
+            for segment in trajectory.segments:
+                tokens += segment.tokens
+                runs.append(len(segment.tokens))
+                authored.append(segment.author is Author.POLICY)
+                if segment.author is Author.POLICY:
+                    log_probs += segment.log_probs
+                    versions.append((segment.version, len(segment.tokens)))
+            row_runs.append(1 + len(trajectory.segments))
+        counts.append(counts[-1] + len(sample.trajectories))
+    drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
+    return _rows(
+        tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts
+    )
+
+
+def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
+    """Return one row for each (prompt, response). The response's tokens are trained.
+
+    Raises ValueError if a prompt has no tokens.
+    """
+    tokens, runs = tokens_of(), list[int]()
+    for prompt, response in examples:
+        if not prompt:
+            raise ValueError(
+                "a demonstration's prompt has no tokens: nothing predicts its first token"
+            )
+        tokens += prompt
+        tokens += response
+        runs += (len(prompt), len(response))
+    n = len(runs) // 2
+    none = np.zeros(0, dtype=np.int64)
+    return _rows(tokens, floats_of(), none, runs, [False, True] * n, [2] * n, list(range(n + 1)))
+
+
+def _rows(
+    tokens: Tokens,
+    log_probs: Floats,
+    versions: Ints,
+    runs: list[int],
+    authored: list[bool],
+    row_runs: list[int],
+    counts: list[int],
+) -> Rows:
+    flat = _int64(tokens)
+    trained = np.repeat(np.asarray(authored, dtype=bool), np.asarray(runs, dtype=np.int64))
+    run_ends = np.concatenate([[0], np.cumsum(np.asarray(runs, dtype=np.int64))])
+    edges = run_ends[np.concatenate([[0], np.cumsum(np.asarray(row_runs, dtype=np.int64))])]
+    starts, lengths = edges[:-1], np.diff(edges)
+    before = np.concatenate([[0], np.cumsum(trained)])
+    trained_tokens = before[edges[1:]] - before[edges[:-1]]
+    # The last trained token of a row is the before[row end]-th trained token overall.
+    inputs = np.zeros(len(starts), dtype=np.int64)
+    has = trained_tokens > 0
+    inputs[has] = np.flatnonzero(trained)[before[edges[1:]][has] - 1] - starts[has]
+    first_run = np.cumsum(row_runs) - row_runs
+    first_row = np.asarray(counts, dtype=np.int64)
+    return Rows(
+        tokens=flat,
+        trained=trained,
+        order=before[1:] - 1,
+        rollout_log_probs=np.array(log_probs, dtype=np.float32),
+        versions=versions,
+        starts=starts,
+        lengths=lengths,
+        inputs=inputs,
+        trained_tokens=trained_tokens,
+        prompt_lengths=np.asarray(runs, dtype=np.int64)[first_run.astype(np.int64)],
+        sample=np.repeat(np.arange(len(counts) - 1), np.diff(first_row)),
+        first_row=first_row,
+    )
+
+
+def _int64(tokens: Tokens) -> Ints:
+    if not tokens:
+        return np.zeros(0, dtype=np.int64)
+    return torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64).numpy()
