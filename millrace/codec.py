@@ -1,4 +1,7 @@
-"""The nouns as bytes: msgpack between processes, JSON in checkpoints. Typed both ways, no pickle."""
+"""Encoding of the nouns: msgpack between processes, JSON in checkpoints.
+
+Encoding and decoding are typed and use no pickle.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import msgspec
 
 _CODES = {"i": 4, "f": 4}
 _INTEGER = 1
-"""The msgpack extension for an integer that 64 bits cannot hold: big-endian two's complement."""
+"""The msgpack extension for an integer of more than 64 bits: big-endian two's complement."""
 _SMALL = range(-(2**63), 2**64)
-"""The integers that msgpack itself holds."""
+"""The integers that msgpack encodes without an extension."""
 
 
 def _encode_hook(value: Any) -> Any:
@@ -44,10 +47,10 @@ _json_encoder = msgspec.json.Encoder(enc_hook=_encode_hook)
 
 
 def pack(value: Any) -> bytes:
-    """Any of the nouns, or plain data, as msgpack. Integers may have any size, except as keys."""
+    """Encode a noun or plain data as msgpack. Integers may have any size, except as keys."""
     try:
         return _encoder.encode(value)
-    except OverflowError:  # rare, so only such a value pays for the copy
+    except OverflowError:  # Rare, so only such a value pays for the copy.
         copy = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_encode_hook)
         return _encoder.encode(_extended(copy))
 
@@ -65,15 +68,18 @@ def _extended(value: Any) -> Any:
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A reusable decoder for values of type `kind`."""
+    """Return a reusable decoder for values of type `kind`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_extension_hook)
 
 
 def to_json(value: Any) -> bytes:
-    """Any of the nouns, or plain data, as JSON; arrays as base64 of their bytes."""
+    """Encode a noun or plain data as JSON. Arrays become the base64 of their bytes."""
     return _json_encoder.encode(value)
 
 
 def from_json(data: bytes, kind: Any) -> Any:
-    """The value of type `kind` that `to_json` wrote. Raises msgspec.ValidationError on anything else."""
+    """Decode a value of type `kind` that `to_json` wrote.
+
+    Raises msgspec.ValidationError on anything else.
+    """
     return msgspec.json.decode(data, type=kind, dec_hook=_decode_hook)

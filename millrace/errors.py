@@ -1,32 +1,32 @@
-"""Typed errors. Each message says what was found and what to change."""
+"""Typed errors. Each message names the wrong value and the fix."""
 
 from __future__ import annotations
 
 
 class MillraceError(Exception):
-    """Base of every error that millrace raises on purpose."""
+    """Base class of every error that millrace raises on purpose."""
 
     exit_code = 1
 
 
 class ConfigError(MillraceError):
-    """A key of the configuration is wrong: key, value, rule and fix are in the message."""
+    """A key of the configuration is wrong. The message has the key, value, rule and fix."""
 
     exit_code = 2
 
 
 class DataError(MillraceError):
-    """A row or file of data is wrong: file, row, value, rule and fix are in the message."""
+    """A row or file of data is wrong. The message has the file, row, value, rule and fix."""
 
     exit_code = 2
 
 
 class LedgerError(MillraceError):
-    """An illegal move in the life of a sample: a bug in millrace, never of the user."""
+    """An illegal move in the life of a sample. The bug is in millrace, never in the user's code."""
 
 
 class RewardError(MillraceError):
-    """A reward function raised, returned something that is no number, or ran past its deadline."""
+    """A reward function raised, returned a value that is not a number, or missed its deadline."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -38,11 +38,11 @@ class WorkerError(MillraceError):
 
 
 class DeadlineError(MillraceError):
-    """A wait ran past its deadline; the message names who waited, and for what."""
+    """A wait missed its deadline. The message names the waiting task and the event it waits for."""
 
 
 class SyncError(MillraceError):
-    """A replica's weights are not the trainer's: it must not serve them."""
+    """A replica's weights differ from the trainer's. The replica must not serve them."""
 
 
 class CheckpointError(MillraceError):
@@ -54,26 +54,26 @@ INSTALL = {
     "ray": "pip install 'ray>=2.50'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",
 }
-"""What brings the packages that one engine, one runtime or one way of training needs."""
+"""The command that installs each optional package."""
 
 
 class MissingDependency(MillraceError):
-    """An optional package is missing; the message has the command that installs it."""
+    """An optional package is missing. The message has the command that installs it."""
 
     exit_code = 2
 
 
 def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
-    """A ConfigError in the one form that all of them have."""
+    """Return a ConfigError in the form that all of them share."""
     shown = key if key.isprintable() else repr(key)
     return ConfigError(f"{shown} = {value!r}: {rule}. Fix: {fix}.")
 
 
 def bad_row(where: str, value: object, rule: str, fix: str) -> DataError:
-    """A DataError in the one form that all of them have; `where` is file and row."""
+    """Return a DataError in the form that all of them share. `where` is the file and the row."""
     try:
         shown = repr(value)
-    except ValueError:  # Python writes no integer of over 4300 digits
+    except ValueError:  # Python refuses to print an integer of over 4300 digits
         shown = f"a value of type {type(value).__name__}"
     return DataError(
         f"{where}: {shown if len(shown) <= 120 else shown[:117] + '...'}: {rule}. Fix: {fix}."

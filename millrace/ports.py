@@ -1,4 +1,4 @@
-"""The ports: what the pipeline needs of engines, weight sync, environments and rewards. Protocols, and nothing else."""
+"""The ports: protocols for engines, weight sync, environments and rewards."""
 
 from __future__ import annotations
 
@@ -12,70 +12,85 @@ if TYPE_CHECKING:
     import torch
 
 Phase = Literal["sft", "rl"]
-"""The supervised warm-up, or reinforcement learning."""
+"""The supervised warm-up ("sft") or reinforcement learning ("rl")."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Running totals of one rollout engine since it started; figures of a period are differences."""
+    """Running totals of one rollout engine since its start.
+
+    The difference of two gives the figures of a period.
+    """
 
     tokens: int = 0
     """Tokens drawn."""
     prefill_tokens: int = 0
-    """Tokens read into KV caches, again after an interruption."""
+    """Tokens read into KV caches. After an interruption they are read and counted again."""
     busy_slot_s: float = 0.0
     """Integral of occupied decode slots, in slot-seconds."""
     slots: int = 0
-    """Decode slots."""
+    """The number of decode slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Whole samples for one call of `step`; advantages are taken over all of them."""
+    """Whole samples for one call of `step`. Advantages are computed over all of them."""
 
     samples: tuple[Sample, ...]
     version: PolicyVersion
-    """The policy version that the weights were when their current window began: the live one, or one on its way to the rollouts."""
+    """The policy version of the weights at the start of the current window.
+
+    It is live, or on its way to the rollouts.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a train engine did with one batch."""
+    """The report of a train engine on one batch."""
 
     optimizer_steps: int
-    """Steps of the LR schedule's clock, those that were skipped included."""
+    """Steps of the LR schedule, including skipped ones."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means over the batch's optimizer steps, by the metric's full name."""
+    """Means over the batch's optimizer steps that were not skipped, by the metric's full name.
+
+    A metric that needs such a step is missing if there was none.
+    """
     totals: dict[str, float] = field(default_factory=dict)
-    """Counts over the batch, by the metric's full name: added up, never averaged."""
+    """Counts over the batch, by the metric's full name. They are summed, never averaged."""
     skipped_steps: int = 0
-    """Of optimizer_steps: left out, for a gradient that is not finite or nothing to learn from. `metrics` are of the others; what
-    they cannot say without one is missing."""
+    """The part of optimizer_steps that was skipped.
+
+    A step is skipped if its gradient is not finite or there is nothing to learn from.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """One version on its way to every replica, not live yet."""
+    """The transfer of one version to every replica. The version is not live yet."""
 
     bytes: int
     seconds: float
 
 
 class RolloutEngine(Protocol):
-    """One replica that draws tokens. Tokens in, tokens out: what the model said is never tokenised again."""
+    """One replica that draws tokens. It takes and returns tokens, so text is never re-tokenised."""
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        """Continue `tokens`. One segment for each version that drew tokens; the last one's `stop` says why it ended.
+        """Continue `tokens`. Return one segment for each version that drew tokens.
 
-        After `interrupt()` the last segment's stop is INTERRUPTED; an empty tuple says that nothing was drawn before it.
-        `session` names the trajectory: calls of one session may be routed to the same replica for its KV cache.
+        The last segment's `stop` is the reason why it ended. After `interrupt()` it is INTERRUPTED.
+        The result is an empty tuple if the interruption came before any token. `session` names the
+        trajectory. Calls of one session may go to the same replica, for its KV cache.
         """
         ...
 
     async def interrupt(self) -> None:
-        """End every running interruptible generation between two tokens; return when all of them have returned."""
+        """End every running interruptible `generate` between two tokens.
+
+        Return when all these calls have returned.
+        """
         ...
 
     async def stats(self) -> RolloutStats: ...
@@ -84,21 +99,22 @@ class RolloutEngine(Protocol):
 
 
 class ReplicaSleeper(Protocol):
-    """The rollout side of shared devices: memory comes back in two parts, around a weight sync."""
+    """The rollout side of shared devices. It takes memory in two parts, around a weight sync."""
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        """Give the device's memory back. Called with nothing running, and again while asleep.
+        """Free the device's memory. The caller makes sure that nothing runs.
 
-        Without `keep_weights` the engine may discard its weights: a sync comes before `wake`.
+        A second call while asleep is legal. Without `keep_weights` the engine may discard its
+        weights, and then a sync comes before `wake`.
         """
         ...
 
     async def wake_weights(self) -> None:
-        """Take the memory of the weights again, for a sync. Nothing is drawn before `wake`."""
+        """Allocate the memory of the weights again, for a sync. Nothing is drawn before `wake`."""
         ...
 
     async def wake(self) -> None:
-        """Take all memory again; the weights are those of the last version."""
+        """Allocate all memory again. The weights are those of the last version."""
         ...
 
 
@@ -110,108 +126,133 @@ class Sleeper(Protocol):
     """The training side of shared devices."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back. The state stays as it is, and so does a staged save."""
+        """Free the device's memory. The state and a staged save are kept."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         ...
 
 
 class TrainEngine(Protocol):
     """One policy under training, with the critic and the reference that its algorithm needs.
 
-    The driver calls a method on every rank at once, with the same arguments, and awaits all of them.
+    The driver calls a method on every rank at once, with the same arguments. It awaits all ranks.
     Every rank returns the same value.
     """
 
     async def begin(self, phase: Phase, horizon: int) -> None:
         """Start a phase of `horizon` optimizer steps, with a fresh optimizer and LR schedule.
 
-        Called before the first step and before `load`. The policy's weights stay. The critic and
-        the reference start from them.
+        It comes before the first step and before `load`. The policy keeps its weights. The critic
+        and the reference start from them.
         """
         ...
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        """Advantages, then `ppo_epochs` passes of optimizer steps over mini-batches of `ppo_mini_batch_size` samples."""
+        """Train on `batch`.
+
+        Compute advantages over the batch. Then make `ppo_epochs` passes of optimizer steps over
+        mini-batches of `ppo_mini_batch_size` samples.
+        """
         ...
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
-        """One supervised step on (prompt, response) pairs. Its metrics have at least sft/loss."""
+        """Take one supervised step on (prompt, response) pairs.
+
+        The report has at least the metric sft/loss.
+        """
         ...
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """log p(token) under the current weights, by trajectory, for the tokens of the policy's segments in order."""
+        """Return log p(token) under the current weights, one list for each trajectory.
+
+        A list has the tokens of the policy's segments, in order.
+        """
         ...
 
     async def save(self, folder: str, staged: bool = False) -> None:
-        """Weights, optimizer, LR schedule and random state as they are now, into an existing folder.
+        """Save the current weights, optimizer, LR schedule and random state to an existing folder.
 
-        `staged`: return once they are copied to host memory; they are written while whatever is called next goes on, and `saved`
-        says when. Otherwise they are written on return. At most one save is under way: the next waits for it.
+        With `staged`, return once they are copied to host memory. They are then written in the
+        background, and `saved` waits for the end. Otherwise they are written on return. At most one
+        save is under way: the next one waits for it.
         """
         ...
 
     async def saved(self) -> None:
-        """Until what a staged save began is written. Raises what it failed with."""
+        """Wait until a staged save is written. Raise its error if it failed."""
         ...
 
     async def load(self, folder: str) -> None:
-        """Take the state that `save` wrote, at any number of ranks."""
+        """Load the state that `save` wrote, with any number of ranks."""
         ...
 
     async def export(self, folder: str) -> None:
-        """Write a Hugging Face model folder, in the dtype that is served."""
+        """Write a Hugging Face model folder, in the serving dtype."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
-    """The in-process side of a trainer rank that a sync reads from.
+    """The in-process side of a trainer rank, from which a sync reads.
 
-    A shard is a tensor's name, its whole shape, its dtype on the way, and this rank's rows of it.
+    A shard is a tensor's name, its whole shape, its dtype in the transfer, and this rank's rows.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where it computes. Its weights may be in host memory."""
+        """Return the compute device. The weights may be in host memory."""
         ...
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        """Every tensor that is served, in model order and in the serving dtype, without adapters."""
+        """Yield every served tensor, in model order and in the serving dtype, without adapters."""
         ...
 
     def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        """With model.lora_rank: W.lora_A [rank, in] and W.lora_B [out, rank] of each W, in float32."""
+        """Yield the adapters of each W, in float32, if model.lora_rank is set.
+
+        They are W.lora_A [rank, in] and W.lora_B [out, rank].
+        """
         ...
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor whole, in the serving dtype, in model order. Collective over the ranks."""
+        """Yield every whole tensor, in the serving dtype, in model order.
+
+        The call is collective over the ranks.
+        """
         ...
 
 
 class TrainRank(TrainEngine, Sleeper, WeightSource, Protocol):
-    """One rank of a train engine in its worker: all that an author of an engine writes."""
+    """One rank of a train engine in its worker. The author of an engine writes only this."""
 
 
 class WeightSync(Protocol):
-    """Carries weights from the train engine to every replica. Built with both."""
+    """Carries weights from the train engine to every replica."""
 
     async def keep(self, version: PolicyVersion) -> None:
-        """Keep the current weights as `version`, which `transfer` then brings: the train engine may step on meanwhile."""
+        """Keep a copy of the current weights as `version`, for `transfer`.
+
+        Afterwards the train engine may step at once.
+        """
         ...
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Bring the current weights, or those that were kept, to every replica, beside the live ones, proven by a checksum. Rollouts go on.
+        """Send the kept weights, or else the current ones, to every replica.
 
-        Raises SyncError, with replica and tensor, if what arrived is not what was sent.
+        A replica stores them next to its live weights, and rollouts continue. A checksum proves the
+        transfer. Raises SyncError, with the replica and the tensor, if the received weights differ
+        from the sent ones.
         """
         ...
 
     async def activate(self, version: PolicyVersion) -> float:
-        """Make the transferred weights live on every replica, between two tokens. Returns the seconds without decoding."""
+        """Make the transferred weights live on every replica, between two tokens.
+
+        Return the seconds without decoding.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -219,20 +260,26 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment says next."""
+    """The next message of an environment."""
 
     tokens: Tokens
 
 
 class Environment(Protocol):
-    """One conversation, single use: open, then reply to each message of the policy until it says None."""
+    """One conversation, for a single use.
+
+    Call `open` once, then `reply` for each message of the policy, until it returns None.
+    """
 
     async def open(self, prompt: Prompt) -> Tokens:
-        """The tokens that the policy continues first."""
+        """Return the tokens that the policy continues first."""
         ...
 
     async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
-        """The environment's turn after the policy's latest segments, or None if the trajectory is done."""
+        """Return the environment's turn after the policy's latest segments.
+
+        None means that the trajectory is finished.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -242,19 +289,25 @@ class RewardFunction(Protocol):
     """Scores the trajectories of one prompt."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-        """One Score for each completion. Raises RewardError; an error is never a silent 0."""
+        """Return one Score for each completion.
+
+        Raises RewardError. An error is never a silent 0.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightHolder(Protocol):
-    """The in-process side of a replica that a sync writes to."""
+    """The in-process side of a replica, to which a sync writes."""
 
     def weights(self) -> Mapping[str, Any]:
-        """Live tensors by name, in the model's own order."""
+        """Return the live tensors by name, in model order."""
         ...
 
     async def swap(self, version: PolicyVersion, staged: Mapping[str, Any]) -> float:
-        """Copy `staged` over the live tensors between two tokens. Returns the seconds in which nothing was decoded."""
+        """Copy `staged` over the live tensors between two tokens.
+
+        Return the seconds without decoding.
+        """
         ...

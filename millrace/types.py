@@ -1,10 +1,12 @@
 """The nouns of millrace: frozen data, standard library only.
 
-A **Sample** is a prompt with its n trajectories, a **Trajectory** is one response, a **Segment** is a run of tokens by one
-author. Several turns, tool calls and partial rollouts are the same shape: more segments. Every sampled token carries
-the log-prob with which it was drawn, every segment the policy version that drew it.
+A **Sample** is a prompt with its n trajectories. A **Trajectory** is one response. A **Segment** is
+a run of tokens by one author. Several turns, tool calls and partial rollouts all have this shape:
+they are more segments. Every sampled token has the log-prob with which it was drawn. Every segment
+has the policy version that drew it.
 
-Token ids are `array('i')` (int32) and log-probs `array('f')` (float32): compact, and `torch.frombuffer` reads them in place.
+Token ids are `array('i')` (int32), and log-probs are `array('f')` (float32). Both are compact, and
+`torch.frombuffer` reads them in place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 PolicyVersion = int
-"""How many times weights were synced. 0 is the start. Never a time stamp, never a step."""
+"""The number of weight syncs so far. 0 is the start. It is neither a time stamp nor a step."""
 
 if TYPE_CHECKING:
     Tokens = array[int]
@@ -28,56 +30,62 @@ else:  # array has no type parameters before Python 3.12
 
 
 def tokens_of(ids: Any = ()) -> Tokens:
-    """int32 token ids from any iterable of integers."""
+    """Return int32 token ids from any iterable of integers."""
     return array("i", ids)
 
 
 def floats_of(values: Any = ()) -> Floats:
-    """float32 values from any iterable of numbers."""
+    """Return float32 values from any iterable of numbers."""
     return array("f", values)
 
 
 class Author(StrEnum):
-    """Who wrote a segment."""
+    """The author of a segment."""
 
     POLICY = "policy"
     ENVIRONMENT = "environment"
-    """Tool results, user turns: context for the policy, never trained."""
+    """Tool results and user turns. They are context for the policy and are never trained."""
 
 
 class Stop(StrEnum):
-    """Why a run of generated tokens ended."""
+    """The reason why a run of generated tokens ended."""
 
     EOS = "eos"
     STRING = "string"
     """One of the stop strings appeared."""
     LENGTH = "length"
-    """The token limit was reached: the response is truncated."""
+    """The response reached the token limit, which truncates it."""
     INTERRUPTED = "interrupted"
-    """Weights are about to change: the response goes on later, from the tokens it has."""
+    """New weights are about to arrive. The response continues later from its tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """The settings with which one response is drawn."""
 
     max_tokens: int
     """Limit on new tokens, at least 1."""
     temperature: float = 1.0
-    """Softmax temperature; 0 is greedy (log-probs are then those of temperature 1)."""
+    """Softmax temperature. 0 is greedy, and then the log-probs are those of temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response; the tokens that complete one are kept."""
+    """Strings that end a response. The response keeps the tokens that complete the string."""
     seed: int = 0
-    """Seed of this request's own random stream. With the same weights, the result depends on nothing else."""
+    """Seed of this request's own random stream.
+
+    With the same weights, the result depends on nothing else.
+    """
     offset: int = 0
-    """Tokens of this response already drawn: a resumed response goes on in its random stream where it stopped."""
+    """Tokens of this response that are already drawn.
+
+    A resumed response continues its random stream from this position.
+    """
     ignore_eos: bool = False
-    """Go on to `max_tokens` whatever is drawn: workloads with set lengths."""
+    """Draw exactly `max_tokens` tokens, for workloads with fixed lengths."""
     interruptible: bool = True
-    """Whether `interrupt()` ends this request. Validation is not interrupted."""
+    """Whether `interrupt()` ends this request. It does not interrupt validation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +95,14 @@ class Segment:
     tokens: Tokens
     author: Author = Author.POLICY
     version: PolicyVersion = -1
-    """The exact policy version that drew every token here; -1 for the environment."""
+    """The policy version that drew every token of this segment. -1 for the environment."""
     log_probs: Floats = field(default_factory=floats_of)
-    """log p(token) of the full distribution at the sampling temperature, one for each token; empty for the environment."""
+    """log p(token) of the full distribution at the sampling temperature, one for each token.
+
+    Empty for the environment.
+    """
     stop: Stop | None = None
-    """Why it ended; None if another segment of the same response follows."""
+    """The reason why it ended. None if another segment of the same response follows."""
 
     def __post_init__(self) -> None:
         if self.author is Author.POLICY and len(self.log_probs) != len(self.tokens):
@@ -105,10 +116,10 @@ class Prompt:
     """One row of data, ready to roll out."""
 
     index: int
-    """Position in the prompt stream, from 0: the identity of the sample that is made from it."""
+    """Position in the prompt stream, from 0. It identifies the sample that this prompt starts."""
     tokens: Tokens
     text: str
-    """What the tokens say, for transcripts."""
+    """The text of the tokens, for transcripts."""
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -118,31 +129,31 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function said of one trajectory."""
+    """The score that a reward function gave one trajectory."""
 
     value: float
-    """What is trained on."""
+    """The value that training uses."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Named components: logged, and usable by estimators over several rewards."""
+    """Named components. They are logged, and estimators over several rewards can use them."""
     raw: float | None = None
-    """What the reward function said, where shaping came after it; None where `value` is that."""
+    """The value from the reward function, if shaping changed it. None if `value` is unshaped."""
 
     @property
     def unshaped(self) -> float:
-        """The value before any shaping."""
+        """Return the value before any shaping."""
         return self.value if self.raw is None else self.raw
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One response: what was said, by whom, at which version, and what it was worth."""
+    """One response, as segments, with its score."""
 
     segments: tuple[Segment, ...] = ()
     score: Score | None = None
 
     @property
     def stop(self) -> Stop | None:
-        """Why it ended; None or INTERRUPTED while it is unfinished."""
+        """Return the reason why it ended. None or INTERRUPTED means that it is unfinished."""
         return self.segments[-1].stop if self.segments else None
 
     @property
@@ -151,17 +162,17 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all authors."""
+        """Return the number of response tokens, of all authors."""
         return sum(len(s.tokens) for s in self.segments)
 
     @property
     def num_policy_tokens(self) -> int:
-        """Response tokens that the policy drew, in all its turns."""
+        """Return the number of response tokens that the policy drew, in all its turns."""
         return sum(len(s.tokens) for s in self.segments if s.author is Author.POLICY)
 
     @property
     def tokens(self) -> Tokens:
-        """All response tokens, in order."""
+        """Return all response tokens, in order."""
         joined = tokens_of()
         for segment in self.segments:
             joined.extend(segment.tokens)
@@ -169,27 +180,36 @@ class Trajectory:
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """Versions of the policy's segments, in order of writing. Never decreasing."""
+        """Return the versions of the policy's segments, in order. They never decrease."""
         return tuple(s.version for s in self.segments if s.author is Author.POLICY and s.tokens)
 
     def extend(self, segments: tuple[Segment, ...]) -> Trajectory:
-        """The trajectory with `segments` appended."""
+        """Return the trajectory with `segments` appended."""
         return replace(self, segments=self.segments + segments)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt with its n trajectories: the unit of admission, accounting, transfer and advantage."""
+    """A prompt with its n trajectories.
+
+    It is the unit of admission, accounting, transfer and advantage.
+    """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     admitted_version: PolicyVersion = 0
     greedy: Trajectory | None = None
-    """The greedy response, where an estimator takes its score as the baseline (remax). Never trained, and none of the n."""
+    """The greedy response, for an estimator that uses its score as the baseline (remax).
+
+    It is never trained and is not one of the n.
+    """
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version in any trajectory that is trained; the version at admission if nothing was drawn."""
+        """Return the oldest version in any trained trajectory.
+
+        If nothing was drawn, return the version at admission.
+        """
         return min(
             (v for t in self.trajectories for v in t.versions), default=self.admitted_version
         )

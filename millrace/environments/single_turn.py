@@ -1,4 +1,4 @@
-"""One prompt, one response: the environment of problems with a checkable answer."""
+"""The environment of one prompt and one response, for problems with a checkable answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from millrace.types import Prompt, Segment, Tokens
 
 
 class SingleTurn:
-    """Says the prompt, then nothing."""
+    """An environment that sends the prompt and no reply."""
 
     async def open(self, prompt: Prompt) -> Tokens:
         return prompt.tokens

@@ -1,7 +1,8 @@
-"""The guard on learning: reads the metrics row of each version, and says when learning goes wrong, why, and what to change.
+"""The guard on learning: alarms on the metrics row of each version, each with its cause and fix.
 
-A state machine without I/O: rows in, alarms out. What it remembers (the first entropies, the last gradient norms) comes from
-rows alone, so feeding it the rows of metrics.jsonl brings a resumed run's guard to where it was.
+The guard is a state machine without I/O. Rows go in, and alarms come out. Its state (the first
+entropies, the last gradient norms) comes from rows alone. So a resumed run restores its guard from
+the rows of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -20,91 +21,103 @@ _MARGIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A limit that is passed."""
+    """A metric past its limit."""
 
     name: str
     value: float
-    """Of the metric; of equal_rewards, versions in a row."""
+    """The value of the metric. For equal_rewards it is the number of versions in a row."""
     limit: float
     cause: str
     """The likely cause, and the keys of the configuration to change."""
     since: int
-    """Version at which it began to hold."""
+    """The version at which the alarm began."""
 
     def __str__(self) -> str:
-        return f"{self.name} since version {self.since}: {self.value:.4g}, limit {self.limit:.4g}. {self.cause}"
+        figures = f"{self.value:.4g}, limit {self.limit:.4g}"
+        return f"{self.name} since version {self.since}: {figures}. {self.cause}"
 
 
 CAUSES = {
     "zero_variance": (
-        "Nearly all groups have equal rewards, so there is nothing to learn from: the problems are too easy or too hard for the "
-        "policy. Change data.train_files, raise rollout.n or rollout.temperature, or set algorithm.filter_groups.enable=true."
+        "Nearly all groups have equal rewards, so there is nothing to learn from: the problems are "
+        "too easy or too hard for the policy. Change data.train_files, raise rollout.n or "
+        "rollout.temperature, or set algorithm.filter_groups.enable=true."
     ),
     "truncation": (
-        "Many responses are cut at the length limit before they can earn a reward. Raise rollout.max_response_length, or check "
-        "that responses can end (rollout.stop, rollout.ignore_eos)."
+        "Many responses reach the length limit before they can earn a reward. Raise "
+        "rollout.max_response_length, or check that responses can end (rollout.stop, "
+        "rollout.ignore_eos)."
     ),
     "entropy_collapse": (
-        "The policy hardly explores any more and says the same whatever it is asked. Raise actor.clip_ratio_high or "
-        "actor.entropy_coeff, or lower actor.optim.lr; go back to a checkpoint from before."
+        "The policy hardly explores and gives nearly the same response to every prompt. Raise "
+        "actor.clip_ratio_high or actor.entropy_coeff, or lower actor.optim.lr; resume from an "
+        "earlier checkpoint."
     ),
     "low_ess": (
-        "A few tokens have most of the importance weight, or none are kept: samples are too stale, or the engines disagree. Lower "
-        "async_training.staleness_threshold, async_training.trigger_parameter_sync_step or actor.optim.lr, or leave the oldest "
-        "tokens out with algorithm.rollout_correction.max_token_age."
+        "A few tokens have most of the importance weight, or no token is kept: samples are too "
+        "stale, or the engines disagree. Lower async_training.staleness_threshold, "
+        "async_training.trigger_parameter_sync_step or actor.optim.lr, or leave the oldest tokens "
+        "out with algorithm.rollout_correction.max_token_age."
     ),
     "gradient_spike": (
-        "One update is far larger than those before it: an odd batch, or the policy begins to diverge. Lower actor.optim.lr or "
-        "actor.optim.clip_grad if it comes again."
+        "One update is far larger than earlier ones: the batch is unusual, or the policy begins to "
+        "diverge. If the alarm comes again, lower actor.optim.lr or actor.optim.clip_grad."
     ),
     "log_prob_gap": (
-        "The rollout engine and the trainer give the same weights different log-probs: precision or kernels differ, or weights "
-        "did not arrive whole. Set async_training.use_rollout_log_probs=false with algorithm.rollout_correction.rollout_is=token "
-        "to correct for it; model.dtype=float32 shows whether precision is the cause."
+        "The rollout engine and the trainer compute different log-probs with the same weights: "
+        "precision or kernels differ, or the transferred weights are incomplete. Set "
+        "async_training.use_rollout_log_probs=false with "
+        "algorithm.rollout_correction.rollout_is=token to correct for it; model.dtype=float32 "
+        "shows whether precision is the cause."
     ),
     "equal_rewards": (
-        "All trajectories get the same reward: the reward function is broken or never met, or every problem is solved. Check "
-        "reward.function and the ground truths of data.train_files on a few responses."
+        "All trajectories get the same reward: the reward function is broken, no response earns a "
+        "reward, or every problem is solved. Check reward.function and the ground truths of "
+        "data.train_files on a few responses."
     ),
 }
-"""Every alarm, and what it says."""
+"""The likely cause and the fix of every alarm."""
 
 
 class Guard:
-    """Call `check` with the row of every version, in order; then read what it found."""
+    """The state of all alarms. Call `check` with the row of every version, in order."""
 
     def __init__(self, options: GuardConfig) -> None:
         self.options = options
         self.began: list[Alarm] = []
-        """Alarms that the last `check` began: to be logged once."""
+        """Alarms that the last `check` began. Log them once."""
         self.ended: list[Alarm] = []
-        """Alarms that the last `check` ended, as they were while they held: to be logged once."""
-        self._holding: dict[str, Alarm] = {}
+        """Alarms that the last `check` ended, with their last values. Log them once."""
+        self._active: dict[str, Alarm] = {}
         self._entropies: list[float] = []
         self._norms: deque[float] = deque(maxlen=options.grad_rows)
         self._equal = 0
 
     def check(self, version: int, row: Mapping[str, float | None]) -> list[Alarm]:
-        """Alarms that hold at this version. One whose metric is missing, None or NaN in this row stays as it is."""
-        before = self._holding
+        """Return the active alarms at this version.
+
+        An alarm keeps its state if its metric is missing, None or NaN in this row.
+        """
+        before = self._active
         judged = self._judge(row)
         now = {name: alarm for name, alarm in before.items() if name not in judged}
         for name, (value, limit, passed) in judged.items():
-            # One that holds ends a tenth inside its limit: a metric that hovers there would begin and end it all the time.
+            # An active alarm ends a tenth inside its limit. Otherwise a metric near the limit would
+            # begin and end it again and again.
             if passed or (name in before and abs(value - limit) <= _MARGIN * abs(limit)):
                 since = before[name].since if name in before else version
                 now[name] = Alarm(name, value, limit, CAUSES[name], since)
         self.began = [alarm for name, alarm in now.items() if name not in before]
         self.ended = [alarm for name, alarm in before.items() if name not in now]
-        self._holding = now
+        self._active = now
         return list(now.values())
 
     def as_metrics(self) -> dict[str, float]:
-        """`alarm/NAME` of every alarm after the last `check`: 1 while it holds, else 0."""
-        return {PREFIX + name: float(name in self._holding) for name in CAUSES}
+        """Return `alarm/NAME` of every alarm after the last `check`: 1 if active, else 0."""
+        return {PREFIX + name: float(name in self._active) for name in CAUSES}
 
     def _judge(self, row: Mapping[str, float | None]) -> dict[str, tuple[float, float, bool]]:
-        """Of the alarms whose metrics are in this row: value, limit, and whether it is passed."""
+        """Return value, limit and whether it is passed, for every alarm with its metric in `row`."""
         o = self.options
         judged: dict[str, tuple[float, float, bool]] = {}
         for name, key, limit in (
@@ -139,7 +152,10 @@ class Guard:
         return value, limit, value < limit
 
     def _gradient(self, value: float) -> tuple[float, float, bool]:
-        """The norm joins the median after it was compared; where the median is 0, nothing is known of a usual size."""
+        """Compare the norm with the median of earlier ones, then add it to them.
+
+        There is no limit while the median is 0, because the usual size is unknown.
+        """
         o = self.options
         median = statistics.median(self._norms) if len(self._norms) >= o.min_grad_rows else 0.0
         limit = o.max_grad_spike * median if median else math.inf

@@ -1,7 +1,7 @@
-"""The metrics of one policy version: each is named and documented here, where it is made.
+"""The metrics of one policy version. This file computes, names and documents each of them.
 
-A row belongs to the version that the trainer went on from while its samples were trained and carries the number of the version that they
-made: row v says what went into version v. It is flushed after the version's own last step.
+Row v describes the training of version v: its samples and its steps, which start from version v -
+1. It is flushed after the last step of version v.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
 
 WAITS = ("wait_samples", "wait_rollouts", "wait_validation", "wait_publish")
-"""Parts of the trainer's time in which its devices have nothing to do."""
+"""The parts of the trainer's time in which its devices are idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """How a version became live."""
+    """The figures of one sync."""
 
     transfer: TransferReport
     pause_s: float
-    """Seconds in which the replica that took longest changed its weights."""
+    """Seconds in which the slowest replica changed its weights."""
     hold_s: float | None = None
-    """Seconds from when rollouts were told to hold still until they might go on: waiting for them, the change, and what follows from a
-    version. None where they are not held, or stand still for the trainer's whole turn.
+    """Seconds of the rollouts' pause: the wait for them, the change, and the record of the version.
+
+    None if they do not pause, or pause for the trainer's whole turn.
     """
 
 
 class VersionMetrics:
-    """Collects one version's figures; `row` turns them into one flat dict of floats."""
+    """The figures of one version. `row` turns them into one flat dict of floats."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[Sample, PolicyVersion]] = []
@@ -40,14 +41,14 @@ class VersionMetrics:
         self._wait_prev_gen = 0.0
 
     def waited(self, seconds: float, samples: Iterable[Sample], version: PolicyVersion) -> None:
-        """The trainer waited for these samples, to train them at `version`."""
+        """Add the trainer's wait for these samples, which it trains at `version`."""
         if any(s.admitted_version < version for s in samples):
             self._wait_prev_gen += seconds
 
     def stepped(
         self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport
     ) -> None:
-        """These samples were trained from `version` on."""
+        """Add a step on these samples, trained at `version`."""
         self._samples += [(s, version) for s in samples]
         self._steps.append(report)
 
@@ -60,7 +61,11 @@ class VersionMetrics:
         usable_slots: int,
         synced: Synced,
     ) -> dict[str, float]:
-        """Every metric of this version. `timing` are the trainer's seconds by part; stats are the rollout side's totals."""
+        """Return every metric of this version.
+
+        `timing` has the trainer's seconds by part. `before` and `after` are the rollout side's
+        totals.
+        """
         wall = sum(timing.values())
         row = self._training() | self._rewards() | self._staleness()
         row |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -70,15 +75,17 @@ class VersionMetrics:
         if synced.hold_s is not None:
             row["sync/hold_s"] = synced.hold_s
         return row | {
-            # Weight sync: bytes to each replica, seconds on the way, and of Synced.
+            # Weight sync: bytes to each replica, seconds of the transfer, and the pause of Synced.
             "sync/bytes": float(synced.transfer.bytes),
             "sync/transfer_s": synced.transfer.seconds,
             "sync/pause_s": synced.pause_s,
-            # Seconds from the flush of the last version to this one; the timing_s/* add up to it.
+            # Seconds from the flush of the last version to this one: the sum of the timing_s/*.
             "perf/time_per_version": wall,
-            # Share of the trainer's time in which it waited: for samples, for rollouts to hold still, for validation, for a version to be live.
+            # Share of the trainer's time in WAITS: for samples, for rollouts to pause, for a
+            # validation, for a version to be live.
             "trainer/idle_ratio": _ratio(sum(timing.get(name, 0.0) for name in WAITS), wall),
-            # 1 - integral of occupied decode slots over those that the schedule can fill (min(slots, capacity x n)).
+            # 1 - (integral of occupied decode slots) / (slots that the schedule can fill), which
+            # are min(slots, capacity x n).
             "rollouter/idle_ratio": min(
                 1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))
             ),
@@ -89,24 +96,26 @@ class VersionMetrics:
             ),
             "perf/throughput": _ratio(trained, wall),
             "perf/samples_per_s": _ratio(len(self._samples), wall),
-            # Seconds the trainer waited for samples admitted under an earlier version (the wait of one_step_off).
+            # Seconds for which the trainer waited for samples admitted under an earlier version, as
+            # in one_step_off.
             "wait_prev_gen": self._wait_prev_gen,
         }
 
     def _training(self) -> dict[str, float]:
-        """Means over optimizer steps of what the train engine reports (documented there), and the number of steps."""
+        """Return the train engine's metrics as means over optimizer steps, and the step count."""
         steps = sum(r.optimizer_steps for r in self._steps)
         names = sorted({name for r in self._steps for name in r.metrics})
         row: dict[str, float] = {}
         for name in names:
-            # A batch whose steps were all skipped counts as one step in what it can say nevertheless (of its data, of the critic).
-            told = [
+            # If all steps of a batch were skipped, its remaining metrics count as one step.
+            weighted = [
                 (r.metrics[name], max(r.optimizer_steps - r.skipped_steps, 1))
                 for r in self._steps
                 if name in r.metrics
             ]
             row[name] = _ratio(
-                sum(value * count for value, count in told), sum(count for _, count in told)
+                sum(value * count for value, count in weighted),
+                sum(count for _, count in weighted),
             )
         for name in sorted({name for r in self._steps for name in r.totals}):
             row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
@@ -121,10 +130,10 @@ class VersionMetrics:
         values = [score.value for score in scores]
         lengths = [t.num_tokens for t in trajectories]
         row = {
-            # Reward of the trajectories trained in this version: what is trained on, after any shaping.
+            # Reward of the trajectories trained in this version, after any shaping.
             "reward/mean": _mean(values),
             "reward/std": statistics.pstdev(values) if values else 0.0,
-            # Tokens of a response; clip_ratio is the share cut by the length limit.
+            # Tokens of a response. clip_ratio is the share that the length limit cut.
             "response_length/mean": _mean(lengths),
             "response_length/max": float(max(lengths, default=0)),
             "response_length/min": float(min(lengths, default=0)),
@@ -133,27 +142,29 @@ class VersionMetrics:
             ),
             "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
         }
-        for name in sorted(
-            {name for score in scores for name in score.extra}
-        ):  # named components of the reward
+        # The named components of the reward.
+        for name in sorted({name for score in scores for name in score.extra}):
             row[f"reward/{name}/mean"] = _mean(
                 [score.extra[name] for score in scores if name in score.extra]
             )
-        if any(
-            score.raw is not None for score in scores
-        ):  # what the reward function said, before shaping
+        # The reward before shaping.
+        if any(score.raw is not None for score in scores):
             row["reward/score/mean"] = _mean([score.unshaped for score in scores])
         greedy = [
             s.greedy.score.value
             for s, _ in self._samples
             if s.greedy is not None and s.greedy.score is not None
         ]
-        if greedy:  # the greedy responses that are a baseline: in no other figure
+        if greedy:  # The greedy baseline responses, which no other figure includes.
             row["reward/greedy/mean"] = _mean(greedy)
         return row
 
     def _staleness(self) -> dict[str, float]:
-        """Age = version that is trained - oldest version in the trajectory; span = newest - oldest version in it."""
+        """Return the figures of staleness.
+
+        The age of a trajectory is the trained version minus its oldest version. The span is its
+        newest minus its oldest version.
+        """
         aged = [
             (t, version, min(t.versions, default=version))
             for s, version in self._samples
@@ -163,23 +174,22 @@ class VersionMetrics:
         spans = [_span(t) for t, _, _ in aged]
         partial = sum(span > 0 for span in spans)
         row = {
-            # Samples, and trajectories, that hold a token older than the version that is trained.
+            # Samples and trajectories with a token older than the trained version.
             "fully_async/count/stale_samples_processed": float(
                 sum(s.oldest_version < v for s, v in self._samples)
             ),
             "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
-            # Trajectories drawn by more than one version: their number, share, and the widest span of versions.
+            # Trajectories drawn by more than one version: their number, share and largest span.
             "fully_async/partial/total_partial_num": float(partial),
             "fully_async/partial/partial_ratio": _ratio(partial, len(aged)),
             "fully_async/partial/max_partial_span": float(max(spans, default=0)),
             "staleness/mean": _mean(ages),
             "staleness/max": float(max(ages, default=0)),
         }
-        for age, count in sorted(Counter(ages).items()):  # histogram: trajectories of each age
+        for age, count in sorted(Counter(ages).items()):  # Trajectories of each age.
             row[f"staleness/hist/{age}"] = float(count)
-        for age, count in sorted(
-            self._token_ages().items()
-        ):  # histogram: the policy's tokens of each age
+        # The policy's tokens of each age.
+        for age, count in sorted(self._token_ages().items()):
             row[f"staleness/token_hist/{age}"] = float(count)
         return row
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run lasts: a live view on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class State:
     trained_from: int = 0
 
     def eta_s(self, now: float) -> float:
-        """Seconds to the end at the pace so far; NaN before there is one."""
-        done = self.samples - self.trained_from
+        """Return the seconds to the end at the average pace. NaN before the first sample."""
+        trained = self.samples - self.trained_from
         return (
-            (now - self.trained_since) / done * (self.total - self.samples)
-            if done and self.trained_since
+            (now - self.trained_since) / trained * (self.total - self.samples)
+            if trained and self.trained_since
             else math.nan
         )
 
@@ -59,7 +59,7 @@ class View(Protocol):
 
 
 class Progress:
-    """Events of a run, turned into state and shown."""
+    """The state of a run, updated by its events and shown in a view."""
 
     def __init__(
         self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic
@@ -76,11 +76,11 @@ class Progress:
         self._view.close()
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Print one permanent line."""
         self._view.note(text)
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """A step of the preparation, with its own progress if it is long."""
+        """Show a phase of the preparation, with its own progress if it is long."""
         changed = name != self.state.phase
         self.state.phase, self.state.phase_done, self.state.phase_total, self.state.phase_note = (
             name,
@@ -91,11 +91,11 @@ class Progress:
         self._view.update(self.state, "phase" if changed else "phase step")
 
     def training(self, samples: int, total: int, version: int, versions: int) -> None:
-        """The RL loop begins."""
+        """Show that the RL loop begins."""
         s = self.state
         s.phase, s.phase_total = "training", 0
         s.samples, s.total, s.version, s.versions = samples, total, version, versions
-        s.row, s.rewards = {}, []  # those were of another run on the same engines, perhaps
+        s.row, s.rewards = {}, []  # An earlier run on the same engines may have left some.
         s.trained_since, s.trained_from = self._clock(), samples
         self._view.update(s, "phase")
 
@@ -114,7 +114,7 @@ class Progress:
 
 
 def shown(validation: dict[str, float], between: str = "  ") -> str:
-    """Its values in a line."""
+    """Return the values of a validation in one line."""
     return between.join(
         f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
         for name, value in validation.items()
@@ -122,7 +122,7 @@ def shown(validation: dict[str, float], between: str = "  ") -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last `width` means of equal runs of `values`, from the lowest to the highest as bars."""
+    """Return `values` as at most `width` bars. Each bar is a mean of consecutive values."""
     if not values:
         return ""
     size = max(1, math.ceil(len(values) / width))
@@ -143,7 +143,10 @@ def _clock(seconds: float) -> str:
 
 
 class Lines:
-    """Plain lines for logs and pipes: phases, and the state of training every `every_s` seconds."""
+    """Plain lines for logs and pipes.
+
+    They show phases, and the state of training every `every_s` seconds.
+    """
 
     def __init__(self, console: Console, every_s: float = 5.0) -> None:
         self._console = console
@@ -174,7 +177,8 @@ class Lines:
         self.note(
             f"version {state.version}/{state.versions}  samples {state.samples}/{state.total}  "
             f"reward {row['reward/mean']:.3f}  staleness {row['staleness/mean']:.2f}  "
-            f"idle trainer {row['trainer/idle_ratio']:.0%} rollouter {row['rollouter/idle_ratio']:.0%}  "
+            f"idle trainer {row['trainer/idle_ratio']:.0%} "
+            f"rollouter {row['rollouter/idle_ratio']:.0%}  "
             f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {_clock(state.eta_s(now))}"
         )
 
@@ -222,15 +226,18 @@ class LiveView:
             ),
             (
                 "tokens/s",
-                f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, {row.get('perf/throughput', 0):,.0f} trained",
+                f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, "
+                f"{row.get('perf/throughput', 0):,.0f} trained",
             ),
             (
                 "idle",
-                f"trainer {row.get('trainer/idle_ratio', 0):.0%}, rollouter {row.get('rollouter/idle_ratio', 0):.0%}",
+                f"trainer {row.get('trainer/idle_ratio', 0):.0%}, "
+                f"rollouter {row.get('rollouter/idle_ratio', 0):.0%}",
             ),
             (
                 "sync",
-                f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms",
+                f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, "
+                f"pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms",
             ),
         ]
         for i in range(0, len(figures), 2):
@@ -249,12 +256,12 @@ class LiveView:
 
 
 def _line(bar: ProgressBar) -> Table:
-    """A progress bar on a line of its own: alone it ends without one, and the next line is drawn over."""
+    """Return a progress bar with its own line end. Without it the next line overwrites the bar."""
     grid = Table.grid(expand=True)
     grid.add_row(bar)
     return grid
 
 
 def make_view(console: Console) -> View:
-    """Live on a terminal, lines elsewhere."""
+    """Return a live view on a terminal, and plain lines elsewhere."""
     return LiveView(console) if console.is_terminal else Lines(console)

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard by default."""
+"""The outputs for metrics: always metrics.jsonl, and TensorBoard by default."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One row for each version and each validation, flushed at once. Rows that a resumed run makes again are removed."""
+    """A file with one row for each version and each validation, flushed at once.
+
+    A resumed run removes the rows that it makes again.
+    """
 
     def __init__(self, path: Path, resumed_from: int | None) -> None:
         if resumed_from is not None and path.is_file():
             rows = [
                 line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from
             ]
-            beside = path.with_suffix(".tmp")
-            beside.write_text("".join(f"{line}\n" for line in rows))
-            beside.replace(path)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{line}\n" for line in rows))
+            temporary.replace(path)
         self._file = path.open("a")
 
     def write(self, version: int, row: dict[str, float]) -> None:
@@ -42,32 +45,38 @@ def _version_of(line: str) -> float:
     try:
         return float(json.loads(line)["version"])
     except (ValueError, KeyError):
-        return math.inf  # a line that a crash cut short
+        return math.inf  # A crash cut this line off.
 
 
 def read_rows(
     run_dir: Path, up_to: int
 ) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
-    """What metrics.jsonl holds up to version `up_to`: the rows of versions, and the validations, by version."""
+    """Return the rows of metrics.jsonl up to version `up_to`.
+
+    The first dict has the rows of versions, the second one the validations, both by version.
+    """
     path = run_dir / "metrics.jsonl"
     lines = (
         [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to]
         if path.is_file()
         else []
     )
-    found = [(int(row.pop("version")), row) for row in lines]
+    rows = [(int(row.pop("version")), row) for row in lines]
     validations = {
         version: row
-        for version, row in found
+        for version, row in rows
         if row and all(name.startswith("val/") for name in row)
     }
     return {
-        version: row for version, row in found if validations.get(version) is not row
+        version: row for version, row in rows if validations.get(version) is not row
     }, validations
 
 
 class TensorBoard:
-    """Event files that TensorBoard reads; needs neither torch nor TensorFlow. It is told which steps come again."""
+    """Event files for TensorBoard, written without torch and TensorFlow.
+
+    A resumed run marks the steps that it repeats.
+    """
 
     def __init__(self, folder: Path, resumed_from: int | None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -93,7 +102,7 @@ class TensorBoard:
 
 
 def make_sinks(run_dir: Path, loggers: Sequence[str], resumed_from: int | None) -> list[Sink]:
-    """metrics.jsonl, and what trainer.logger names."""
+    """Return a sink for metrics.jsonl, and one for each name in trainer.logger."""
     sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", resumed_from)]
     if "tensorboard" in loggers:
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_from))

@@ -1,4 +1,4 @@
-"""Wall time of one task, divided so that the parts add up to the whole: whatever is not named is `other`."""
+"""Wall time of one task, by part. The parts add up to the whole; unnamed time is `other`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Parts = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(name: str) -> AbstractContextManager[None]:
-    """Leave the body's seconds to whichever part is running."""
+    """Count the body's seconds for the part that is already running."""
     return nullcontext()
 
 
 class Stopwatch:
-    """Exactly one name runs at a time; entering another one suspends it."""
+    """A stopwatch in which one part runs at a time. Another part suspends it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Attribute the body's seconds to `name`."""
+        """Count the body's seconds for `name`."""
         outer = self._switch(name)
         try:
             yield
@@ -33,12 +33,12 @@ class Stopwatch:
             self._switch(outer)
 
     def running(self) -> dict[str, float]:
-        """Seconds of each part so far in this period."""
+        """Return the seconds of each part so far in this period."""
         self._switch(self._name)
         return dict(self._parts)
 
     def flush(self) -> dict[str, float]:
-        """Seconds of each part since the last flush; their sum is the wall time between the two."""
+        """Return the seconds of each part since the last flush, and start a new period."""
         parts = self.running()
         self._parts = {}
         return parts

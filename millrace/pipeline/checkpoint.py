@@ -1,9 +1,12 @@
-"""Checkpoints: whole or not there. Written beside, fsynced, renamed; a checksummed manifest in each, LATEST last.
+"""Checkpoints, which are complete or absent.
+
+Each one is written to a temporary folder, fsynced and renamed. It has a manifest with checksums.
+LATEST is written last.
 
 RUN/checkpoints/version-000012/
     engine/         the train engine's state (torch.distributed.checkpoint)
-    model/          config and tokenizer, so that the folder can be exported by itself
-    ledger.json     every held sample: prompt, state, finished segments and results
+    model/          config and tokenizer, so that the checkpoint can be exported alone
+    ledger.json     every sample in a slot: prompt, state, finished segments and results
     config.yaml     the run's configuration
     manifest.json   version, counts, and bytes and SHA-256 of every other file
 RUN/checkpoints/LATEST
@@ -28,18 +31,20 @@ from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import PolicyVersion
 
 _HEAD = 1000
-"""Bytes of ledger.json that hold its counts, which come before its slots."""
-_ASIDE = ".replaced-"
-_NAME = re.compile(rf"({re.escape(_ASIDE)})?version-(\d+)")
+"""The counts of ledger.json lie within these first bytes, before its slots."""
+_REPLACED = ".replaced-"
+_NAME = re.compile(rf"({re.escape(_REPLACED)})?version-(\d+)")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
+    """The size and the checksum of one file."""
+
     bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint is, and what it must consist of."""
+    """The counts of a checkpoint, and the files that it must have."""
 
     format: int
     version: int
@@ -58,100 +63,112 @@ class Checkpoints:
         self._keep = keep
 
     async def save(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
-        """Write one cut. A crash at any moment leaves the previous checkpoint as it was."""
+        """Write one cut. A crash at any moment leaves the previous checkpoint intact."""
         await self.begin(snapshot, engine, staged=False)
         return await self.finish(snapshot, engine)
 
     async def begin(self, snapshot: LedgerSnapshot, engine: TrainEngine, *, staged: bool) -> None:
-        """Have the engine save its state. If `staged`, it may step at once; `finish` comes before the next `begin`."""
-        for left in [
+        """Have the engine save its state. `finish` must come before the next `begin`.
+
+        If `staged`, the engine may step as soon as this returns.
+        """
+        # A crash can leave such folders.
+        for stale in [
             *self.folder.glob(".writing-*"),
-            *set(self.folder.glob(f"{_ASIDE}*")).difference(self.all()),
+            *set(self.folder.glob(f"{_REPLACED}*")).difference(self.all()),
         ]:
-            ownership.remove(left)  # what a crash has left
-        folder = self._beside(snapshot) / "engine"
+            ownership.remove(stale)
+        folder = self._temporary(snapshot) / "engine"
         folder.mkdir(parents=True)
         await engine.save(str(folder), staged)
 
     async def finish(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
-        """Wait for what `begin` began, and make the checkpoint whole."""
+        """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
         return await asyncio.to_thread(self._finish, snapshot)
 
-    def _beside(self, snapshot: LedgerSnapshot) -> Path:
+    def _temporary(self, snapshot: LedgerSnapshot) -> Path:
         return self.folder / f".writing-{snapshot.version:06d}"
 
     def _finish(self, snapshot: LedgerSnapshot) -> Path:
-        beside, final = self._beside(snapshot), self.folder / f"version-{snapshot.version:06d}"
+        temporary = self._temporary(snapshot)
+        final = self.folder / f"version-{snapshot.version:06d}"
         shutil.copytree(
             self._run_dir / "model",
-            beside / "model",
+            temporary / "model",
             ignore=shutil.ignore_patterns("*.safetensors", "*.bin"),
         )
-        shutil.copy(self._run_dir / "config.yaml", beside / "config.yaml")
-        if not any(p.is_file() for p in (beside / "engine").rglob("*")):
+        shutil.copy(self._run_dir / "config.yaml", temporary / "config.yaml")
+        if not any(p.is_file() for p in (temporary / "engine").rglob("*")):
             raise CheckpointError(
-                f"{beside / 'engine'}: the train engine wrote nothing here. Fix: a run folder that all nodes share"
+                f"{temporary / 'engine'}: the train engine wrote nothing here. "
+                "Fix: a run folder that all nodes share"
             )
-        (beside / "ledger.json").write_bytes(codec.to_json(snapshot))
+        (temporary / "ledger.json").write_bytes(codec.to_json(snapshot))
         files = {
-            str(p.relative_to(beside)): _entry(p) for p in sorted(beside.rglob("*")) if p.is_file()
+            str(p.relative_to(temporary)): _entry(p)
+            for p in sorted(temporary.rglob("*"))
+            if p.is_file()
         }
         manifest = Manifest(
             1, snapshot.version, snapshot.local_steps, snapshot.admitted, snapshot.retired, files
         )
-        (beside / "manifest.json").write_bytes(
+        (temporary / "manifest.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(manifest), indent=1)
         )
-        for path in [*beside.rglob("*"), beside]:
+        for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
-        if final.exists():  # the same version, saved again: `all` finds the old one aside until the new one is there
-            final.rename(_aside(final))
-        beside.rename(final)
+        if final.exists():
+            # The run saves this version again. `all` lists the old folder until the new one exists.
+            final.rename(_replaced(final))
+        temporary.rename(final)
         _sync(self.folder)
         _write_atomically(self.folder / "LATEST", final.name)
-        ownership.remove(_aside(final))
+        ownership.remove(_replaced(final))
         for old in self.all()[: -self._keep]:
             ownership.remove(old)
         return final
 
     def all(self) -> list[Path]:
-        """Complete folders, oldest first."""
-        found = [
+        """Return the complete folders, oldest first."""
+        folders = [
             (int(m[2]), p) for p in self.folder.glob("*version-*") if (m := _NAME.fullmatch(p.name))
         ]
         return [
             p
-            for _, p in sorted(found)
+            for _, p in sorted(folders)
             if p.name.startswith("version-")
-            or not (self.folder / p.name.removeprefix(_ASIDE)).exists()
+            or not (self.folder / p.name.removeprefix(_REPLACED)).exists()
         ]
 
     def supersede(self, version: PolicyVersion) -> None:
-        """A run goes on from `version`: newer checkpoints, of a history that is no more or broken, are set aside by name."""
+        """Rename the checkpoints newer than `version`, from which a run resumes.
+
+        They belong to a superseded history, or they are broken.
+        """
         for path in self.all():
             if int(path.name.rpartition("-")[2]) > version:
                 number = sum(1 for _ in self.folder.glob(f"superseded-*-{path.name}")) + 1
                 path.rename(self.folder / f"superseded-{number}-{path.name}")
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest whole checkpoint, and why newer ones were passed over."""
-        passed: list[str] = []
+        """Return the newest complete checkpoint, and the errors of newer ones."""
+        errors: list[str] = []
         for path in reversed(self.all()):
             try:
                 verify(path)
             except CheckpointError as error:
-                passed.append(str(error))
+                errors.append(str(error))
             else:
-                return path, passed
-        return None, passed
+                return path, errors
+        return None, errors
 
 
 def verify(path: Path) -> Manifest:
-    """Read the manifest and prove every file. Raises CheckpointError, naming the file."""
+    """Read the manifest and verify every file. Raises CheckpointError, which names the file."""
     manifest_file = path / "manifest.json"
     if not manifest_file.is_file():
-        raise CheckpointError(f"{path}: no manifest.json: not a checkpoint, or not a whole one")
+        raise CheckpointError(f"{path}: no manifest.json: not a checkpoint, or an incomplete one")
     try:
         manifest = msgspec.json.decode(manifest_file.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
@@ -162,7 +179,8 @@ def verify(path: Path) -> Manifest:
             raise CheckpointError(f"{file}: missing")
         if _entry(file) != entry:
             raise CheckpointError(
-                f"{file}: not what the manifest says ({entry.bytes} bytes, SHA-256 {entry.sha256[:12]}...)"
+                f"{file}: not what the manifest says "
+                f"({entry.bytes} bytes, SHA-256 {entry.sha256[:12]}...)"
             )
     return manifest
 
@@ -179,8 +197,8 @@ def read_ledger(path: Path) -> LedgerSnapshot:
     return snapshot
 
 
-def _aside(final: Path) -> Path:
-    return final.with_name(f"{_ASIDE}{final.name}")
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{_REPLACED}{final.name}")
 
 
 def _entry(path: Path) -> FileEntry:
@@ -197,8 +215,8 @@ def _sync(path: Path) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(text)
-    _sync(beside)
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    _sync(temporary)
+    temporary.replace(path)
     _sync(path.parent)

@@ -1,7 +1,8 @@
-"""RUN/history.jsonl: which samples went into which version, over all attempts at a run; and the audit of it.
+"""RUN/history.jsonl: the samples of each version, over all attempts at a run, and their audit.
 
-One line for the start of each attempt, one for each version, one for its end; each is on disk before the next step begins.
-An attempt that starts at version v supersedes what earlier attempts did after v: what is left is the surviving history.
+Each attempt has one line for its start, one for each version and one for its end. Each line is on
+disk before the next step begins. An attempt that starts at version v supersedes the lines of
+earlier attempts after v. The remaining lines are the surviving history.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from millrace.schedule.ledger import Totals
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event. `admitted`, `dropped` and `slots` are the ledger's at that moment."""
+    """One event. `admitted`, `dropped` and `slots` are the ledger's values at that moment."""
 
     event: str
-    """start, version or end."""
+    """One of start, version and end."""
     attempt: int
     version: int
     admitted: int = 0
@@ -32,7 +33,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """Where every sample of the surviving history is."""
+    """The account of every sample in the surviving history."""
 
     admitted: int
     trained: int
@@ -46,7 +47,7 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Appends to a run's history."""
+    """The writer of a run's history."""
 
     def __init__(self, run_dir: Path, totals: Totals) -> None:
         self._path = run_dir / "history.jsonl"
@@ -80,7 +81,10 @@ class History:
 
 
 def read(run_dir: Path) -> list[Line]:
-    """The history's lines, oldest first. A last line without its end is still being written, or was cut off by a crash."""
+    """Return the lines of the history, oldest first.
+
+    A last line without a newline is ignored. It is still being written, or a crash cut it off.
+    """
     path = run_dir / "history.jsonl"
     if not path.is_file():
         return []
@@ -96,7 +100,7 @@ def read(run_dir: Path) -> list[Line]:
 
 
 def mend(run_dir: Path) -> None:
-    """Cut off a last line that a crash left unfinished: what it says never happened."""
+    """Remove a last line that a crash left unfinished. Its event does not count."""
     path = run_dir / "history.jsonl"
     if path.is_file():
         data = path.read_bytes()
@@ -112,20 +116,20 @@ def audit(run_dir: Path) -> Audit:
     lines = read(run_dir)
     for line in lines:
         if line.event == "start":
-            surviving = [kept for kept in surviving if kept.version <= line.version]
+            surviving = [earlier for earlier in surviving if earlier.version <= line.version]
         surviving.append(line)
     if not surviving:
         return Audit(0, 0, {}, 0, 0, 0, 0, 0, False)
     last = surviving[-1]
-    elsewhere = surviving[0].retired  # trained by the run whose checkpoint this one began with
+    # Another run trained these samples, before the checkpoint from which this run began.
+    inherited = surviving[0].retired
     trained = Counter(i for line in surviving if line.event == "version" for i in line.trained)
-    known = {
-        i for i in trained.keys() | set(last.slots) if 0 <= i < last.admitted
-    }  # no other id makes up for a lost one
-    accounted = elsewhere + len(known) + sum(last.dropped.values())
+    # An id outside the admitted range must not hide a lost sample.
+    known = {i for i in trained.keys() | set(last.slots) if 0 <= i < last.admitted}
+    accounted = inherited + len(known) + sum(last.dropped.values())
     return Audit(
         admitted=last.admitted,
-        trained=elsewhere + len(trained),
+        trained=inherited + len(trained),
         dropped=last.dropped,
         in_flight=len(last.slots),
         lost=max(0, last.admitted - accounted),

@@ -1,4 +1,4 @@
-"""Which folders are millrace's own: nothing is deleted or overwritten in any other."""
+"""Ownership of folders: millrace deletes and overwrites only in folders that it made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEXT = "millrace made this folder. It may overwrite and delete what a run write
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether millrace made `folder`. Earlier versions left no marker."""
+    """Whether millrace made `folder`. Earlier versions of millrace wrote no marker."""
     made = (folder / "history.jsonl").is_file() and (folder / "checkpoints").is_dir()
     return (folder / MARKER).is_file() or made
 
@@ -33,7 +33,7 @@ def check(folder: Path) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Make `folder`, if needed, and mark it as millrace's. Raises ConfigError as `check` does."""
+    """Make `folder` if needed and mark it as millrace's. Raises ConfigError as `check` does."""
     check(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,14 @@ def claim(folder: Path) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Return the error for a folder that cannot be written."""
     rule = f"cannot be written: {error.strerror or error}"
     fix = "a folder that can be made or written to"
     return bad_value("trainer.run_dir", str(folder), rule, fix)
 
 
 def home_of(checkpoint: Path) -> Path | None:
-    """The run's folder that `checkpoint` lies in; None if it was copied out of one."""
+    """Return the run's folder that contains `checkpoint`. None if it is outside of one."""
     for path in (checkpoint, checkpoint.resolve()):
         if path.parent.name == "checkpoints" and is_ours(path.parent.parent):
             return path.parent.parent
@@ -67,7 +68,7 @@ def remove(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file of a run. A link in its place is replaced and not followed."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.write_text(text)
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.write_text(text)
+    temporary.replace(path)

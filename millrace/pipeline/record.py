@@ -1,4 +1,4 @@
-"""What follows from a version: its row, its line of history, a checkpoint, a validation. The Trainer's Observer."""
+"""The Trainer's Observer: writes rows, history and checkpoints, and starts validations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.types import PolicyVersion, Sample
 
 
 class RunRecord:
-    """Writes what a run did. Frequencies count versions; 0 is never."""
+    """The record of a run. Frequencies count versions; 0 means never."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class RunRecord:
         self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
 
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None:
-        """Adds, where a checkpoint became whole since the last row:
-        checkpoint/write_s  seconds from its cut until then, those in which the trainer stood still for it included; the longest, of two
+        """Write a metrics row, with checkpoint/write_s if a checkpoint completed since the last.
+
+        checkpoint/write_s is the seconds from the cut of the checkpoint to its completion. They
+        include those in which the trainer waits for it. Of two checkpoints the longer one counts.
         """
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
@@ -84,7 +86,7 @@ class RunRecord:
         return bool(self._save_freq) and version % self._save_freq == 0
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
-        await self.checkpointed()  # one at a time
+        await self.checkpointed()  # One at a time.
         if self._saved == snapshot.version and not snapshot.slots:
             return
         start, staged = asyncio.get_running_loop().time(), self._async_save and not last
@@ -95,9 +97,9 @@ class RunRecord:
             await self.checkpointed()
 
     async def checkpointed(self) -> None:
-        """Until no checkpoint is being written."""
+        """Wait until no checkpoint is being written."""
         if self._saving is not None:
-            await asyncio.wait([self._saving])  # a failure is the task group's
+            await asyncio.wait([self._saving])  # The task group raises a failure.
             self._saving = None
 
     async def _finish(self, snapshot: LedgerSnapshot, start: float) -> None:
@@ -105,9 +107,12 @@ class RunRecord:
             async with asyncio.timeout(self._deadline_s) as limit:
                 await self._checkpoints.finish(snapshot, self._engine)
         except TimeoutError as error:
-            if not limit.expired():  # a file system has one of its own
+            if not limit.expired():  # The file system raised its own TimeoutError.
                 raise
-            waited = f"the run waited {self._deadline_s:g} s for the checkpoint of version {snapshot.version} to be written"
+            waited = (
+                f"the run waited {self._deadline_s:g} s for the checkpoint of version "
+                f"{snapshot.version} to be written"
+            )
             raise DeadlineError(f"{waited}. Limit: trainer.wait_deadline_s") from error
         self._write_s.append(asyncio.get_running_loop().time() - start)
 
@@ -116,12 +121,15 @@ class RunRecord:
             self.start_validation(version)
 
     def start_validation(self, version: PolicyVersion) -> None:
-        """Validate the live weights, while rollouts go on. The next sync waits for it."""
+        """Validate the live weights while rollouts continue. The next sync waits for the end."""
         if self._may_validate(version):
             self._begin_validation(version, None)
 
     async def validate_now(self, version: PolicyVersion, phase: str) -> None:
-        """Validate the live weights, if they are not validated yet, and wait for it: a phase of the progress."""
+        """Validate the live weights as a phase of the progress, and wait for the end.
+
+        Weights that are already validated are skipped.
+        """
         if self._may_validate(version):
             self._progress.phase(phase)
             self._begin_validation(version, partial(self._progress.phase, phase))
@@ -137,15 +145,14 @@ class RunRecord:
         )
 
     async def validated(self) -> None:
-        """Wait for a validation to end. Its requests and its rewards have deadlines of their own."""
+        """Wait for a validation to end. Its requests and rewards have their own deadlines."""
         if self._validation is not None:
-            await asyncio.wait(
-                [self._validation]
-            )  # a failure is the task group's; an abandoned one is none
+            # The task group raises a failure. A cancelled validation is not a failure.
+            await asyncio.wait([self._validation])
             self._validation = None
 
     def abandon_validation(self) -> None:
-        """The run is told to stop: a validation that still runs is not worth the wait."""
+        """Cancel a running validation, because the run must stop and should not wait for it."""
         if self._validation is not None:
             self._validation.cancel()
 

@@ -1,8 +1,8 @@
-"""The Rollouter: admits prompts, rolls samples out, and can be held still.
+"""The Rollouter: admits prompts, rolls samples out, and pauses on request.
 
-    consumes  prompts, free slots of the ledger
-    waits for a free slot; the gate, while rollouts are held still
-    produces  READY samples; drops, with a reason, those whose reward failed or whose outcomes are all equal
+    consumes   prompts, free slots of the ledger
+    waits for  a free slot; the gate, while rollouts are paused
+    produces   READY samples; drops, with a reason, for a failed reward or equal outcomes
 
 It reads two values of the Schedule. `on_sync` says what happens to running trajectories at a sync.
 `placement` says whether the devices are shared. It knows no mode.
@@ -34,11 +34,11 @@ from millrace.types import (
     Trajectory,
 )
 
-_RECENT = 50  # samples over which the share of reward errors is taken
+_RECENT = 50  # The share of reward errors covers this many samples.
 
 
 class Prompts(Protocol):
-    """The prompt stream: the i-th prompt of the run, a pure function of i."""
+    """The prompt stream. The i-th prompt of the run is a pure function of i."""
 
     def __getitem__(self, index: int) -> Prompt: ...
 
@@ -62,32 +62,34 @@ class Rollouter:
         self.roller = roller
         self.max_error_share = max_error_share
         self.dynamic_sampling = dynamic_sampling
-        self.drawing = 0  # requests inside a rollout engine
-        self.undrawn = 0  # trajectories of running samples whose last token is not drawn yet
-        self.held = False
+        self.requests = 0
+        """Requests inside a rollout engine."""
+        self.unfinished = 0
+        """Trajectories of running samples whose last token is not drawn yet."""
+        self.paused = False
         self._gate = asyncio.Event()
         self._gate.set()
         self._outcomes: deque[bool] = deque(maxlen=_RECENT)
 
     async def run(self) -> None:
-        """Admit and launch for as long as the run lasts; cancelled at its end."""
+        """Admit and launch samples until the run cancels this task."""
         ledger = self.queue.ledger
         async with asyncio.TaskGroup() as tasks:
-            for sample_id in ledger.ids(State.WAITING):  # what a checkpoint left to do
+            for sample_id in ledger.ids(State.WAITING):  # of a checkpoint
                 self._launch(tasks, sample_id)
             while True:
-                # No deadline of its own: slots are freed by the trainer, every wait of which has one.
+                # No deadline: the trainer frees slots, and each of its waits has one.
                 await self.queue.wait(
                     "rollouter",
                     "a free slot",
-                    lambda: ledger.can_admit() and not self.held,
+                    lambda: ledger.can_admit() and not self.paused,
                     on=Topic.SLOTS,
                     deadline_s=1e9,
                 )
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
-        self.undrawn += self.roller.num_responses
+        self.unfinished += self.roller.num_responses
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
 
     async def _roll(self, sample_id: int) -> None:
@@ -111,15 +113,19 @@ class Rollouter:
                 self.pool.forget(f"{slot.prompt.index}/{i}")
 
     def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
-        """For a restart. In drain mode a trajectory has one version: what a stop has cut short is drawn again, from its first token."""
+        """Record progress for a restart.
+
+        In drain mode a trajectory has one version. One that a stop interrupts restarts from its
+        first token.
+        """
         ledger = self.queue.ledger
         if ledger.schedule.on_sync is OnSync.DRAIN:
             trajectories = tuple(t if t.finished else Trajectory() for t in trajectories)
         ledger.record(sample_id, trajectories)
 
     def _drawn(self) -> None:
-        self.undrawn -= 1
-        if self.held:
+        self.unfinished -= 1
+        if self.paused:
             self.queue.wake(Topic.ROLLOUTS)
 
     def _finish(self, sample_id: int, sample: Sample) -> None:
@@ -137,92 +143,102 @@ class Rollouter:
         if failed > self.max_error_share * _RECENT:
             raise RewardError(
                 error.reason,
-                f"{failed} of the last {len(self._outcomes)} samples had no score, more than reward.max_error_share = "
-                f"{self.max_error_share:g} of {_RECENT}. The last error: {error}",
+                f"{failed} of the last {len(self._outcomes)} samples had no score, more than "
+                f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "
+                f"The last error: {error}",
             ) from error
 
     def row(self, version: PolicyVersion) -> dict[str, float]:
-        """Metrics of the samples finished while `version` was live, to be asked for once."""
+        """Return the metrics of the samples that finished while `version` was live.
+
+        Call this once for each version.
+        """
         return {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
 
     async def draw(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        """Draw tokens once the gate is open: it is closed for the length of a sync, whose waits have deadlines."""
+        """Draw tokens once the gate is open.
+
+        A sync closes the gate, and every wait of a sync has a deadline.
+        """
         if not self._gate.is_set():
             await self._gate.wait()
-        self.drawing += 1
+        self.requests += 1
         try:
             return await self.pool.generate(tokens, params, session)
         finally:
-            self.drawing -= 1
-            if self.held:
+            self.requests -= 1
+            if self.paused:
                 self.queue.wake(Topic.ROLLOUTS)
 
     @asynccontextmanager
-    async def held_still(self, who: str) -> AsyncIterator[bool]:
-        """No training token is drawn while the body runs. Running trajectories are awaited (drain) or interrupted.
+    async def pause_for_sync(self, who: str) -> AsyncIterator[bool]:
+        """Draw no training token while the body runs. The body gets whether rollouts are paused.
 
-        With `swap` on devices of its own the engine changes weights under the running requests: nothing is held, and the body gets False.
+        Drain mode waits for running trajectories; the other modes interrupt them. With `swap` on
+        separate devices the engine changes weights under the running requests, so there is no
+        pause.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
             yield False
             return
-        async with self._held():
+        async with self._paused():
             if schedule.on_sync is OnSync.DRAIN:
                 ledger = self.queue.ledger
                 await self.queue.wait(
                     who,
                     "running trajectories to finish",
                     lambda: (
-                        (not self.undrawn and not ledger.count(State.WAITING))
+                        (not self.unfinished and not ledger.count(State.WAITING))
                         or self.queue.out_of_grace
                     ),
                     on=Topic.ROLLOUTS,
                 )
-            if schedule.on_sync is not OnSync.DRAIN or self.undrawn:
-                # Undrawn in drain mode: the run was told to stop, and they take too long.
+            if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
+                # In drain mode, the run must stop and these trajectories take too long.
                 await self._interrupt(who)
             yield True
 
     @asynccontextmanager
-    async def parked(self, who: str) -> AsyncIterator[None]:
-        """At the end of a run: what is running is interrupted, so that its tokens are kept; nothing is drawn while the body runs.
+    async def pause_for_save(self, who: str) -> AsyncIterator[None]:
+        """Interrupt rollouts at the end of a run, so that the last checkpoint has their tokens.
 
-        Drain mode will draw it again, and swap mode too: neither is interrupted, but to give devices that both sides share.
+        Nothing is drawn while the body runs. Drain and swap mode draw these tokens again after a
+        restart, so they interrupt nothing, except to free devices that both sides share.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is not OnSync.INTERRUPT and not schedule.colocated:
             yield
             return
-        async with self._held():
+        async with self._paused():
             await self._interrupt(who)
             yield
 
     @asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        """Nothing is admitted while the body runs.
+    async def _paused(self) -> AsyncIterator[None]:
+        """Admit nothing while the body runs.
 
-        Once a stop is out of grace, nothing is admitted or drawn after it either. A trajectory that
-        the stop interrupted would otherwise continue with the new version before it is saved.
+        Once the grace period of a stop is over, the pause does not end. Otherwise an interrupted
+        trajectory would continue with the new version before it is saved.
         """
-        self.held = True
+        self.paused = True
         try:
             yield
         finally:
             if not self.queue.out_of_grace:
-                self.held = False
+                self.paused = False
                 self._gate.set()
             self.queue.wake(Topic.SLOTS)
 
     async def _interrupt(self, who: str) -> None:
-        """Until nothing is drawn; what asks for tokens waits until `_held` ends."""
+        """Close the gate, interrupt all requests, and wait until they return."""
         self._gate.clear()
         await self.pool.interrupt()
         await self.queue.wait(
             who,
             "interrupted requests to come back",
-            lambda: not self.drawing,
+            lambda: not self.requests,
             on=Topic.ROLLOUTS,
         )

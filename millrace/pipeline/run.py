@@ -1,4 +1,4 @@
-"""Both loops together: leaving the block is the shutdown."""
+"""The two loops of the pipeline, run together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from millrace.pipeline.trainer import Trainer
 
 
 async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
-    """Run to the end, or to a stop; `trainer.begin()` has been awaited.
+    """Run both loops to the end or to a stop. The caller has awaited `trainer.begin()`.
 
-    Returns whether every sample of the run is trained and live. A failure in either loop, or in any
+    Return whether every sample of the run is trained and live. A failure in either loop, or in any
     of their tasks, ends both and is raised in an ExceptionGroup.
     """
     with _rare_collections():

@@ -1,7 +1,9 @@
-"""The Ledger as tasks see it: a change wakes those who wait for it, and every wait has a deadline and an owner.
+"""The Ledger for concurrent tasks.
 
-Changes are synchronous. `queue.do(ledger.finish, ...)` makes the change, checks the invariants and wakes
-waiters, with no await in between. So no task ever sees half a change.
+A change wakes the tasks that wait for it. Every wait has a deadline and an owner.
+
+Changes are synchronous. `queue.do(ledger.finish, ...)` makes the change, checks the invariants and
+wakes waiters, with no await in between. So no task ever sees half a change.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class _Waiter:
 
 
 class SampleQueue:
-    """The ledger, the request to stop, and everyone who waits for either to change."""
+    """The ledger, the request to stop, and the tasks that wait for either to change."""
 
     def __init__(self, ledger: Ledger, *, deadline_s: float) -> None:
         self.ledger = ledger
@@ -38,7 +40,7 @@ class SampleQueue:
         self._waiters: dict[Topic, list[_Waiter]] = {topic: [] for topic in Topic}
 
     def do(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make one change, check the ledger, and wake those whose wait it ends."""
+        """Make one change, check the ledger, and wake the tasks whose wait it ends."""
         outcome = change(*args, **kwargs)
         self.ledger.check()
         changed, self.ledger.changed = self.ledger.changed, set()
@@ -47,7 +49,7 @@ class SampleQueue:
         return outcome
 
     def wake(self, topic: Topic) -> None:
-        """Ask those who wait for `topic` whether their wait is over."""
+        """Wake the tasks that wait for `topic` and whose condition is true."""
         for waiter in self._waiters[topic]:
             if not waiter.woken.done() and waiter.ready():
                 waiter.woken.set_result(None)
@@ -70,9 +72,10 @@ class SampleQueue:
         on: Topic,
         deadline_s: float | None = None,
     ) -> None:
-        """Wait until `ready()`, which is asked after each change of the topic `on` and after a stop.
+        """Wait until `ready()` is true.
 
-        Raises DeadlineError, which names everyone who waits, after `deadline_s` seconds.
+        It is evaluated after each change of the topic `on` and after a stop. Raises DeadlineError
+        after `deadline_s` seconds. The error names every waiting task.
         """
         loop = asyncio.get_running_loop()
         limit = self._deadline_s if deadline_s is None else deadline_s
@@ -88,7 +91,7 @@ class SampleQueue:
                 self._waiters[on].remove(waiter)
 
     def describe(self) -> str:
-        """Return who waits for what, since when, and where the ledger's samples are."""
+        """Return one line with every waiting task and the states of the ledger's samples."""
         now = asyncio.get_running_loop().time()
         waiters = sorted((w for each in self._waiters.values() for w in each), key=_since)
         waits = "; ".join(

@@ -1,10 +1,13 @@
 """The Trainer: takes ready samples, steps the train engine, syncs weights.
 
-    consumes  READY samples of the ledger
-    waits for the next local step's samples; rollouts to hold still; a validation that still runs; a checkpoint that is still written
-    produces  policy versions; a metrics row, and where due a checkpoint and a validation, for each
+    consumes   READY samples of the ledger
+    waits for  the samples of the next local step; rollouts to pause; a running validation; the
+               write of a checkpoint
+    produces   policy versions; for each one a metrics row and, if due, a checkpoint and a
+               validation
 
-One loop for every mode. The Schedule decides how many samples it takes, when it syncs and for how long rollouts are held.
+All modes share one loop. The Schedule decides how many samples it takes, when it syncs and for how
+long rollouts pause.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from millrace.types import PolicyVersion, Sample
 
 
 class Observer(Protocol):
-    """Everything that follows from a version and is none of the loop's business: rows, history, checkpoints, validation."""
+    """The effects of a version outside the loop: rows, history, checkpoints, validation."""
 
     def published(self, trained: list[int], totals: Totals) -> None:
-        """A version is live and retired `trained`. Must be durable on return."""
+        """Record a live version, which retired the samples `trained`. It is durable on return."""
         ...
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
-        """One local step is done."""
+        """Record one finished local step."""
         ...
 
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None: ...
@@ -41,11 +44,14 @@ class Observer(Protocol):
     def checkpoint_due(self, version: PolicyVersion) -> bool: ...
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
-        """Save this cut: on return training may go on, though it may not be whole yet. The `last` one is."""
+        """Save this cut. On return training may continue.
+
+        The checkpoint may still be incomplete on return, unless it is the `last` one.
+        """
         ...
 
     async def validated(self) -> None:
-        """Until no validation runs: it is on the weights that are live now."""
+        """Wait until no validation runs. A validation uses the live weights."""
         ...
 
     def validate(self, version: PolicyVersion) -> None:
@@ -54,7 +60,7 @@ class Observer(Protocol):
 
 
 MakeRow = Callable[..., dict[str, float]]
-"""VersionMetrics.row, lacking the sync's figures."""
+"""VersionMetrics.row without the figures of the sync."""
 
 
 class Trainer:
@@ -82,12 +88,12 @@ class Trainer:
         self._waited_s = 0.0
         self._tasks = asyncio.TaskGroup()
         self._arriving: asyncio.Task[None] | None = None
-        """Of a version that is on its way while the next steps are trained."""
+        """The sync of a version that is on its way while the next steps run."""
 
     async def begin(self) -> None:
-        """Bring the start weights from the trainer to every replica.
+        """Send the start weights from the trainer to every replica.
 
-        Until this returns, shared devices are the trainer's.
+        The trainer has the shared devices until this returns.
         """
         version = self.queue.ledger.version
         await self.turns.make_room()
@@ -97,11 +103,10 @@ class Trainer:
         self._stats = await self.rollouter.pool.stats()
 
     async def run(self) -> None:
-        """Until every sample of the run is trained and live, or the run is told to stop."""
+        """Train until every sample of the run is trained and live, or the run must stop."""
         ledger = self.queue.ledger
-        self._stats = (
-            await self.rollouter.pool.stats()
-        )  # a validation of the start weights is none of the first version's
+        # The figures of the first version exclude the validation of the start weights.
+        self._stats = await self.rollouter.pool.stats()
         self.watch.flush()
         async with self._tasks:
             while not ledger.done():
@@ -109,23 +114,23 @@ class Trainer:
                 if self.queue.stopping:
                     return
                 async with self.turns.window(
-                    partial(self._hold, self.watch.part, "trainer"), self.watch.part
+                    partial(self._pause, self.watch.part, "trainer"), self.watch.part
                 ):
                     await self._window()
                 if not self._arriving:
                     self._validate(ledger.version)
 
     async def stop(self) -> None:
-        """Save the state of a run that is done or was told to stop: no sample is with the trainer.
+        """Save the state of a stopped run. No sample is with the trainer.
 
-        A validation ends first: whoever asked for the stop has cancelled it.
+        A validation ends first. The stop has already cancelled it.
         """
         await self.observer.validated()
-        async with self.rollouter.parked("trainer"), self.turns.trainers(keep_weights=True):
+        async with self.rollouter.pause_for_save("trainer"), self.turns.trainers(keep_weights=True):
             await self.observer.checkpoint(self.queue.ledger.snapshot(), last=True)
 
     def _validate(self, version: PolicyVersion) -> None:
-        """Start a validation that is due, unless the run is stopping: the resumed run makes it."""
+        """Start a due validation. If the run is stopping, the resumed run does this instead."""
         if not self.queue.stopping:
             self.observer.validate(version)
 
@@ -148,7 +153,7 @@ class Trainer:
         while not ledger.sync_due():
             await self._wait_for_samples(lambda: queue.out_of_grace)
             if not ledger.can_take():
-                break  # told to stop, and the rest of the window takes too long: sync what there is
+                break  # The run must stop, and the window takes too long: sync its first part.
             samples = queue.do(ledger.take)
             self._metrics.waited(self._waited_s, samples, ledger.trainer_version)
             self._waited_s = 0.0
@@ -160,11 +165,12 @@ class Trainer:
         await self._publish()
 
     async def _publish(self) -> None:
-        """Make the next version live, now or, with overlap_sync, while the next steps are trained. Its row, and a checkpoint if one is due.
+        """Make the next version live. Write its row, and a checkpoint if one is due.
 
-        The row comes first: a run that goes on from the checkpoint has it. So the seconds that a checkpoint and the change
-        of hands after it take are the next version's. A version that is checkpointed, or the last, is awaited: its weights
-        must not step on.
+        With overlap_sync the version arrives while the next steps run. A version with a checkpoint,
+        or the last one, does not overlap, because its weights must not change. The row comes before
+        the checkpoint, so a run that resumes from the checkpoint has the row. The seconds of the
+        checkpoint and of the next change of devices therefore count for the next version.
         """
         ledger = self.queue.ledger
         await self._arrived()
@@ -179,11 +185,12 @@ class Trainer:
             with self.watch.part("sync_keep"):
                 await self.sync.keep(version)
             self._arriving = self._tasks.create_task(
-                self._bring_beside(version, await self._close()), name=f"version-{version}"
+                self._publish_in_background(version, await self._close()), name=f"version-{version}"
             )
             return
-        synced = await self._bring(version, self.watch.part)
-        # The cut, with no await since the version is live: the trainer holds no sample, and the weights are its own until the next step.
+        synced = await self._activate(version, self.watch.part)
+        # The cut. No await came since the version is live, so the trainer has no sample. The
+        # weights do not change until the next step.
         snapshot = ledger.snapshot()
         row = await self._close()
         self._write_row(version, row(synced=synced))
@@ -191,33 +198,36 @@ class Trainer:
             with self.watch.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot, last=ledger.done())
 
-    async def _bring_beside(self, version: PolicyVersion, row: MakeRow) -> None:
-        """The trainer's time is that of its next steps: none of it is for this."""
-        synced = await self._bring(version, untimed)
+    async def _publish_in_background(self, version: PolicyVersion, row: MakeRow) -> None:
+        """Make the version live while the next steps run. The stopwatch times only the steps."""
+        synced = await self._activate(version, untimed)
         self._write_row(version, row(synced=synced))
         self._validate(version)
 
     async def _arrived(self) -> None:
-        """Until no version is on its way. A failure is the task group's."""
+        """Wait until no version is on its way. The task group raises a failure."""
         if self._arriving is not None:
             with self.watch.part("wait_publish"):
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
-    async def _bring(self, version: PolicyVersion, part: Parts) -> Synced:
+    async def _activate(self, version: PolicyVersion, part: Parts) -> Synced:
         """Make the sealed version live."""
         ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
         await self.turns.make_room(part)
         with part("sync_transfer"):
             transfer = await self.sync.transfer(version)
-        async with self.turns.activation(partial(self._hold, part, "sync")) as held_since:
+        async with self.turns.activation(partial(self._pause, part, "sync")) as paused_since:
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
             self.observer.published(self.queue.do(ledger.published), ledger.totals())
-        return Synced(transfer, pause_s, None if held_since is None else clock() - held_since)
+        return Synced(transfer, pause_s, None if paused_since is None else clock() - paused_since)
 
     async def _close(self) -> MakeRow:
-        """End the figures of the steps since the last version. What it returns makes their row, once the sync has its own."""
+        """End the figures of the steps since the last version.
+
+        Return a function that makes their row from the figures of the sync.
+        """
         after, before = await self.rollouter.pool.stats(), self._stats
         metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after
         usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
@@ -233,16 +243,16 @@ class Trainer:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _hold(self, part: Parts, who: str) -> AsyncIterator[float | None]:
-        """Stop rollouts while the body runs, once a validation on the live weights has ended.
+    async def _pause(self, part: Parts, who: str) -> AsyncIterator[float | None]:
+        """Pause rollouts while the body runs, after a validation of the live weights has ended.
 
-        The body gets the time since when they are stopped, or None where they need not stop.
+        The body gets the time at which the pause began, or None if no pause is needed.
         """
         with part("wait_validation"):
             await self.observer.validated()
         since: float | None = asyncio.get_running_loop().time()
         async with AsyncExitStack() as stack:
             with part("wait_rollouts"):
-                if not await stack.enter_async_context(self.rollouter.held_still(who)):
+                if not await stack.enter_async_context(self.rollouter.pause_for_sync(who)):
                     since = None
             yield since

@@ -1,13 +1,13 @@
-"""Who has the devices: on shared devices the two sides take turns, on separate ones neither waits.
+"""Turns on the devices. On shared devices the two sides alternate; on separate ones neither waits.
 
-    waits for rollouts to stop, and for either side to give memory back or take it again
-    produces  the trainer's turn: it begins with `enter` and ends with `leave`
+    waits for  rollouts to pause; either side to free memory or to allocate it again
+    produces   the trainer's turn, which begins with `enter` and ends with `leave`
 
-Shared memory changes hands in one order:
+Shared memory passes from one side to the other in this order:
 
-    enter      the replicas let go; the train engine comes back
-    make_room  the replicas take memory for the weights that a sync will bring
-    leave      the train engine lets go; the replicas take all their memory again
+    enter      the replicas free their memory; the train engine allocates its own
+    make_room  the replicas allocate memory for the weights of a sync
+    leave      the train engine frees its memory; the replicas allocate all of theirs
 """
 
 from __future__ import annotations
@@ -22,45 +22,48 @@ from contextlib import (
 from millrace.observe.stopwatch import Parts, untimed
 from millrace.ports import ReplicaSleeper, Sleeper
 
-Hold = Callable[[], AbstractAsyncContextManager[float | None]]
-"""Stops rollouts while its body runs, which gets the time since when they are stopped."""
+Pause = Callable[[], AbstractAsyncContextManager[float | None]]
+"""Pauses rollouts while its body runs. The body gets the time at which the pause began."""
 
 
 class Turns:
-    """Separate devices: each side has its own, and nothing changes hands."""
+    """The turns on separate devices, where each side keeps its own memory."""
 
     async def enter(self, *, keep_weights: bool = False) -> None:
         """Begin the trainer's turn. Without `keep_weights` a sync must come before `leave`."""
 
     async def make_room(self, part: Parts = untimed) -> None:
-        """Let the replicas receive a sync within the trainer's turn."""
+        """Let the replicas receive a sync during the trainer's turn."""
 
     async def leave(self) -> None:
         """End the trainer's turn."""
 
     async def lend(self, build: Awaitable[object]) -> None:
-        """Let the replicas start with all memory, in the trainer's turn."""
+        """Let the replicas start with all memory, during the trainer's turn."""
         await build
 
     @asynccontextmanager
     async def trainers(
         self, part: Parts = untimed, *, keep_weights: bool = False
     ) -> AsyncIterator[None]:
-        """The trainer's turn. A failure leaves the devices where they are."""
+        """Give the body the trainer's turn. After a failure the trainer keeps the devices."""
         yield
 
     @asynccontextmanager
-    async def window(self, hold: Hold, part: Parts) -> AsyncIterator[None]:
-        """A turn for the steps and the sync of a window. Rollouts stop for all of it."""
+    async def window(self, pause: Pause, part: Parts) -> AsyncIterator[None]:
+        """Give the body a turn for the steps and the sync of a window.
+
+        On shared devices rollouts pause for all of it.
+        """
         yield
 
-    def activation(self, hold: Hold) -> AbstractAsyncContextManager[float | None]:
-        """A new version becomes live. Rollouts stop for this alone."""
-        return hold()
+    def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:
+        """Pause rollouts while a new version becomes live."""
+        return pause()
 
 
 class SharedTurns(Turns):
-    """Shared devices: memory changes hands at both ends of the trainer's turn."""
+    """The turns on shared devices. Memory changes sides at both ends of the trainer's turn."""
 
     def __init__(self, pool: ReplicaSleeper, engine: Sleeper) -> None:
         self._pool = pool
@@ -94,15 +97,15 @@ class SharedTurns(Turns):
             await self.leave()
 
     @asynccontextmanager
-    async def window(self, hold: Hold, part: Parts) -> AsyncIterator[None]:
-        async with hold(), self.trainers(part):
+    async def window(self, pause: Pause, part: Parts) -> AsyncIterator[None]:
+        async with pause(), self.trainers(part):
             yield
 
-    def activation(self, hold: Hold) -> AbstractAsyncContextManager[float | None]:
-        """Rollouts are stopped already, since the turn began."""
+    def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:
+        """Return a null context: rollouts are paused since the start of the turn."""
         return nullcontext(None)
 
 
 def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> Turns:
-    """Return the turns of two sides that share their devices or not."""
+    """Return the turns for shared or separate devices."""
     return SharedTurns(pool, engine) if shared else Turns()

@@ -1,4 +1,7 @@
-"""Validation on held-out problems: mean@k, best@k, maj@k and greedy, by data source, on the weights of one version."""
+"""Validation of one version on held-out problems.
+
+The metrics are mean@k, best@k, maj@k and greedy, by data source.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,20 @@ from millrace.ports import RewardFunction, RolloutEngine
 from millrace.rollout.episode import request_seed
 from millrace.types import PolicyVersion, Prompt, SamplingParams, Tokens
 
-_SEED = 1 << 40  # sets validation's random streams apart from training's, the same at every version
+_SEED = 1 << 40
+"""Offset of the seeds: validation and training have different random streams.
+
+The streams of validation are the same at every version.
+"""
 
 
 OnScored = Callable[[int, int], None]
-"""Called with the responses that are done, and with the number of all of them."""
+"""Called with the number of scored responses and the number of all responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One problem and what the model said."""
+    """One problem and the model's response."""
 
     prompt: str
     response: str
@@ -41,33 +48,34 @@ class Result:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a validation is."""
+    """The progress of a validation."""
 
     total: int
     max_error_share: float
     on_scored: OnScored | None
-    done: int = 0
+    completed: int = 0
     errors: int = 0
 
     def scored(self) -> None:
-        self.done += 1
+        self.completed += 1
         if self.on_scored is not None:
-            self.on_scored(self.done, self.total)
+            self.on_scored(self.completed, self.total)
 
     def failed(self, error: RewardError) -> None:
         self.errors += 1
         if self.errors > self.max_error_share * self.total:
             raise RewardError(
                 error.reason,
-                f"{self.errors} of the {self.total} responses of a validation had no score, more than reward.max_error_share = "
-                f"{self.max_error_share:g} of them. The last error: {error}",
+                f"{self.errors} of the {self.total} responses of a validation had no score, more "
+                f"than reward.max_error_share = {self.max_error_share:g} of them. "
+                f"The last error: {error}",
             ) from error
         self.scored()
 
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Draws `n` responses for every problem at `params`, and a greedy one if asked."""
+    """Draws `n` responses for every problem with `params`, and a greedy one if `greedy`."""
 
     prompts: Sequence[Prompt]
     pool: RolloutEngine
@@ -80,14 +88,15 @@ class Validator:
     max_error_share: float = 1.0
 
     async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
-        """The weights must stay those of `version` until this returns. `on_scored` is told of responses that are done, and of all.
+        """Validate the live weights. They must stay those of `version` until this returns.
 
         Raises RewardError once more than `max_error_share` of all responses have no score.
         """
         total = len(self.prompts) * (self.n + self.greedy)
         tally = Tally(total, self.max_error_share, on_scored)
-        sampled = [[self._one(tally, p, replace(self.params, seed=request_seed(self.seed, _SEED + p.index, k))) for k in range(self.n)]
-                   for p in self.prompts]  # fmt: skip
+        sampled = [
+            self._one(tally, p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)
+        ]
         greedy = (
             [
                 self._one(tally, p, replace(self.params, temperature=0.0, top_p=1.0))
@@ -96,16 +105,13 @@ class Validator:
             if self.greedy
             else []
         )
-        tasks = [
-            asyncio.ensure_future(one)
-            for one in (*(one for problem in sampled for one in problem), *greedy)
-        ]
+        tasks = [asyncio.ensure_future(one) for one in (*sampled, *greedy)]
         try:
-            everything = await asyncio.gather(*tasks)
+            responses = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        drawn = [everything[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
+        drawn = [responses[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():
             values |= {
@@ -114,13 +120,18 @@ class Validator:
             if self.greedy:
                 first = len(self.prompts) * self.n
                 values[f"val/{source}/greedy"] = _mean(
-                    [s for i in rows if (s := everything[first + i][1]) is not None]
+                    [s for i in rows if (s := responses[first + i][1]) is not None]
                 )
         return Result(
             version,
             values,
             tuple(self._transcript(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False)),
         )
+
+    def _sampling(self, prompt: Prompt, k: int) -> SamplingParams:
+        """Return the settings of the k-th sampled response."""
+        seed = request_seed(self.seed, _SEED + prompt.index, k)
+        return replace(self.params, seed=seed)
 
     async def _one(
         self, tally: Tally, prompt: Prompt, params: SamplingParams
@@ -136,7 +147,7 @@ class Validator:
             (score,) = await self.reward.score(prompt, [text])
         except RewardError as error:
             tally.failed(error)
-            return text, None  # counted as reward_errors, and part of no mean
+            return text, None  # Counted in reward_errors and left out of every mean.
         tally.scored()
         return text, score.value
 
@@ -153,10 +164,11 @@ class Validator:
 
 
 def summarise(problems: Sequence[Sequence[tuple[str, float | None]]]) -> dict[str, float]:
-    """mean@k, best@k and maj@k over problems, each with k (response, score) pairs.
+    """Return mean@k, best@k and maj@k over problems, each with k (response, score) pairs.
 
-    best@k is the mean of each problem's best score; maj@k that of its most frequent response (the first one drawn wins a
-    tie). Responses whose reward failed are left out and counted in `reward_errors`; a problem with none left is left out.
+    best@k is the mean over problems of the best score. maj@k is the mean of the score of the most
+    frequent response; the first one drawn wins a tie. A response whose reward failed is left out
+    and counted in `reward_errors`. A problem without a scored response is left out.
     """
     k = max((len(p) for p in problems), default=0)
     scored = [[(text, score) for text, score in p if score is not None] for p in problems]

@@ -1,6 +1,9 @@
-"""Dynamic sampling (DAPO): a group whose outcomes are all equal teaches nothing; another prompt takes its slot.
+"""Dynamic sampling (DAPO): another prompt replaces a group with equal outcomes.
 
-Decides and counts, by the version that is live when a sample is finished; the Rollouter does the dropping.
+Such a group teaches nothing.
+
+This module decides and counts, by the version that is live when a sample finishes. The Rollouter
+drops the samples.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from millrace.errors import MillraceError, bad_value
 from millrace.types import PolicyVersion, Sample, Score
 
 EQUAL_OUTCOMES = "equal_outcomes"
-"""Why such a sample is dropped, as the ledger counts it."""
+"""The reason for such a drop in the ledger's counts."""
 
 _KEY = "algorithm.filter_groups"
 
 
 class DynamicSamplingError(MillraceError):
-    """Too many samples had equal outcomes: the problems are too easy or too hard to learn from."""
+    """Too many samples had equal outcomes. The problems are too easy or too hard."""
 
 
 @dataclass(slots=True)
@@ -27,7 +30,7 @@ class _Tally:
 
     kept: int = 0
     dropped: int = 0
-    outcomes: float = 0.0  # of the dropped ones, added up
+    outcomes: float = 0.0  # The sum over the dropped samples.
 
     @property
     def drop_share(self) -> float:
@@ -39,10 +42,11 @@ class _Tally:
 
 
 class DynamicSampling:
-    """Which finished samples are worth training on.
+    """The filter of finished samples.
 
-    `metric` is what is compared: "score" before shaping, "reward" after it, or a component of the reward. More than
-    `max_num_gen_batches` windows of drops for one version are an error; 0 sets no limit.
+    `metric` names the outcome to compare: "score" before shaping, "reward" after it, or a component
+    of the reward. More than `max_num_gen_batches` windows of drops for one version are an error. 0
+    sets no limit.
     """
 
     def __init__(self, metric: str, *, max_num_gen_batches: int, window: int) -> None:
@@ -52,9 +56,10 @@ class DynamicSampling:
         self._tallies: dict[PolicyVersion, _Tally] = {}
 
     def keeps(self, sample: Sample, version: PolicyVersion) -> bool:
-        """Whether to train a sample that is finished while `version` is live.
+        """Whether to train a sample that finished while `version` is live.
 
-        Raises ConfigError if the reward function has no component of the metric's name, DynamicSamplingError past the limit.
+        Raises ConfigError if the reward function has no component of the metric's name, and
+        DynamicSamplingError past the limit.
         """
         outcomes = [
             _outcome(t.score, self.metric) for t in sample.trajectories if t.score is not None
@@ -70,23 +75,29 @@ class DynamicSampling:
         return False
 
     def row(self, version: PolicyVersion) -> dict[str, float]:
-        """Figures of the samples finished while `version` was live, to be asked for once."""
+        """Return the figures of the samples that finished while `version` was live.
+
+        Call this once for each version.
+        """
         tally = self._tallies.pop(version, _Tally())
         row = {
-            # Samples dropped for equal outcomes, and their share of all samples that were finished and scored.
+            # Samples dropped for equal outcomes, and their share of all scored samples.
             "filter_groups/dropped": float(tally.dropped),
             "filter_groups/drop_share": tally.drop_share,
         }
-        # Mean outcome of the dropped ones: of rewards 0 and 1, the share that was all right; the rest was all wrong.
+        # Mean outcome of the dropped samples. With rewards 0 and 1 it is the share of samples whose
+        # trajectories were all right; the others were all wrong.
         return row | ({"filter_groups/mean_outcome": tally.mean_outcome} if tally.dropped else {})
 
     def _too_many(self, tally: _Tally, version: PolicyVersion) -> str:
         return (
-            f"{tally.dropped} of the {tally.dropped + tally.kept} samples ({tally.drop_share:.0%}) finished while version {version} "
-            f"was live had trajectories of equal {self.metric}, more than {_KEY}.max_num_gen_batches = {self.max_num_gen_batches} "
-            f"windows of {self.window}. The mean {self.metric} of those is {tally.mean_outcome:g}. Fix: harder problems if that is "
-            f"near the best, easier ones if it is near the worst; a larger rollout.n; or a higher {_KEY}.max_num_gen_batches, 0 "
-            "for no limit."
+            f"{tally.dropped} of the {tally.dropped + tally.kept} samples "
+            f"({tally.drop_share:.0%}) finished while version {version} was live "
+            f"had trajectories of equal {self.metric}, more than {_KEY}.max_num_gen_batches = "
+            f"{self.max_num_gen_batches} windows of {self.window}. Their mean {self.metric} is "
+            f"{tally.mean_outcome:g}. Fix: harder problems if it is near the best, easier ones if "
+            f"it is near the worst; a larger rollout.n; or a higher {_KEY}.max_num_gen_batches, "
+            "0 for no limit."
         )
 
 

@@ -1,7 +1,7 @@
-"""One trajectory: an environment and the policy take turns until one of them is done.
+"""One trajectory: an environment and the policy take turns until one of them ends it.
 
-An interruption is invisible to the environment: the response goes on from the tokens it has, in the same random stream,
-within the same limit.
+The environment does not see an interruption. The response continues from its tokens so far, in the
+same random stream and within the same limit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from millrace.ports import Environment
 from millrace.types import Author, Prompt, SamplingParams, Segment, Stop, Tokens, Trajectory
 
 Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
-"""Draws tokens: a pool of rollout engines behind the gate that holds rollouts still."""
+"""A call that draws tokens from the pool of rollout engines. It waits while rollouts are paused."""
 
 
 def request_seed(run_seed: int, sample_index: int, trajectory: int) -> int:
-    """The seed of one trajectory's random stream: 63 bits that depend on these three numbers alone."""
+    """Return the seed of one trajectory: 63 bits that depend only on these three numbers."""
     digest = hashlib.blake2b(
         f"{run_seed}/{sample_index}/{trajectory}".encode(), digest_size=8
     ).digest()
@@ -35,10 +35,11 @@ async def run_episode(
     so_far: Trajectory | None = None,
     on_progress: Callable[[Trajectory], None] | None = None,
 ) -> Trajectory:
-    """The finished trajectory of `prompt`, continued from `so_far`.
+    """Return the finished trajectory of `prompt`, continued from `so_far`.
 
-    `params.max_tokens` bounds the whole response, environment turns included; a turn that does not fit ends it with
-    Stop.LENGTH. `on_progress` sees each trajectory that an interruption leaves unfinished.
+    `params.max_tokens` bounds the whole response, including environment turns. A turn that does not
+    fit ends it with Stop.LENGTH. `on_progress` gets each trajectory that an interruption leaves
+    unfinished.
     """
     trajectory = so_far or Trajectory()
     try:

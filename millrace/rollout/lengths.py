@@ -1,4 +1,4 @@
-"""Workloads without weights: responses that end at lengths drawn from a distribution, whatever the model says."""
+"""Synthetic workloads: a distribution sets the length of each response."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Log-normal lengths: `median` tokens, `sigma` of their logarithm, cut at `limit`."""
+    """Log-normal lengths of `median` tokens, with `sigma` in the logarithm, cut at `limit`."""
 
     median: float
     sigma: float
     limit: int
 
     def of(self, seed: int) -> int:
-        """The length, from 1 to `limit`, of the response with this seed: the same in every mode and on every machine."""
+        """Return the length, from 1 to `limit`, of the response with this seed.
+
+        It is the same in every mode and on every machine.
+        """
         z = random.Random(f"length/{seed}").gauss(0.0, 1.0)
         return max(1, min(self.limit, round(self.median * math.exp(self.sigma * z))))

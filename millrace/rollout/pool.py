@@ -1,4 +1,4 @@
-"""The replicas of the rollout engine as one: routed least-loaded, sessions sticky, siblings together, held still together."""
+"""The pool: it routes requests to replicas and acts on all replicas together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from millrace.types import SamplingParams, Segment, Tokens
 
 
 class RolloutPool:
-    """A Replica made of others."""
+    """Several replicas behind the port of one.
+
+    A session and its siblings stay at their home replica. Other requests go to the least loaded
+    one.
+    """
 
     def __init__(self, engines: Sequence[Replica]) -> None:
         self.engines = engines
@@ -31,7 +35,7 @@ class RolloutPool:
             self._loads[replica] -= 1
 
     def forget(self, session: str) -> None:
-        """The session is over: its home need not be kept."""
+        """Forget the home replica of a session that is over."""
         self._homes.pop(session, None)
         self._homes.pop(_family(session), None)
 
@@ -39,7 +43,7 @@ class RolloutPool:
         await asyncio.gather(*(engine.interrupt() for engine in self.engines))
 
     async def stats(self) -> RolloutStats:
-        """Totals over the replicas."""
+        """Return the totals over the replicas."""
         each = await asyncio.gather(*(engine.stats() for engine in self.engines))
         return RolloutStats(
             tokens=sum(s.tokens for s in each),
@@ -62,5 +66,8 @@ class RolloutPool:
 
 
 def _family(session: str) -> str:
-    """What siblings have in common: "17/3" is the fourth trajectory of sample 17, and its prompt is that of "17/0"."""
+    """Return the common name of sibling sessions.
+
+    "17/3" is the fourth trajectory of sample 17, and it has the same prompt as "17/0".
+    """
     return session.rpartition("/")[0] or session

@@ -1,4 +1,4 @@
-"""A request to a rollout engine: what every engine refuses, stop strings, and cuts by version."""
+"""Requests to a rollout engine: their checks, stop strings, and segments by version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def check_request(
     asleep: bool,
     has_tokenizer: bool,
 ) -> None:
-    """Raise WorkerError if the engine cannot serve, DataError or ConfigError if the request cannot be."""
+    """Raise WorkerError if the engine cannot serve.
+
+    Raise DataError or ConfigError if the request is invalid.
+    """
     if closed:
         raise WorkerError("the rollout engine is closed")
     if asleep:
@@ -58,13 +61,16 @@ def stop_window(stop: Sequence[str]) -> int:
 
 
 def completes_stop(tail: Tokens, stop: Sequence[str], decode: Callable[[Tokens], str]) -> bool:
-    """Whether the last token of `tail`, the response's last `stop_window` tokens, completes a stop string."""
+    """Whether the last token of `tail` completes a stop string.
+
+    `tail` has the last `stop_window` tokens of the response.
+    """
     text = decode(tail)
-    found = [s for s in stop if s in text]
-    if not found:
+    present = [s for s in stop if s in text]
+    if not present:
         return False
     before = decode(tail[:-1])
-    return any(text.count(s) > before.count(s) for s in found)
+    return any(text.count(s) > before.count(s) for s in present)
 
 
 def cut_by_version(
@@ -72,7 +78,8 @@ def cut_by_version(
 ) -> tuple[Segment, ...]:
     """Return the drawn tokens as one segment for each version that drew some of them.
 
-    `starts` are (tokens drawn before it, version), in order. `stop` is why the last segment ended.
+    `starts` has (tokens drawn before the version, version), in order. `stop` is the reason why the
+    last segment ended.
     """
     ends = [min(end, len(tokens)) for end in (*(start for start, _ in starts[1:]), len(tokens))]
     pieces = [

@@ -1,4 +1,7 @@
-"""One sample: n trajectories of one prompt, and a greedy one where it is asked for, each scored the moment it is finished."""
+"""One sample: n trajectories of one prompt, and an optional greedy one.
+
+Each trajectory is scored as soon as it finishes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Progress = Callable[[tuple[Trajectory, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class SampleRoller:
-    """Rolls out samples: the environments, the rewards and the sampling that all of them share."""
+    """The rollout of samples, with the environments, rewards and settings that they share."""
 
     make_environment: Callable[[Prompt], Environment]
     reward: RewardFunction
@@ -27,15 +30,15 @@ class SampleRoller:
     n: int
     seed: int
     overlong: OverlongBuffer | None = None
-    """Added to every score."""
+    """The penalty to add to every score."""
     greedy_baseline: bool = False
     """Draw one more response, at temperature 0."""
     lengths: DrawnLengths | None = None
-    """Where every response ends, whatever is drawn."""
+    """The fixed length of every response, if set."""
 
     @property
     def num_responses(self) -> int:
-        """Trajectories drawn for each sample: n, and the greedy one after them."""
+        """Return the number of trajectories for each sample: n, then the greedy one."""
         return self.n + self.greedy_baseline
 
     async def roll(
@@ -48,10 +51,11 @@ class SampleRoller:
         on_progress: Progress | None = None,
         on_drawn: Callable[[], None] | None = None,
     ) -> Sample:
-        """The finished sample, continued from `progress`. Raises RewardError if one of its trajectories has no score.
+        """Return the finished sample, continued from `progress`.
 
-        `on_progress` sees all trajectories, the greedy one last, whenever one of them changes; `on_drawn` is called as the
-        last token of each is drawn, before its score is known.
+        Raises RewardError if one of its trajectories has no score. `on_progress` gets all
+        trajectories, the greedy one last, whenever one of them changes. `on_drawn` is called when
+        the last token of each is drawn, before its score is known.
         """
         count = self.num_responses
         trajectories = [*progress[:count], *[Trajectory()] * (count - len(progress))]
@@ -76,10 +80,10 @@ class SampleRoller:
             update(i, finished)
             return await self._scored(prompt, finished)
 
-        # Siblings settle before the first failure is raised: none is left running for a sample that is gone.
+        # All siblings end before the first failure is raised, so none runs for a dropped sample.
         outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
         failures = [o for o in outcomes if isinstance(o, BaseException)]
-        if failures:  # a lost worker is no failed reward: it comes first
+        if failures:  # Any other error, such as a dead worker, comes before a failed reward.
             raise min(failures, key=lambda error: isinstance(error, RewardError))
         drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
         return Sample(

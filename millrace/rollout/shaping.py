@@ -1,4 +1,4 @@
-"""Reward shaping: what is added to a trajectory's score the moment it is known, in training alone."""
+"""Reward shaping: penalties on a trajectory's score, in training only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from millrace.types import Score, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class OverlongBuffer:
-    """DAPO's soft punishment of long responses, over the last `buffer` tokens before `max_length`."""
+    """DAPO's soft penalty on long responses, over the last `buffer` tokens before `max_length`."""
 
     max_length: int
     buffer: int
     factor: float
 
     def shape(self, score: Score, trajectory: Trajectory) -> Score:
-        """`score` with the penalty added, and named `overlong_reward`. The policy's own tokens are what counts."""
+        """Return `score` plus the penalty, which is the component `overlong_reward`.
+
+        Only the policy's own tokens count.
+        """
         length = trajectory.num_policy_tokens
         penalty = overlong_penalty(
             length, max_length=self.max_length, buffer=self.buffer, factor=self.factor

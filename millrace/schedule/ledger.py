@@ -3,13 +3,14 @@
     WAITING -> RUNNING -> READY -> TAKEN -> TRAINED -> SEALED -> retired
         \\________\\_________\\______________________________ -> dropped(reason)
 
-A sample occupies one slot from `admit` until it is retired or dropped. A TRAINED sample keeps its slot
-until the weights that it helped to make are live. `Schedule.capacity` bounds the number of slots. This one
-rule bounds staleness (`lag_bound`), also while a SEALED window is on its way and the next one is trained.
+A sample occupies one slot from `admit` until it is retired or dropped. A TRAINED sample keeps its
+slot until the weights that it helped to make are live. `Schedule.capacity` bounds the number of
+slots. This one rule bounds staleness (`lag_bound`), also while a SEALED window is on its way and
+the next one is trained.
 
-Everything that changes the state of a sample is in this file. An illegal move raises LedgerError, which
-names the state found and the state expected. `admitted == occupied + retired + dropped` after every move.
-Every move costs O(log n) in the number of slots, amortised.
+Everything that changes the state of a sample is in this file. An illegal move raises LedgerError,
+which names the state found and the state expected. `admitted == occupied + retired + dropped` after
+every move. Every move costs O(log n) in the number of slots, amortised.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WITH_TRAINER = (State.TAKEN, State.TRAINED, State.SEALED)
 
 
 class Topic(StrEnum):
-    """What a move can make possible. Tasks wait for one of these."""
+    """A kind of change. Tasks wait for one of these."""
 
     SLOTS = "slots"
     """A slot is free."""
@@ -60,7 +61,7 @@ class Slot:
     """Policy version at admission."""
     state: State = State.WAITING
     progress: tuple[Trajectory, ...] = ()
-    """What an interrupted sample has so far. It survives a restart."""
+    """The trajectories of an interrupted sample so far. They survive a restart."""
     sample: Sample | None = None
     """The finished sample, from READY on."""
 
@@ -96,7 +97,8 @@ class LedgerSnapshot:
 class Ledger:
     """Decide who gets a slot, who may start, what may be trained, and when to sync.
 
-    `limit` is the number of samples that the run trains. Dropped samples are replaced and do not count.
+    `limit` is the number of samples that the run trains. Dropped samples are replaced and do not
+    count.
     """
 
     def __init__(self, schedule: Schedule, limit: int | None = None) -> None:
@@ -108,7 +110,7 @@ class Ledger:
         self.retired = 0
         self.dropped: dict[str, int] = {}
         self.changed: set[Topic] = set()
-        """What moves made possible since a reader last cleared this."""
+        """The changes since a reader last cleared this set."""
         self._slots: dict[int, Slot] = {}  # in order of admission
         self._order = TrainingOrder(schedule.lookahead)
         self._with_trainer: dict[State, list[int]] = {state: [] for state in _WITH_TRAINER}
@@ -166,11 +168,11 @@ class Ledger:
     # -- training
 
     def remaining(self) -> int | None:
-        """Return the number of samples that this run has still to take. None means no end."""
+        """Return the number of samples that this run must still take. None means no end."""
         return None if self.limit is None else self.limit - self.retired - self._num_with_trainer()
 
     def _next_step(self) -> tuple[int, int]:
-        """Return the samples of the next local step, and how many must be ready before it starts."""
+        """Return the size of the next local step, and how many samples must be ready first."""
         remaining = self.remaining()
         size = self.schedule.step_size if remaining is None else remaining
         step = min(self.schedule.step_size, size)
@@ -199,7 +201,7 @@ class Ledger:
         return [sample for sample in taken if sample is not None]
 
     def trained(self) -> list[int]:
-        """Make everything that is TAKEN part of the weights. Returns the sample ids."""
+        """Mark the TAKEN samples as part of the weights. Return their ids."""
         sample_ids = self._pass_on(State.TAKEN, State.TRAINED)
         if not sample_ids:
             raise LedgerError(f"trained, but nothing is taken: {self.describe()}")
@@ -207,7 +209,7 @@ class Ledger:
         return sample_ids
 
     def sync_due(self) -> bool:
-        """Whether the window is trained, or all that the run has left of it."""
+        """Whether the window is trained. The last window of a run may be short."""
         trained = self._counts[State.TRAINED]
         if not trained or self._counts[State.TAKEN]:
             return False
@@ -221,14 +223,14 @@ class Ledger:
 
     @property
     def trainer_version(self) -> PolicyVersion:
-        """The version that the train engine's window began with: live, or on its way."""
+        """Return the version at the start of the trainer's window. It is live or on its way."""
         return self.version + bool(self._counts[State.SEALED])
 
     def seal(self) -> PolicyVersion:
-        """Fix what the next version contains: everything that is TRAINED now. Returns the version.
+        """Seal the next version: it contains every sample that is TRAINED now. Return it.
 
-        It is legal before the window is full, because a stop cuts a window short. It is illegal while
-        something is TAKEN or SEALED.
+        It is legal before the window is full, because a stop cuts a window short. It is illegal
+        while something is TAKEN or SEALED.
         """
         if self.count(State.TAKEN, State.SEALED) or not self._counts[State.TRAINED]:
             expected = "expected something trained and nothing taken or sealed"
@@ -237,7 +239,7 @@ class Ledger:
         return self.version + 1
 
     def published(self) -> list[int]:
-        """Free the slots of the sealed version, which is live now. Returns the retired sample ids."""
+        """Free the slots of the sealed version, which is live now. Return the retired ids."""
         sample_ids = sorted(self._with_trainer[State.SEALED])
         if not sample_ids:
             raise LedgerError(f"published, expected something sealed: {self.describe()}")
@@ -261,7 +263,7 @@ class Ledger:
 
     @property
     def occupied(self) -> int:
-        """The number of slots in use."""
+        """Return the number of slots in use."""
         return len(self._slots)
 
     def totals(self) -> Totals:
@@ -353,7 +355,7 @@ class Ledger:
         return slot
 
     def _pass_on(self, source: State, target: State) -> list[int]:
-        """Move all samples from one state with the trainer to the next. Returns their ids."""
+        """Move all samples from one state with the trainer to the next. Return their ids."""
         sample_ids, self._with_trainer[source] = self._with_trainer[source], []
         for sample_id in sample_ids:
             self._move(sample_id, source, target)

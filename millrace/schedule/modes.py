@@ -1,4 +1,4 @@
-"""The table of modes: which numbers of the Schedule each name stands for."""
+"""The table of modes: the numbers of the Schedule for each name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Mode:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The keys that the mode sets, whatever the layers below it say."""
+        """Return the keys that the mode sets, regardless of the layers below it."""
         values = {
             "placement": self.placement,
             "on_sync": self.on_sync,
@@ -59,7 +59,7 @@ class Mode:
         return {key: value for key, value in values.items() if value is not None}
 
     def over(self, below: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of the Schedule after this mode is applied to those of the layers below."""
+        """Return the keys of the Schedule after this mode is applied to the layers below."""
         keys = {key: value for key, value in below.items() if key not in RELATED} | self.fixed
         if self.default_staleness is not None and not keys.get("staleness_threshold"):
             keys["staleness_threshold"] = self.default_staleness
@@ -120,8 +120,9 @@ MODES: Mapping[str, Mode] = MappingProxyType({name: _TABLE[name] for name in get
 def name_of(schedule: Schedule, asked: str | None = None) -> str:
     """Return the name of the mode that `schedule` is, or "custom".
 
-    A mode with a default staleness needs a staleness_threshold over 0. Where several modes fit, the result is `asked`, the mode that the run started from, or else the mode that
-    sets most. Where none fits, the result names `asked`: "custom (from async_partial)".
+    `asked` is the mode that the run started from. A mode with a default staleness fits only a
+    staleness_threshold over 0. If several modes fit, the result is `asked`, or else the mode that
+    sets the most keys. If none fits, the result names `asked`: "custom (from async_partial)".
     """
     fitting = [name for name, mode in MODES.items() if _fits(schedule, mode)]
     if asked in fitting:

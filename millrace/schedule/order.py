@@ -1,8 +1,8 @@
 """The order of training: strict order of admission, or a bounded look ahead of it.
 
-Let `u` be the oldest admitted sample that is not finished. A finished sample with id `i` may be trained
-once `i < u + lookahead`. The samples with the smallest ids come first. So a sample waits for at most
-`lookahead - 1` younger ones, and a lookahead of 1 is strict order of admission.
+Let `u` be the oldest admitted sample that is not finished. A finished sample with id `i` may be
+trained once `i < u + lookahead`. The samples with the smallest ids come first. So a sample waits
+for at most `lookahead - 1` younger ones, and a lookahead of 1 is strict order of admission.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class TrainingOrder:
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-        # A plain dict finds its first key in O(n) after many deletions. OrderedDict is a linked list.
+        # A plain dict finds its first key in O(n) after many deletions. OrderedDict is a linked
+        # list.
         self._unfinished: OrderedDict[int, None] = OrderedDict()
         self._open: list[int] = []
         """Heap of finished samples that may be trained now."""

@@ -1,4 +1,7 @@
-"""Which replica serves a request: its home, where its prefix is in the KV cache, else the least loaded."""
+"""Choice of the replica for a request.
+
+A request prefers its home replica, whose KV cache has its prefix, to the least loaded one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Sequence
 
 
 def route(home: int | None, loads: Sequence[int], slack: int = 8) -> int:
-    """Index of the replica for a request.
+    """Return the index of the replica for a request.
 
-    `loads` are the running requests of each replica; `home` is the replica that served the same session last, or a sibling of
-    the same sample. A request stays at home unless home has `slack` requests more than the least loaded replica. Ties go to the
-    lowest index.
+    `loads` has the number of running requests of each replica. `home` is the replica that last
+    served the same session or a sibling of the same sample. A request stays at home unless home has
+    `slack` requests more than the least loaded replica. Ties go to the lowest index.
     """
     if not loads:
         raise ValueError("no replica to route to")

@@ -11,19 +11,19 @@ class OnSync(StrEnum):
     """What happens to running trajectories when new weights arrive."""
 
     DRAIN = "drain"
-    """They are awaited; none starts meanwhile. Every trajectory has one version."""
+    """The sync waits for them, and none starts. Every trajectory has one version."""
     INTERRUPT = "interrupt"
-    """They stop, keep their tokens, and go on with the new weights."""
+    """They stop, keep their tokens, and continue with the new weights."""
     SWAP = "swap"
-    """Weights change between two decode steps, under the running requests."""
+    """They keep running. The weights change between two decode steps."""
 
 
 class Placement(StrEnum):
-    """Whether rollouts and training have devices of their own."""
+    """Whether rollouts and training have separate devices."""
 
     SEPARATE = "separate"
     COLOCATED = "colocated"
-    """The same devices take turns: the whole window is generated, then trained."""
+    """Both use the same devices in turns: the whole window is generated, then trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,17 +33,20 @@ class Schedule:
     ppo_mini_batch_size: int
     """Samples in one optimizer step."""
     require_batches: int = 1
-    """Mini-batches in one local step: what the trainer takes at once."""
+    """Mini-batches in one local step. The trainer takes these samples at once."""
     trigger_parameter_sync_step: int = 1
     """Local steps between two weight syncs."""
     staleness_threshold: float = 0.0
-    """Samples that may be under way beyond one window, as a share of the window."""
+    """Extra samples that may be under way beyond one window, as a share of the window."""
     on_sync: OnSync = OnSync.DRAIN
     placement: Placement = Placement.SEPARATE
     overlap_sync: bool = False
-    """Whether the trainer goes on while a version is on its way to the rollouts."""
+    """Whether the trainer continues while a version is on its way to the rollouts."""
     lookahead: int = 1
-    """How far past the oldest sample the trainer may look for a ready one. 1 is strict order of admission."""
+    """How far ahead of the oldest sample the trainer may look for a ready one.
+
+    1 is strict order of admission.
+    """
 
     def __post_init__(self) -> None:
         for name in (
@@ -56,36 +59,36 @@ class Schedule:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.staleness_threshold >= 0 or math.isinf(self.staleness_threshold):
             raise ValueError(
-                f"staleness_threshold must be a finite number of at least 0, got {self.staleness_threshold}"
+                "staleness_threshold must be a finite number of at least 0, "
+                f"got {self.staleness_threshold}"
             )
         if self.overlap_sync and (self.colocated or not self.staleness_threshold):
-            raise ValueError(
-                "overlap_sync needs devices of the trainer's own and a staleness_threshold over 0"
-            )
+            raise ValueError("overlap_sync needs separate devices and a staleness_threshold over 0")
 
     @property
     def step_size(self) -> int:
-        """Samples in one local step."""
+        """Return the number of samples in one local step."""
         return self.ppo_mini_batch_size * self.require_batches
 
     @property
     def window(self) -> int:
-        """W: samples trained for each policy version."""
+        """Return W, the number of samples trained for each policy version."""
         return self.step_size * self.trigger_parameter_sync_step
 
     @property
     def capacity(self) -> int:
-        """Samples that may hold a slot at once."""
-        # The guard against 0.1 + 0.2: 1.3 * 10 must be 13, not 12.
+        """Return the number of slots."""
+        # 1e-9 guards against rounding errors: 1.3 * 10 must be 13, not 12.
         return math.floor((1 + self.staleness_threshold) * self.window + 1e-9)
 
     @property
     def lag_bound(self) -> int:
-        """Largest possible (version at training) - (version at admission).
+        """Return the largest possible (version at training) - (version at admission).
 
-        At most capacity - 1 older samples and lookahead - 1 younger ones are trained before a given sample, and the
-        version moves once for each window. With overlap_sync too: versions are those of the trainer's weights, and the
-        window that is on its way is among the older samples.
+        At most capacity - 1 older samples and lookahead - 1 younger ones are trained before a given
+        sample. The version moves once for each window. The bound also applies with overlap_sync:
+        versions are those of the trainer's weights, and the older samples include the window that
+        is on its way.
         """
         return (self.capacity + self.lookahead - 2) // self.window
 
@@ -94,11 +97,11 @@ class Schedule:
         return self.placement is Placement.COLOCATED
 
     def versions(self, samples: int) -> int:
-        """Weight syncs in a run of `samples`; the last window may be short."""
+        """Return the number of weight syncs in a run of `samples`. The last window may be short."""
         return math.ceil(samples / self.window)
 
     def optimizer_steps(self, samples: int, ppo_epochs: int = 1) -> int:
-        """Optimizer steps in a run of `samples`; short mini-batches count."""
+        """Return the number of optimizer steps in a run of `samples`. Short mini-batches count."""
         whole, rest = divmod(samples, self.step_size)
         return ppo_epochs * (
             whole * self.require_batches + math.ceil(rest / self.ppo_mini_batch_size)

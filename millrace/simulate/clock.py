@@ -1,7 +1,8 @@
 """An asyncio event loop whose clock jumps to the next deadline instead of waiting for it.
 
-A deadlock is a deterministic failure: if no task can move and no deadline is set, `run` raises. Timers a day
-away or more count as none, so that the deadlines which guard every wait do not turn a deadlock into a jump.
+A deadlock is a deterministic failure: if no task can move and no deadline is set, `run` raises. A
+timer of a day or more does not count. Otherwise the long deadlines of waits would turn a deadlock
+into a jump.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 HORIZON_S = 86_400.0
-"""The longest single wait that asyncio asks of a selector: past it, the time of the next timer cannot be seen."""
+"""The longest wait that asyncio requests from a selector. It hides the time of later timers."""
 
 
 class Deadlock(RuntimeError):
@@ -34,7 +35,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The event loop of a simulation; `time()` is virtual seconds since its start."""
+    """The event loop of a simulation. `time()` returns virtual seconds since its start."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -46,6 +47,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on the virtual clock."""
+    """Run `main` on the virtual clock, like `asyncio.run`."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""What things cost in a simulation, in seconds."""
+"""The costs of a simulation, in seconds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds by cause."""
+    """The seconds of each operation."""
 
     token_s: float = 0.01
-    """One decode step, whatever the number of requests and devices: decoding is bound by memory, a long tail by latency."""
+    """One decode step, for any number of requests and devices.
+
+    Memory bounds decoding, and latency bounds a long tail.
+    """
     prefill_token_s: float = 0.0
     train_token_s: float = 0.0005
     step_s: float = 0.05
@@ -18,7 +21,10 @@ class CostModel:
     transfer_s: float = 0.2
     pause_s: float = 0.05
     switch_s: float = 0.5
-    """Sleep or wake of an engine in colocated placement."""
+    """One sleep or wake of an engine in colocated placement."""
     reward_s: float = 0.0
     share: float = 1.0
-    """Share of the devices that train: training takes 1 / share as long. The rollout side's share is its slots."""
+    """Share of the devices that train. Training takes 1 / share as long.
+
+    The number of slots stands for the share of the rollout side.
+    """

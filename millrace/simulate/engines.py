@@ -1,4 +1,7 @@
-"""Engines that sleep for a cost model's seconds: the real loops, Ledger and routing run on them unchanged."""
+"""Engines that sleep for the seconds of a cost model.
+
+The real loops, the Ledger and the routing run on them unchanged.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from millrace.types import (
 
 
 def target_length(tokens: Tokens, params: SamplingParams) -> int:
-    """Response length of a simulated trajectory: the prompt's first token, varied by the request's seed, within limits."""
+    """Return the response length of a simulated trajectory.
+
+    It is the prompt's first token, varied by the request's seed, within limits.
+    """
     limit = params.offset + params.max_tokens
     spread = 0.5 + (params.seed % 1000) / 1000
     return limit if params.ignore_eos else max(1, min(limit, round(tokens[0] * spread)))
@@ -34,14 +40,17 @@ def target_length(tokens: Tokens, params: SamplingParams) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """A request that occupies a slot and draws at most `most` tokens from `start` on."""
+    """A request in a slot. It draws at most `limit` tokens from the time `start` on."""
 
     start: float
-    most: int
+    limit: int
 
 
 class SimRolloutEngine:
-    """Draws one token for every running request each `token_s`; requests beyond `slots` queue in order."""
+    """Draws one token for every running request each `token_s`.
+
+    Requests beyond `slots` queue in order.
+    """
 
     def __init__(self, cost: CostModel, *, slots: int = 64, version: PolicyVersion = -1) -> None:
         self.version = version
@@ -49,12 +58,10 @@ class SimRolloutEngine:
         self._cost = cost
         self._slots = slots
         self._in_use = 0
-        self._queue: deque[tuple[asyncio.Future[bool], bool]] = (
-            deque()
-        )  # who waits for a slot, and may be interrupted
-        self._waits: dict[
-            asyncio.Future[bool], None
-        ] = {}  # woken by an interruption or a swap, in order
+        self._queue: deque[tuple[asyncio.Future[bool], bool]] = deque()
+        """The waits for a slot, in order, and whether `interrupt` may end each."""
+        self._waits: dict[asyncio.Future[bool], None] = {}
+        """The waits that an interruption or a swap ends, in order."""
         self._draws: dict[_Draw, None] = {}
         self._interrupting = False
         self._running = 0
@@ -86,13 +93,13 @@ class SimRolloutEngine:
         segments: list[Segment] = []
         if not await self._read(context, params.interruptible):
             return ()
-        done = 0
-        while done < length:
+        total = 0
+        while total < length:
             version = self.version
-            drawn = await self._draw(length - done)
-            first, done = params.offset + done, done + drawn
+            drawn = await self._draw(length - total)
+            first, total = params.offset + total, total + drawn
             stop = None
-            if done == length:
+            if total == length:
                 stop = Stop.LENGTH if length >= params.max_tokens else Stop.EOS
             elif self._interrupting and params.interruptible:
                 stop = Stop.INTERRUPTED
@@ -105,7 +112,7 @@ class SimRolloutEngine:
         return tuple(segments)
 
     async def _read(self, context: int, interruptible: bool) -> bool:
-        """Prefill. False if an interruption came first."""
+        """Wait for the prefill. Return False if an interruption came first."""
         self._prefill += context
         clock = asyncio.get_running_loop().time
         end = clock() + context * self._cost.prefill_token_s
@@ -113,13 +120,13 @@ class SimRolloutEngine:
             await self._wait(end - clock())
         return not (self._interrupting and interruptible)
 
-    async def _draw(self, most: int) -> int:
-        """Tokens drawn until there are `most` of them, or something broke in."""
-        draw = _Draw(asyncio.get_running_loop().time(), most)
+    async def _draw(self, limit: int) -> int:
+        """Draw up to `limit` tokens, fewer after an interruption or a swap. Return their number."""
+        draw = _Draw(asyncio.get_running_loop().time(), limit)
         self._draws[draw] = None
-        drawn = most
+        drawn = limit
         try:
-            if await self._wait(most * self._cost.token_s):
+            if await self._wait(limit * self._cost.token_s):
                 drawn = self._so_far(draw)
         except asyncio.CancelledError:
             drawn = self._so_far(draw)
@@ -132,10 +139,10 @@ class SimRolloutEngine:
 
     def _so_far(self, draw: _Draw) -> int:
         elapsed = asyncio.get_running_loop().time() - draw.start
-        return min(draw.most, int(elapsed / self._cost.token_s + 1e-6))
+        return min(draw.limit, int(elapsed / self._cost.token_s + 1e-6))
 
     async def _wait(self, seconds: float) -> bool:
-        """Let `seconds` pass. Returns whether an interruption or a swap broke in."""
+        """Wait for `seconds`. Return whether an interruption or a swap ended the wait."""
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(seconds, _resolve, woken, False)
@@ -147,7 +154,10 @@ class SimRolloutEngine:
             del self._waits[woken]
 
     async def _slot(self, interruptible: bool) -> bool:
-        """Wait for a decode slot, in order of arrival. False if an interruption came first."""
+        """Wait for a decode slot, in order of arrival.
+
+        Return False if an interruption came first.
+        """
         if self._in_use < self._slots:
             self._in_use += 1
             return True
@@ -157,7 +167,7 @@ class SimRolloutEngine:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.result():
-                self._release()  # the slot came in the same turn as the cancellation
+                self._release()  # The slot and the cancellation came in the same step of the loop.
             raise
 
     def _release(self) -> None:
@@ -174,12 +184,12 @@ class SimRolloutEngine:
             if interruptible:
                 _resolve(waiter, False)
         self._wake_all()
-        await asyncio.sleep(0)  # callers were put in the event loop's line before this task
+        await asyncio.sleep(0)  # The interrupted calls return before this task continues.
         self._interrupting = False
 
     async def swap(self, version: PolicyVersion) -> float:
         await asyncio.sleep(self._cost.pause_s)
-        self._wake_all()  # ends the segments of the old version at this token
+        self._wake_all()  # Ends the segments of the old version at this token.
         self.version = version
         return self._cost.pause_s
 
@@ -219,14 +229,17 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> None:
 def _segment(
     places: range, params: SamplingParams, version: PolicyVersion, stop: Stop | None
 ) -> Segment:
-    """Tokens that depend on the request's seed (greedy: on nothing) and their places in the response."""
+    """Return a segment whose tokens depend on the seed and on their places in the response.
+
+    Greedy tokens depend only on their places.
+    """
     seed = params.seed if params.temperature else 0
     tokens = tokens_of(1 + (seed * 31 + place * 17) % 97 for place in places)
     return Segment(tokens, Author.POLICY, version, floats_of([-0.5] * len(tokens)), stop)
 
 
 class SimTrainEngine:
-    """Sleeps for the tokens of a batch; records what it was given."""
+    """Sleeps for the tokens of a batch, and records the batches."""
 
     def __init__(self, cost: CostModel) -> None:
         self.trained: list[tuple[PolicyVersion, tuple[Sample, ...]]] = []
@@ -274,7 +287,7 @@ class SimTrainEngine:
 
 
 class SimWeightSync:
-    """Takes `transfer_s` on the way and `pause_s` at every replica."""
+    """Takes `transfer_s` for a transfer and `pause_s` at every replica."""
 
     def __init__(self, cost: CostModel, replicas: Sequence[SimRolloutEngine]) -> None:
         self._cost = cost
@@ -295,7 +308,10 @@ class SimWeightSync:
 
 
 class SimReward:
-    """Takes `reward_s` for each call. A response is right, 1, or wrong, 0, as its text and its prompt's chance have it."""
+    """Takes `reward_s` for each call. A response scores 1 with its prompt's chance, else 0.
+
+    The draw depends only on the prompt and the text.
+    """
 
     def __init__(
         self, cost: CostModel, chance: Callable[[Prompt], float] = lambda prompt: 1.0

@@ -1,7 +1,7 @@
-"""Conformance suites: what every implementation of a port must do, embedded, remote or third-party.
+"""Conformance suites for implementations of a port: embedded, remote or third-party.
 
-`asyncio.run(check_rollout_engine(make))` raises AssertionError with what is wrong. Each check makes
-its own engine.
+`asyncio.run(check_rollout_engine(make))` raises AssertionError with the first failure. Each check
+makes its own engine.
 
     port                                suite
     RolloutEngine                       check_rollout_engine

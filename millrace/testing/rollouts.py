@@ -1,4 +1,4 @@
-"""What every rollout engine must do, and every replica that shares its device."""
+"""The conformance checks of rollout engines and of replicas that share devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millrace.types import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutCase:
-    """What a rollout engine is asked during its checks."""
+    """The requests and limits of the checks of a rollout engine."""
 
     prompts: tuple[tuple[int, ...], ...] = (
         (3, 4, 5, 6),
@@ -33,26 +33,29 @@ class RolloutCase:
     )
     """Token ids that the engine's model knows."""
     length: int = 48
-    """Tokens of a long response, which together with any prompt fits the engine. Interrupts must hit it on the way."""
+    """Tokens of a long response. With any prompt it fits the engine.
+
+    It must be long enough for an interruption to come before its end.
+    """
     exact_resume: bool = True
-    """Whether a *sampled* response that is resumed with its offset goes on as if it had never stopped."""
+    """Whether a *sampled* response that resumes with its offset equals an uninterrupted one."""
     poll_s: float = 0.0005
-    """Seconds between two looks at stats(): several looks while a long response is drawn."""
+    """Seconds between two calls of stats(). Several calls must fit in one long response."""
     timeout_s: float = 60.0
-    """Seconds any wait may take."""
+    """The longest duration of any check, in seconds."""
 
 
 async def check_rollout_engine(
     make: Callable[[], Awaitable[RolloutEngine]], case: RolloutCase | None = None
 ) -> None:
-    """Run every check of a RolloutEngine, each on a fresh engine of `make`."""
+    """Run every check of a RolloutEngine, each on a fresh engine from `make`."""
     await _check_rollouts(_ROLLOUT_CHECKS, make, case or RolloutCase())
 
 
 async def check_replica(
     make: Callable[[], Awaitable[Replica]], case: RolloutCase | None = None
 ) -> None:
-    """Run the checks of a RolloutEngine, and those of sharing a device."""
+    """Run the checks of a RolloutEngine and of shared devices."""
     await check_rollout_engine(make, case)
     await _check_rollouts((_sleep_and_wake,), make, case or RolloutCase())
 
@@ -75,7 +78,7 @@ async def _check_rollouts(
 
 
 def joined(segments: Sequence[Segment]) -> Tokens:
-    """The tokens of `segments`, in order."""
+    """Return the tokens of `segments`, in order."""
     out = tokens_of()
     for segment in segments:
         out.extend(segment.tokens)
@@ -92,17 +95,17 @@ def _well_formed(segments: tuple[Segment, ...], params: SamplingParams) -> None:
         )
         assert segment.tokens, "a segment without tokens"
         assert segment.author is Author.POLICY, (
-            f"an engine's segment is the policy's, not {segment.author}"
+            f"the author of an engine's segment is the policy, not {segment.author}"
         )
         assert segment.version >= 0, (
-            f"version {segment.version}: each segment names the version that drew it"
+            f"version {segment.version}: each segment has the version that drew it"
         )
         assert len(segment.log_probs) == len(segment.tokens), "one log-prob for each token"
         bad = [x for x in segment.log_probs if not (math.isfinite(x) and x <= 1e-6)]
         assert not bad, f"log-probs are finite and not positive, found {bad[:3]}"
     assert all(s.stop is None for s in segments[:-1]), "only the last segment has a stop"
     if segments:
-        assert segments[-1].stop is not None, "the last segment says why it ended"
+        assert segments[-1].stop is not None, "the last segment has a stop"
     total = len(joined(segments))
     assert total <= params.max_tokens, f"{total} tokens for max_tokens={params.max_tokens}"
 
@@ -118,7 +121,7 @@ async def _generate(
 async def _drawing(engine: RolloutEngine, tokens: int, case: RolloutCase) -> None:
     """Wait until the engine has drawn `tokens` more."""
     goal = (await engine.stats()).tokens + tokens
-    while (await engine.stats()).tokens < goal:  # noqa: ASYNC110 (a port has no event to wait for)
+    while (await engine.stats()).tokens < goal:  # noqa: ASYNC110 (a port has no event)
         await asyncio.sleep(case.poll_s)
 
 
@@ -175,14 +178,14 @@ async def _batch_does_not_matter(engine: RolloutEngine, case: RolloutCase) -> No
 
 
 async def _interrupt_returns_all(engine: RolloutEngine, case: RolloutCase) -> None:
-    await engine.interrupt()  # with nothing running it just returns
+    await engine.interrupt()  # With nothing running, it returns at once.
     params = SamplingParams(max_tokens=case.length, ignore_eos=True)
     count = min((await engine.stats()).slots, 14) + 2
     tasks = [
         asyncio.create_task(_generate(engine, case.prompts[i % len(case.prompts)], params))
         for i in range(count)
     ]
-    kept = asyncio.create_task(
+    uninterruptible = asyncio.create_task(
         _generate(
             engine,
             case.prompts[1],
@@ -196,14 +199,15 @@ async def _interrupt_returns_all(engine: RolloutEngine, case: RolloutCase) -> No
     results = [t.result() for t in tasks]
     stopped = [r for r in results if not r or r[-1].stop is Stop.INTERRUPTED]
     assert stopped, (
-        f"nothing was interrupted: {case.length} tokens were drawn before interrupt() came. Give a longer length"
+        f"nothing was interrupted: {case.length} tokens were drawn before interrupt(). "
+        "Fix: a longer length"
     )
     for got in results:
         if got and got[-1].stop is not Stop.INTERRUPTED:
             assert len(joined(got)) == case.length, (
                 f"stop {got[-1].stop} after {len(joined(got))} of {case.length} tokens"
             )
-    got = await kept
+    got = await uninterruptible
     assert got[-1].stop is Stop.LENGTH, (
         f"a request with interruptible=False ended with {got[-1].stop}"
     )
@@ -224,23 +228,24 @@ async def _resume_goes_on(engine: RolloutEngine, case: RolloutCase) -> None:
         await engine.interrupt()
         first = await task
         assert first and first[-1].stop is Stop.INTERRUPTED, (
-            "not interrupted on its way. Give a longer length, a shorter poll_s"
+            "not interrupted before its end. Fix: a longer length, a shorter poll_s"
         )
-        done = joined(first)
+        start = joined(first)
         rest_params = SamplingParams(
-            max_tokens=case.length - len(done),
+            max_tokens=case.length - len(start),
             ignore_eos=True,
             temperature=temperature,
             seed=5,
-            offset=len(done),
+            offset=len(start),
         )
-        rest = joined(await _generate(engine, [*prompt, *done], rest_params))
-        assert len(done) + len(rest) == case.length, (
-            f"{len(done)} + {len(rest)} tokens, not {case.length}"
+        rest = joined(await _generate(engine, [*prompt, *start], rest_params))
+        assert len(start) + len(rest) == case.length, (
+            f"{len(start)} + {len(rest)} tokens, not {case.length}"
         )
         if temperature == 0 or case.exact_resume:
-            assert done + rest == whole, (
-                f"temperature {temperature}, interrupted after {len(done)}: {(done + rest).tolist()}, in one go {whole.tolist()}"
+            assert start + rest == whole, (
+                f"temperature {temperature}, interrupted after {len(start)}: "
+                f"{(start + rest).tolist()}, uninterrupted {whole.tolist()}"
             )
 
 
@@ -271,7 +276,7 @@ async def _cancel_frees_slots(engine: RolloutEngine, case: RolloutCase) -> None:
     drawn = (await engine.stats()).tokens
     await _generate(engine, case.prompts[0], SamplingParams(max_tokens=4, ignore_eos=True))
     extra = (await engine.stats()).tokens - drawn - 4
-    # One token each may have been on its way when the cancellation came.
+    # Each request may draw one more token while the cancellation arrives.
     assert extra <= count, f"{extra} tokens were drawn for cancelled requests"
 
 

@@ -1,4 +1,4 @@
-"""What every train engine must do, and every one that shares its devices."""
+"""The conformance checks of train engines and of those that share devices."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from millrace.types import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCase:
-    """What a train engine is asked during its checks."""
+    """The inputs and limits of the checks of a train engine."""
 
     mini_batch_size: int = 4
-    """The engine's ppo_mini_batch_size; its ppo_epochs must be 1, its temperature 1, and its learning rate large enough that
-    `learn_steps` steps show."""
+    """The engine's ppo_mini_batch_size.
+
+    Its ppo_epochs and its temperature must be 1. Its learning rate must be large enough for an
+    effect in `learn_steps` steps.
+    """
     vocab_size: int = 8
-    """Token ids below this are in the model's vocabulary."""
+    """All token ids below this number are in the model's vocabulary."""
     learn_steps: int = 8
     exact: bool = True
     """Whether the same calls on a fresh engine give the same bits."""
@@ -45,7 +48,7 @@ class TrainCase:
 async def check_train_engine(
     make: Callable[[], Awaitable[TrainEngine]], case: TrainCase | None = None
 ) -> None:
-    """Run every check of a TrainEngine on fresh engines of `make`.
+    """Run every check of a TrainEngine on fresh engines from `make`.
 
     All of them start from the same weights, in the phase "rl".
     """
@@ -59,7 +62,7 @@ class SleepingTrainEngine(TrainEngine, Sleeper, Protocol):
 async def check_sleeping_train_engine(
     make: Callable[[], Awaitable[SleepingTrainEngine]], case: TrainCase | None = None
 ) -> None:
-    """Run the checks of a TrainEngine, and those of sharing a device."""
+    """Run the checks of a TrainEngine and of shared devices."""
     await check_train_engine(make, case)
     await _check_training(_SLEEPER_CHECKS, make, case or TrainCase())
 
@@ -79,21 +82,24 @@ async def _check_training(
 
 
 def train_samples(case: TrainCase, count: int, seed: int = 0) -> tuple[Sample, ...]:
-    """Ragged samples of 4 trajectories: the first two rewarded, every other one with a turn of the environment in it."""
+    """Return ragged samples of 4 trajectories.
+
+    The first two have a reward. The second and the fourth contain a turn of the environment.
+    """
     rng = random.Random(seed)
 
     def ids(length: int) -> Tokens:
         return tokens_of(rng.randrange(case.vocab_size) for _ in range(length))
 
-    def said(length: int, stop: Stop | None) -> Segment:
+    def drawn(length: int, stop: Stop | None) -> Segment:
         log_prob = -math.log(case.vocab_size)
         return Segment(ids(length), version=0, log_probs=floats_of([log_prob] * length), stop=stop)
 
     def trajectory(j: int) -> Trajectory:
         turns = (
-            (said(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
+            (drawn(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
         )
-        return Trajectory((*turns, said(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
+        return Trajectory((*turns, drawn(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
 
     return tuple(
         Sample(
@@ -152,7 +158,7 @@ async def _log_probs_are_those_of_the_policys_tokens(
     alone = [row for sample in samples for row in await engine.log_probs((sample,))]
     worst = _difference(together, alone)
     assert worst <= case.tolerance, (
-        f"log-probs differ by {worst} between batches: rows see each other"
+        f"log-probs differ by {worst} between batches: a row depends on other rows"
     )
 
 
@@ -170,7 +176,7 @@ async def _rewarded_trajectories_become_likelier(
         await engine.step(TrainBatch(samples, step))
     after = await gap()
     assert after > before, (
-        f"log-prob of rewarded over other trajectories was {before}, is {after} after training"
+        f"log-prob of rewarded minus other trajectories: {before} before, {after} after"
     )
 
 
@@ -189,7 +195,7 @@ async def _same_calls_same_weights(
     )
 
 
-async def _a_checkpoint_goes_on_as_if_nothing_happened(
+async def _a_checkpoint_resumes_exactly(
     engine: TrainEngine, other: TrainEngine, case: TrainCase
 ) -> None:
     samples = train_samples(case, 3)
@@ -236,7 +242,7 @@ async def _a_staged_checkpoint_is_the_state_at_its_cut(
     case: TrainCase,
     between: Callable[[Any], Awaitable[None]] = _nothing,
 ) -> None:
-    """Though the engine steps, does what comes `between`, and saves again before it is awaited."""
+    """Check this although the engine steps, runs `between` and saves again before `saved`."""
     samples, batches = (
         train_samples(case, 3),
         [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)],
@@ -258,16 +264,16 @@ async def _a_staged_checkpoint_is_the_state_at_its_cut(
             assert worst <= (0.0 if case.exact else case.tolerance), (
                 f"log-probs of a staged save differ by {worst} from its cut's"
             )
-            found = await other.step(batch)
-            assert found == report or not case.exact, (
-                f"a step after a staged save reports {found}, the one beside it {report}"
+            again = await other.step(batch)
+            assert again == report or not case.exact, (
+                f"a step after loading a staged save reports {again}, the original {report}"
             )
 
 
-async def _a_phase_begins_with_the_weights_that_are_there(
+async def _a_phase_begins_with_the_current_weights(
     engine: TrainEngine, other: TrainEngine, case: TrainCase
 ) -> None:
-    """The optimizer starts anew, whatever it did before."""
+    """Check also that the optimizer is fresh, regardless of earlier steps."""
     samples, batch = (
         train_samples(case, 3),
         TrainBatch(train_samples(case, case.mini_batch_size), 0),
@@ -335,9 +341,9 @@ _TRAIN_CHECKS = (
     _log_probs_are_those_of_the_policys_tokens,
     _rewarded_trajectories_become_likelier,
     _same_calls_same_weights,
-    _a_checkpoint_goes_on_as_if_nothing_happened,
+    _a_checkpoint_resumes_exactly,
     _a_staged_checkpoint_is_the_state_at_its_cut,
-    _a_phase_begins_with_the_weights_that_are_there,
+    _a_phase_begins_with_the_current_weights,
     _supervised_steps_lower_their_loss,
     _an_export_is_a_model_folder,
 )

@@ -165,7 +165,7 @@ def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode
         cause
     )
     assert (
-        f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. The mean score of those is 1."
+        f"algorithm.filter_groups.max_num_gen_batches = 2 windows of {window}. Their mean score is 1."
         in str(cause)
     )
 
@@ -253,7 +253,7 @@ def test_dropped_samples_were_scored_and_are_no_reward_errors() -> None:
     )
 
 
-def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
+def test_nothing_is_admitted_for_a_drop_while_rollouts_are_pause_for_sync() -> None:
     """Drain waits for last tokens, not for scores: a sample that is dropped meanwhile has a successor only afterwards."""
 
     async def main() -> None:
@@ -262,9 +262,9 @@ def test_nothing_is_admitted_for_a_drop_while_rollouts_are_held_still() -> None:
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(rollouter.run())
             await asyncio.sleep(0.1)
-            async with rollouter.held_still("test"):
+            async with rollouter.pause_for_sync("test"):
                 before = ledger.admitted
-                assert rollouter.undrawn == 0 and ledger.occupied
+                assert rollouter.unfinished == 0 and ledger.occupied
                 await asyncio.sleep(1.0)  # the scores come
                 assert ledger.occupied == 0 and ledger.admitted == before
             await asyncio.sleep(0)

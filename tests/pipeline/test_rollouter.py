@@ -120,7 +120,9 @@ def test_siblings_settle_before_their_sample_is_dropped(failing: int) -> None:
     run = clock.run(train("async_staleness", 16, reward))
     assert set(reward.calls.values()) == {N} and reward.calls[2] == N
     assert run.ledger.dropped == {"exception": 1} and run.ledger.admitted == 17
-    assert run.rollout._in_use == 0 and run.rollouter.drawing == 0 and run.rollouter.undrawn == 0
+    assert (
+        run.rollout._in_use == 0 and run.rollouter.requests == 0 and run.rollouter.unfinished == 0
+    )
     assert not run.rollouter.pool._homes and run.rollouter.pool._loads == [0]
 
 

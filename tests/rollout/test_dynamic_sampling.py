@@ -96,7 +96,7 @@ def test_the_cap_is_windows_of_drops_for_one_version() -> None:
     for part in (
         "5 of the 6 samples (83%) finished while version 1 was live had trajectories of equal score",
         "more than algorithm.filter_groups.max_num_gen_batches = 2 windows of 2",
-        "mean score of those is 0",
+        "Their mean score is 0",
         "harder problems",
         "easier ones",
         "larger rollout.n",
