@@ -207,7 +207,7 @@ async def _wait_for_end(polls: Sequence[Callable[[], int | None]], limit_s: floa
     """
     clock = asyncio.get_running_loop().time
     end = clock() + limit_s
-    while not (ended := all(poll() is not None for poll in polls)) and clock() < end:  # noqa: ASYNC110
+    while not (ended := all(p() is not None for p in polls)) and clock() < end:  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
     return ended
 

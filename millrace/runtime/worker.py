@@ -99,7 +99,7 @@ class TrainWorker(Worker):
         self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
     async def matmul_rate(self) -> float:
-        """Return the multiplications and additions per second of this device, in the training dtype."""
+        """Return the multiplications and additions per second in the training dtype."""
         from millrace.models.device import matmul_rate
 
         return matmul_rate(self.config.trainer, self.config.model.dtype)
