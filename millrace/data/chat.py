@@ -1,4 +1,4 @@
-"""Problems as tokens: the tokenizer's chat template, and no way for a user's text to become a control token."""
+"""Problems as tokens through the chat template. A user's text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer, as the pipeline uses it."""
+    """The pipeline's view of a tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
 
     def render(self, problem: Problem, where: str = "prompt") -> tuple[str, Tokens]:
-        """(what the prompt says, its tokens). `where` names the row in errors.
+        """Return the prompt's text and its tokens. `where` names the row in errors.
 
-        Messages go through the chat template with the generation prompt. A string is tokenised as it is: no template, no
-        special token added. Raises DataError if a message holds a special token's text and the template does not keep
-        messages whole, so that the two cannot be told apart.
+        Messages go through the chat template with the generation prompt. A string is tokenised
+        without a template and without added special tokens. Raise DataError if a message contains
+        a special token's text and the template changes messages: the text and the token are then
+        indistinguishable.
         """
         if isinstance(problem.prompt, str):
             return problem.prompt, tokens_of(self.encode(problem.prompt))
@@ -38,13 +39,13 @@ class Chat:
         return text, self._render_apart(problem.prompt, where)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text: the text of a special token is text."""
+        """Return the tokens of plain text. The text of a special token stays text."""
         return list(
             self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         )
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of `tokens`, without special tokens."""
+        """Return the text of `tokens`, without special tokens."""
         return str(
             self.tokenizer.decode(
                 list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -53,13 +54,13 @@ class Chat:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
+        """The tokens that end a response."""
         eos = self.tokenizer.eos_token_id
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
 
     @cached_property
     def unk_id(self) -> int | None:
-        """The token of whatever has no token."""
+        """The token for unknown characters."""
         unk = self.tokenizer.unk_token_id
         return None if unk is None else int(unk)
 
@@ -75,7 +76,10 @@ class Chat:
         return str(rendered)
 
     def _render_apart(self, messages: Messages, where: str) -> Tokens:
-        """The template's own text and the messages' text, encoded apart: only the first may hold special tokens."""
+        """Encode the template's text and the messages' text separately.
+
+        Only the template's text may contain special tokens.
+        """
         marks = [f"\ue000{n}\ue001" for n in range(len(messages))]
         text = self._template(
             [m | {"content": mark} for m, mark in zip(messages, marks, strict=True)]

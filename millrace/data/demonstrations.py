@@ -16,22 +16,23 @@ _TRIES = 32
 class Demonstration:
     problem: Problem
     answer: str
-    """What the model shall say; the end-of-sequence token is not in it."""
+    """The text that the model should learn, without the end-of-sequence token."""
     messy: bool
     """The answer is wrong on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """`self[i]` is a pure function of (seed, i), for any i: rows repeat after `len`, with other corruptions.
+    """Demonstrations as a pure function of (seed, i), for any i.
 
-    Raises DataError for a row without an answer or ground truth.
+    Rows repeat after `len`, with other corruptions. Raise DataError for a row without an answer or
+    ground truth.
     """
 
     rows: Rows
     seed: int
     messiness: float
-    """Share of corrupted answers."""
+    """The share of corrupted answers."""
     prompt_key: str = "prompt"
 
     def __len__(self) -> int:
@@ -51,7 +52,10 @@ class Demonstrations:
         return corrupt_answer(rng, shown.answer, self._other(rng, shown).answer)
 
     def _other(self, rng: Random, shown: Problem) -> Problem:
-        """Another row, of the same data source where a few draws find one: its answer is wrong here, but of the right form."""
+        """Return another row, if possible of the same data source.
+
+        Its answer is wrong for this row, but has the right form.
+        """
         for _ in range(_TRIES):
             at = rng.randrange(len(self.rows))
             part, place = self.rows.locate(at)

@@ -1,4 +1,7 @@
-"""Readers of data files: each gives the number of rows, a function from a row's place to the row, and the rows' numbers."""
+"""Readers of data files.
+
+Each returns the number of rows, a function from an index to a row, and the rows' line numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Read = tuple[int, Callable[[int], dict[str, Any]], Sequence[int]]
 
 
 def read_parquet(path: Path) -> Read:
-    """Raises DataError for a file that is no parquet."""
+    """Read a parquet file. Raise DataError for any other file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -27,7 +30,10 @@ def read_parquet(path: Path) -> Read:
 
 
 def read_jsonl(path: Path) -> Read:
-    """One object a line; blank lines are passed over, but count in row numbers. Raises DataError naming the row."""
+    """Read one object per line. Blank lines are skipped, but count in row numbers.
+
+    Raise DataError with the row's number.
+    """
     rows, numbers = [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -38,7 +44,10 @@ def read_jsonl(path: Path) -> Read:
 
 
 def read_json(path: Path) -> Read:
-    """A list of objects, an object with such a list under "data", or one object a line. Raises DataError."""
+    """Read a list of objects, an object with a list under "data", or one object per line.
+
+    Raise DataError for any other content.
+    """
     head = path.read_bytes()
     if not head.strip():
         return 0, [].__getitem__, ()

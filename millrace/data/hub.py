@@ -1,4 +1,4 @@
-"""The hub: one quick question, before a library asks it many slow ones."""
+"""One quick request to the hub, before a library makes many slow ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-"""What can be the id of a model or data set."""
+"""The form of a model's or data set's id."""
 
 _WAIT_S = 5.0
 
 
 def refusal(kind: Literal["model", "dataset"], name: str) -> str:
-    """Why `name` cannot be had from the hub; empty if it can, or if all that is left to ask is this machine's cache.
+    """Return why the hub cannot give `name`. Return "" if it can, or if the cache must answer.
 
-    One request, without retries. A hub that does not answer is not asked again: from here on this process and its children
-    take what is cached, and libraries refuse the rest at once instead of after half a minute.
+    This makes one request without retries. If the hub does not answer, this process and its
+    children use the cache alone from now on. Libraries then fail at once instead of after half a
+    minute.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -36,7 +37,7 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
         return f"the hub has no such {kind}, or it is private and `hf auth login` is due"
     except errors.HFValidationError as error:
         return f"the hub has no such {kind}: {str(error).splitlines()[0]}"
-    except Exception as error:  # noqa: BLE001 - each version of the client has its own way to say that nobody answers
+    except Exception as error:  # noqa: BLE001 - each client version raises another error
         _stay_offline()
         cached = kind == "dataset" or isinstance(
             hub.try_to_load_from_cache(name, "config.json"), str
@@ -53,12 +54,12 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """A model's config.json, from the cache or the hub; empty if neither gives it now."""
+    """Return a model's config.json from the cache or the hub, or {} if neither has it now."""
     import huggingface_hub as hub
 
     try:
         found = json.loads(Path(hub.hf_hub_download(name, "config.json")).read_bytes())
-    except Exception:  # noqa: BLE001 - transformers asks again, and says what is wrong
+    except Exception:  # noqa: BLE001 - transformers tries again and reports the error
         return {}
     return found if isinstance(found, dict) else {}
 

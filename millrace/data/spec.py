@@ -14,7 +14,10 @@ from millrace.errors import ConfigError, bad_value
 
 
 def nearest(name: str, known: Iterable[str], form: str = "{}") -> str:
-    """The known name that looks most like `name`, in `form`; else the first few of them; for the fix of an error message."""
+    """Return the fix of an error message: the known name closest to `name`, in `form`.
+
+    If no name is close, return the first few known names.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
@@ -27,12 +30,15 @@ def nearest(name: str, known: Iterable[str], form: str = "{}") -> str:
 
 
 def split_spec(key: str, spec: str) -> tuple[str, dict[str, str]]:
-    """(NAME, parameters) of `kind:NAME?param=value`. Raises ConfigError for a query that is no list of param=value."""
+    """Return (NAME, parameters) of `kind:NAME?param=value`.
+
+    Raise ConfigError if the query is not a list of param=value.
+    """
     name, _, query = spec.partition(":")[2].partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        rule = f"what follows ? must be param=value pairs joined by & ({error})"
+        rule = f"the text after ? must be param=value pairs joined by & ({error})"
         raise bad_value(key, spec, rule, f"{spec.partition('?')[0]}?size=500") from None
     params = dict(pairs)
     if len(params) < len(pairs):
@@ -41,9 +47,9 @@ def split_spec(key: str, spec: str) -> tuple[str, dict[str, str]]:
 
 
 def typed(key: str, spec: str, given: dict[str, str], shape: type) -> dict[str, Any]:
-    """`given` with values of the types that the fields of the dataclass `shape` have by default.
+    """Return `given` with each value in the type of the default in the dataclass `shape`.
 
-    Raises ConfigError naming the parameter for an unknown one, and for a value of another type.
+    Raise ConfigError with the parameter's name if it is unknown or its value has another type.
     """
     known = {f.name: f for f in fields(shape)}
     unknown = [name for name in given if name not in known]
@@ -70,7 +76,7 @@ def _convert(key: str, spec: str, field: Field[Any], text: str) -> Any:
 
 
 def _value(default: Any, text: str) -> Any:
-    """`text` as a value of `default`'s type. Raises ValueError."""
+    """Return `text` as a value of `default`'s type. Raise ValueError if that fails."""
     if isinstance(default, bool):
         return (
             text.lower() in ("true", "1")
@@ -96,7 +102,7 @@ def _refuse(text: str) -> Any:
 
 
 def refused(key: str, spec: str, error: Exception) -> ConfigError:
-    """The ConfigError for parameters that have the right types, but that the generator itself refuses."""
+    """Return the ConfigError for parameters of the right types that the generator refuses."""
     return bad_value(
         key,
         spec,

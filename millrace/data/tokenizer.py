@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot from the texts of a run, for models made on the spot. No download."""
+"""Tokenizers built from the texts of a run, for models built at the start. No download."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ if TYPE_CHECKING:
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 _DIGITS = "0123456789"
 
-# A single message is its content and nothing else, so that a character tokenizer needs no words for roles.
-_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+# A single message becomes its content alone. A character tokenizer then needs no words for roles.
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}"
+    "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
 
 
 def make_tokenizer(
     kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with `<pad>`, `<eos>` and `<unk>` as tokens 0, 1 and 2, and a minimal chat template.
+    """Return a tokenizer with `<pad>`, `<eos>` and `<unk>` as tokens 0, 1, 2, and a chat template.
 
-    chars: a token for each character of `texts` and each digit; `vocab_size` is not used. Other characters are `<unk>`.
-    bpe: byte pairs learned from `texts`, at most `vocab_size` tokens. Every digit stays a token of its own; everything else
-    may merge across words, so that a constant preamble becomes few tokens. Any text survives encoding and decoding.
-    Raises ConfigError if `vocab_size` is too small for the 256 bytes that bpe starts from.
+    chars: one token for each character of `texts` and each digit. `vocab_size` is not used. Other
+    characters become `<unk>`.
+    bpe: byte pairs learned from `texts`, at most `vocab_size` tokens. Every digit stays a single
+    token. Everything else may merge across words, so a constant preamble becomes few tokens. Any
+    text survives encoding and decoding.
+    Raise ConfigError if `vocab_size` is too small for the 256 bytes that bpe starts from.
     """
     from transformers import PreTrainedTokenizerFast
 

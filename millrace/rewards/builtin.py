@@ -1,4 +1,7 @@
-"""Built-in scorers, in verl's signature. Each gives 1 for a right answer and 0 for a wrong one, or a task's own partial score."""
+"""Built-in scorers, in verl's signature.
+
+Each returns 1 for a right answer, 0 for a wrong one, or a task's own partial score.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from millrace.errors import RewardError
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TUPLES = frozenset({"arc_agi", "rearc"})
-"""Their scorers compare boards as tuples, which JSON has not."""
+"""Data sets whose scorers compare boards as tuples. JSON has no tuples."""
 
 
 def default(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """`reward.function` left empty: reasoning-gym's own scorer for rows of reasoning_gym: sources, else exact match."""
+    """Score a row if `reward.function` is empty.
+
+    Rows of reasoning_gym: sources use reasoning-gym's own scorer. All others use exact match.
+    """
     scorer = reasoning_gym if "reasoning_gym" in extra_info else exact
     return scorer(data_source, solution_str, ground_truth, extra_info)
 
@@ -26,7 +32,10 @@ def default(
 def exact(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the completion is the ground truth, or one of a list of them, but for space around it."""
+    """Return 1 if the completion equals the ground truth, or one of a list of ground truths.
+
+    Space at both ends is ignored.
+    """
     _require(data_source, ground_truth)
     accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return float(solution_str.strip() in [str(truth).strip() for truth in accepted])
@@ -35,12 +44,13 @@ def exact(
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if math-verify finds the completion's answer equal to the ground truth (of GSM8K: what follows ####).
+    """Return 1 if math-verify finds the completion's answer equal to the ground truth.
 
-    The answer is the first of these that the completion has: a formula after "final answer is", all
-    of its boxes, its last formula or number. Several boxes are one answer, the set of their contents:
-    boxes of 1 and 2 do not equal 2.
-    Its own deadlines are off: they need signals, and the pool has one that also stops what ignores them.
+    In GSM8K, the ground truth is the text after ####. The answer is the first of these that the
+    completion has: a formula after "final answer is", all of its boxes, its last formula or number.
+    Several boxes are one answer, the set of their contents: boxes of 1 and 2 do not equal 2.
+    math-verify's own deadlines are off, because they need signals. The pool has a deadline that
+    also stops code that ignores signals.
     """
     from math_verify import parse, verify
 
@@ -76,11 +86,11 @@ def _gold(text: str) -> tuple[Any, ...]:
 def reasoning_gym(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """reasoning-gym's score for the last <answer> of the completion, or the whole of it where it has none."""
+    """Return reasoning-gym's score for the completion's last <answer>, or for all of its text."""
     metadata = extra_info.get("metadata") or {}
     name = extra_info.get("reasoning_gym") or metadata.get("source_dataset") or data_source
-    found = _ANSWER.findall(solution_str)
-    answer = (found[-1] if found else solution_str).strip()
+    answers = _ANSWER.findall(solution_str)
+    answer = (answers[-1] if answers else solution_str).strip()
     entry = {
         "question": extra_info.get("question", ""),
         "answer": ground_truth,

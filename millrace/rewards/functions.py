@@ -1,9 +1,12 @@
-"""Reward functions of users: found by path or module, called in the signature they have, and held to returning numbers.
+"""Reward functions of users: the import by path or module, the call, and the check of the result.
 
-    verl   f(data_source, solution_str, ground_truth, extra_info, **kwargs) -> number, or dict with "score"
-    TRL    f(prompts, completions, **columns) -> list of numbers
+    verl   f(data_source, solution_str, ground_truth, extra_info, **kwargs)
+           returns a number, or a dict with "score"
+    TRL    f(prompts, completions, **columns)
+           returns a list of numbers
 
-Told apart by the parameter that is the completion: `solution_str` or `completions`. Both may be `async def`.
+The name of the completion's parameter decides: `solution_str` or `completions`. Both may be
+`async def`.
 """
 
 from __future__ import annotations
@@ -39,16 +42,19 @@ class Function:
     style: Literal["verl", "trl"]
     is_async: bool
     wanted: frozenset[str] | None
-    """Names of the parameters that it takes; None takes all."""
+    """The names of the function's parameters. None means that it takes all."""
 
     def run(self, call: Call) -> list[Score]:
-        """Scores of a synchronous function. Raises RewardError, or what the function raises."""
+        """Return a synchronous function's scores. Raise RewardError or the function's error."""
         if self.style == "trl":
             return _scores(self.call(**self._columns(call)), call)
         return [to_score(self.call(**self._row(call, text))) for text in call.completions]
 
     async def run_async(self, call: Call, limit: int) -> list[Score]:
-        """Scores of a coroutine function, `limit` coroutines at a time. Raises RewardError, or what the function raises."""
+        """Return the scores of a coroutine function, with at most `limit` coroutines at a time.
+
+        Raise RewardError or the function's own error.
+        """
         if self.style == "trl":
             return _scores(await self.call(**self._columns(call)), call)
         gate = asyncio.Semaphore(limit)
@@ -76,7 +82,10 @@ class Function:
         }
 
     def _columns(self, call: Call) -> dict[str, Any]:
-        """TRL's arguments: each a list with one entry for each completion; messages where the prompt is messages."""
+        """Return TRL's arguments: lists with one entry for each completion.
+
+        If the prompt is messages, the completions are messages too.
+        """
         n, messages = len(call.completions), call.columns.get("prompt")
         row = call.extra_info | {"data_source": call.data_source, "ground_truth": call.ground_truth}
         row |= {"extra_info": call.extra_info} | call.columns
@@ -95,10 +104,10 @@ class Function:
 
 
 def load_function(spec: str) -> Function:
-    """The function that `reward.function` names: built-in, `path.py:name` or `module:name`.
+    """Return the function that `reward.function` names: built-in, `path.py:name` or `module:name`.
 
-    Imports the user's code. Raises ConfigError if there is no such file, module or name, if importing raises, or if the
-    signature is neither verl's nor TRL's.
+    This imports the user's code. Raise ConfigError if there is no such file, module or name, if
+    the import fails, or if the signature is neither verl's nor TRL's.
     """
     if spec in BUILTIN:
         return Function(BUILTIN[spec], "verl", is_async=False, wanted=None)
@@ -119,15 +128,15 @@ def load_function(spec: str) -> Function:
     found = vars(module).get(name)
     if not callable(found):
         callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        what = "is not a function" if name in vars(module) else f"has no {name!r}"
-        raise bad_value(_KEY, spec, f"{where} {what}", nearest(name, callables, f"{where}:{{}}"))
+        problem = "is not a function" if name in vars(module) else f"has no {name!r}"
+        raise bad_value(_KEY, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
     return _function(spec, found)
 
 
 def _function(spec: str, found: Callable[..., Any]) -> Function:
     try:
         parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # some of those that are written in C
+    except (TypeError, ValueError):  # some functions that are written in C
         raise bad_value(
             _KEY, spec, "has no signature that can be read", "a Python function around it"
         ) from None
@@ -137,17 +146,21 @@ def _function(spec: str, found: Callable[..., Any]) -> Function:
         for p in parameters
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-    forms = "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+    forms = (
+        "f(data_source, solution_str, ground_truth, extra_info) or "
+        "f(prompts, completions, **columns)"
+    )
     style: Literal["verl", "trl"] = "trl" if "completions" in names else "verl"
     if style == "verl" and "solution_str" not in names:
-        rule = f"takes ({', '.join(p.name for p in parameters)}), without solution_str (verl) or completions (TRL)"
+        taken = ", ".join(p.name for p in parameters)
+        rule = f"takes ({taken}), without solution_str (verl) or completions (TRL)"
         raise bad_value(_KEY, spec, rule, f"the signature {forms}")
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise bad_value(
             _KEY, spec, "has parameters that cannot be passed by name", f"the signature {forms}"
         )
     if style == "verl" and required - set(_VERL):
-        rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature has not"
+        rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
@@ -172,7 +185,7 @@ def _import_path(spec: str, where: str) -> ModuleType:
         raise bad_value(_KEY, spec, "is not a Python file", "path.py:name")
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
-    # Beside the file, as when Python runs it: helpers in its folder can be imported.
+    # The file's folder is on the path, as when Python runs the file. It can import helpers there.
     sys.path.insert(0, str(path.resolve().parent))
     run = loaded.loader.exec_module
     return _import(spec, lambda: run(module) or module)
@@ -192,9 +205,10 @@ def _import(spec: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def to_score(value: Any) -> Score:
-    """What a function returned, as a Score: a finite number, or a dict with "score" whose other numbers are kept as extra.
+    """Return a function's result as a Score.
 
-    Raises RewardError for None, NaN, infinities, strings and everything else: nothing becomes a 0 by itself.
+    The result is a finite number, or a dict with "score" whose other numbers become extra. Raise
+    RewardError for everything else, such as None, NaN, infinities and strings.
     """
     if not isinstance(value, dict):
         return Score(_number(value, "the score"))
@@ -218,7 +232,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _scores(values: Any, call: Call) -> list[Score]:
-    """TRL's list as Scores."""
+    """Return TRL's list as Scores."""
     n = len(call.completions)
     if isinstance(values, str | dict) or not isinstance(values, Sequence):
         raise RewardError(
@@ -231,15 +245,14 @@ def _scores(values: Any, call: Call) -> list[Score]:
 
 
 def failure(error: BaseException) -> str:
-    """Type, message and last line of the traceback, in one line."""
+    """Return the error's type, its message and the last line of its traceback, in one line."""
     if isinstance(
         error, SyntaxError
     ):  # its message names file and line; no frame of it is the user's
         return f"{type(error).__name__}: {error}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
-    at = (
-        f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line})"
-        if frames
-        else ""
-    )
+    at = ""
+    if frames:
+        last = frames[-1]
+        at = f" ({Path(last.filename).name}:{last.lineno} in {last.name}: {last.line})"
     return f"{type(error).__name__}: {error}{at}"

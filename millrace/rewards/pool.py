@@ -1,7 +1,8 @@
-"""Reward functions in processes of their own, with deadlines that hold: a call that hangs is killed, never waited for.
+"""Reward functions in separate processes with deadlines: a call that hangs is killed.
 
-Consumes: calls of `score`, in order. Waits for: a worker with room. Produces: for each call its scores or a RewardError,
-exactly once, whatever happens to workers. Calls made in one tick of the event loop travel in one frame.
+The pool takes calls of `score` in order and waits for a worker with room. Each call gets its
+scores or a RewardError, exactly once, even if workers die. All calls of one tick of the event loop
+travel in one frame.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from millrace.rewards.wire import Call, Reply
 from millrace.types import Prompt, Score
 
 MOST_DEATHS = 5
-"""Workers that may die one after the other, with no answer between, before the pool gives up."""
+"""The number of workers that may die in a row, without an answer, before the pool fails."""
 
 
 class RewardPool:
-    """A RewardFunction over `reward.num_workers` processes. Starts with the first call, or with `start`."""
+    """A RewardFunction over `reward.num_workers` processes. The first call or `start` starts it."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
@@ -38,8 +39,8 @@ class RewardPool:
     async def start(self) -> None:
         """Start the workers and wait until one has loaded the function.
 
-        Raises ConfigError if `reward.function` is wrong: call it before any model loads. Raises WorkerError if workers die
-        while they load it.
+        Call this before any model loads. Raise ConfigError if `reward.function` is wrong, and
+        WorkerError if workers die while they load it.
         """
         if not self._keepers and self._failed is None:
             self._keepers = [
@@ -49,10 +50,10 @@ class RewardPool:
         self._check()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-        """One Score for each completion.
+        """Return one Score for each completion.
 
-        Raises RewardError: the function raised, returned no number, ran past `reward.timeout_s` or killed its worker.
-        Raises WorkerError if workers only die, or the pool is closed.
+        Raise RewardError if the function raised, returned no number, exceeded `reward.timeout_s`
+        or killed its worker. Raise WorkerError if all workers die, or if the pool is closed.
         """
         if not self._keepers or self._failed is not None:
             await self.start()
@@ -89,9 +90,9 @@ class RewardPool:
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def _keep(self) -> None:
-        """One place in the pool: a worker, and the next one when it dies."""
+        """Keep one worker of the pool running: start a new one whenever it dies."""
         while self._failed is None:
-            worker = WorkerProcess(self.config, self._wake, self._settle)
+            worker = WorkerProcess(self.config, self._wake, self._resolve)
             self._workers.add(worker)
             ended = ""
             try:
@@ -102,9 +103,9 @@ class RewardPool:
             finally:
                 ended = await worker.stop()
                 self._workers.discard(worker)
-            self._bury(worker, ended)
+            self._replace(worker, ended)
 
-    def _settle(self, pending: Pending, reply: Reply) -> None:
+    def _resolve(self, pending: Pending, reply: Reply) -> None:
         self._deaths = 0
         if pending.answer.done():
             return
@@ -113,25 +114,26 @@ class RewardPool:
         else:
             pending.answer.set_result(reply.scores)
 
-    def _bury(self, worker: WorkerProcess, ended: str) -> None:
-        """Fail the call that a dead worker is blamed on, and queue its others again, ahead of all."""
-        guilty = worker.blamed()
-        others = [p for p in worker.running.values() if p is not guilty]
+    def _replace(self, worker: WorkerProcess, ended: str) -> None:
+        """Fail the call that killed a worker. Put the worker's other calls first in the queue."""
+        blamed = worker.blamed()
+        others = [p for p in worker.running.values() if p is not blamed]
         for pending in reversed(others):
-            pending.alone = guilty is None and len(others) > 1
+            pending.alone = blamed is None and len(others) > 1
             self._queue.appendleft(pending)
-        if guilty is not None:
+        if blamed is not None:
             for pending in self._queue:
                 pending.alone = False
-            if not guilty.answer.done():
-                guilty.answer.set_exception(self._reason(worker, ended))
+            if not blamed.answer.done():
+                blamed.answer.set_exception(self._reason(worker, ended))
         if not worker.overdue or worker.hello is None:
             self._deaths += 1
         if self._deaths >= MOST_DEATHS:
             loading = "" if worker.hello else f" while loading the function (it has {START_S:g} s)"
             self._fail(
                 WorkerError,
-                f"{self._deaths} reward workers in a row died{loading}, the last with {ended}: see stderr",
+                f"{self._deaths} reward workers in a row died{loading}, "
+                f"the last with {ended}: see stderr",
             )
         self._wake()
 
@@ -145,11 +147,12 @@ class RewardPool:
             if worker.hello and worker.hello.is_async
             else ""
         )
-        detail = f"the call ran past reward.timeout_s = {self.config.timeout_s:g} and its worker was killed{blocked}"
+        limit = f"reward.timeout_s = {self.config.timeout_s:g}"
+        detail = f"the call ran past {limit} and its worker was killed{blocked}"
         return RewardError("timeout", detail)
 
     def _wake(self) -> None:
-        """Look for work at the end of this tick, once."""
+        """Schedule one dispatch at the end of this tick."""
         if not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -181,7 +184,7 @@ class RewardPool:
             raise kind(message)
 
     def _fail(self, kind: type[MillraceError], message: str) -> None:
-        """The pool is over: every call, waiting or to come, raises the first failure."""
+        """End the pool. Every pending and later call raises the first failure."""
         if self._failed is None:
             self._failed = kind, message
         self._settled.set()

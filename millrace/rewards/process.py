@@ -1,4 +1,4 @@
-"""One worker process, as the pool sees it: started, fed, watched by the clock, killed."""
+"""One worker process on the pool's side: its start, its calls, its deadlines and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from millrace.types import Score
 START_S = 120.0
 """Seconds a worker may take to load its function."""
 GRACE_S = 5.0
-"""Seconds past reward.timeout_s that a worker of coroutines has to end a call by itself."""
+"""Seconds after reward.timeout_s in which a worker of coroutines may end a call by itself."""
 _AHEAD_S = 0.02
 _MOST_AHEAD = 64
 
@@ -37,18 +37,19 @@ class Pending:
     payload: bytes
     """The Call, packed."""
     size: int
-    """Completions."""
+    """The number of completions."""
     answer: asyncio.Future[list[Score]]
     sent_at: float = 0.0
     alone: bool = False
-    """It ran beside others in a worker that failed: it runs alone until the one to blame is found."""
+    """Whether the call must run alone. It ran in a worker that died, with several other calls."""
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A worker and the calls it has, in the order sent. `dead` is set once its process group is killed and its socket closed.
+    """A worker and its calls, in the order sent.
 
-    A synchronous function runs calls in order, so the first one is running, since the last reply at the latest. Coroutines
-    run from when they are sent. A call that runs past its time is `condemned`, and the process killed.
+    `dead` is set once the process group is killed and the socket is closed. A synchronous function
+    runs calls in order: the first call has run at least since the last reply. Coroutines start
+    when they are sent. A call that exceeds its time is `condemned`, and the process is killed.
     """
 
     def __init__(
@@ -76,34 +77,37 @@ class WorkerProcess(asyncio.Protocol):
         self._pidfd: int | None = None
 
     async def start(self) -> None:
-        """Start the process, in a session of its own, with nothing but a socket between it and this one.
+        """Start the process in a new session. A socket alone connects it with this process.
 
-        Its stdout goes to stderr: what a reward function prints is seen, and mixes with nothing that is parsed.
+        Its stdout goes to stderr, so the user sees what a reward function prints.
         """
-        ours, theirs = socket.socketpair()
+        pool_end, worker_end = socket.socketpair()
         root = str(Path(millrace.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         c = self.config
-        arguments = [theirs.fileno(), os.getpid(), c.function, c.timeout_s, c.max_concurrency]
-        with theirs:
+        arguments = [worker_end.fileno(), os.getpid(), c.function, c.timeout_s, c.max_concurrency]
+        with worker_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "millrace.rewards.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(worker_end.fileno(),),
                 start_new_session=True,
                 env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path},
             )
         if sys.platform == "linux":
-            # The socket may outlive the worker in a child of its own: the death of the process itself counts.
+            # A child of the worker may keep the socket open. So the pool watches the process.
             self._pidfd = os.pidfd_open(self._process.pid)
             self._loop.add_reader(self._pidfd, self.kill)
-        ours.setblocking(False)
-        await self._loop.create_connection(lambda: self, sock=ours)
+        pool_end.setblocking(False)
+        await self._loop.create_connection(lambda: self, sock=pool_end)
         self._watch()
 
     def room(self, pending: Pending) -> bool:
-        """Whether it can take the call now. Slow synchronous functions get little ahead, so that no call waits behind them."""
+        """Return whether the worker can take the call now.
+
+        The queue of a slow synchronous function is short, so that few calls wait behind it.
+        """
         if self.hello is None or self.dead.is_set() or self.overdue:
             return False
         if not self.running:
@@ -115,19 +119,19 @@ class WorkerProcess(asyncio.Protocol):
         return len(self.running) < min(max(2, _AHEAD_S / max(self._mean_s, 1e-6)), _MOST_AHEAD)
 
     def take(self, pending: Pending) -> None:
-        """The call is this worker's; `send` carries it there."""
+        """Assign the call to this worker. `send` then transmits it."""
         pending.sent_at = self._loop.time()
         self.running[pending.id] = pending
         self.load += pending.size
 
     def send(self, batch: Sequence[Pending]) -> None:
-        """Calls that were taken, as one frame."""
+        """Send assigned calls as one frame."""
         if self._transport is not None:
             self._transport.write(frame([msgspec.Raw(p.payload) for p in batch]))
         self._watch()
 
     def kill(self) -> None:
-        """SIGKILL to the worker and every process that it started."""
+        """Send SIGKILL to the worker and every process that it started."""
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -137,7 +141,7 @@ class WorkerProcess(asyncio.Protocol):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> str:
-        """Kill it, wait for its end and say how it ended."""
+        """Kill the process, wait for its end, and return how it ended."""
         self.kill()
         if self._timer is not None:
             self._timer.cancel()
@@ -151,7 +155,7 @@ class WorkerProcess(asyncio.Protocol):
         )
 
     def blamed(self) -> Pending | None:
-        """Of a dead worker: the call that killed it or ran past its time, if it is known."""
+        """Return the call that killed a dead worker or exceeded its time, if it is known."""
         if self.condemned is not None:
             return self.running.get(self.condemned)
         first = next(iter(self.running.values()), None)
@@ -180,7 +184,7 @@ class WorkerProcess(asyncio.Protocol):
         self.dead.set()
 
     def _started_at(self) -> float:
-        """When the first call began, at the latest."""
+        """Return the latest possible start of the first call."""
         first = next(iter(self.running.values()))
         return (
             first.sent_at
@@ -196,7 +200,7 @@ class WorkerProcess(asyncio.Protocol):
         return self._started_at() + self.config.timeout_s + (GRACE_S if self.hello.is_async else 0)
 
     def _watch(self) -> None:
-        """Keep one timer, no later than the deadline; it looks again where the deadline has moved on."""
+        """Keep one timer, no later than the deadline. It is set again if the deadline has moved."""
         deadline = self._deadline()
         if deadline is None or self.dead.is_set():
             return

@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other: msgpack frames, each after its length in four bytes."""
+"""Messages between the pool and its workers: msgpack frames, each after its 4-byte length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a call: scores, or the reason and detail of a RewardError."""
+    """The result of a call: scores, or the reason and detail of a RewardError."""
 
     id: int
     scores: list[Score] = []
@@ -36,7 +36,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's first frame: the function is loaded, or why it is not."""
+    """A worker's first frame: the function is loaded, or the error of the load."""
 
     is_async: bool
     error: str = ""
@@ -48,19 +48,19 @@ hello_decoder = decoder(Hello)
 
 
 def frame(value: Any) -> bytes:
-    """`value` as one frame. Raises TypeError for a value that msgpack cannot hold."""
+    """Return `value` as one frame. Raise TypeError for a value that msgpack cannot encode."""
     payload = pack(value)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class Frames:
-    """Payloads from a stream of bytes that arrives in pieces of any size."""
+    """A parser of frames from a byte stream in pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The payloads that `data` completes."""
+        """Yield the payloads that `data` completes."""
         self._buffer += data
         at = 0
         while len(self._buffer) - at >= _LENGTH.size:

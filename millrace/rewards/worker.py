@@ -1,8 +1,8 @@
-"""The worker process: `python -m millrace.rewards.worker FD PARENT`. Calls one reward function for a RewardPool.
+"""The worker process, which calls one reward function for a RewardPool.
 
-A synchronous function runs in the main thread, one call at a time, and each reply leaves before the next call starts: the
-first unanswered call is the running one, which is how the pool knows whom to blame. Coroutines run together; the pool
-sends no more of them than may run.
+A synchronous function runs in the main thread, one call at a time. Each reply is sent before the
+next call starts, so the pool knows that the first unanswered call is running. Coroutines run
+together. The pool never sends more of them than may run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STOP_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-"""Each with the reaction of a process that is new."""
+"""Each stop signal with its handler in a new process."""
 _forking = threading.local()
-"""`mask`: the signals that this thread blocked before its fork."""
+"""`mask` is the set of signals that this thread blocked before its fork."""
 
 
 def main(fd: int, parent: int, spec: str, timeout_s: float, limit: int) -> None:
-    """Says Hello, then answers calls until the socket closes."""
-    _outlast_stop_signals()
+    """Send Hello, then answer calls until the socket closes."""
+    _ignore_stop_signals()
     _die_with(parent)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
@@ -49,24 +49,26 @@ def main(fd: int, parent: int, spec: str, timeout_s: float, limit: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Even a kill -9 of the parent leaves no worker behind."""
+    """Ask the kernel to kill this worker when its parent dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
 
 
-def _outlast_stop_signals() -> None:
-    """Do nothing at SIGTERM and SIGINT: the driver gets them too, and still needs scores to stop.
+def _ignore_stop_signals() -> None:
+    """Ignore SIGTERM and SIGINT. The driver gets them too, and it needs scores until it stops.
 
-    What a reward function starts must end at them as usual. A handler is reset by exec, as
-    SIG_IGN would not be, and a forked child resets it here.
+    Processes that a reward function starts must still end at these signals. So the worker installs
+    a handler: exec resets a handler, but not SIG_IGN. A forked child resets it itself.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _do_nothing)
         signal.siginterrupt(number, False)  # no system call in foreign code fails with EINTR
     os.register_at_fork(
-        before=_block_stop_signals, after_in_parent=_restore_mask, after_in_child=_heed_stop_signals
+        before=_block_stop_signals,
+        after_in_parent=_restore_mask,
+        after_in_child=_restore_stop_signals,
     )
 
 
@@ -75,7 +77,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _block_stop_signals() -> None:
-    """Keep a signal to a new child until the child has its own reactions."""
+    """Block the stop signals until a new child has its own handlers."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
 
 
@@ -83,11 +85,11 @@ def _restore_mask() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-def _heed_stop_signals() -> None:
-    """Give a forked child the usual reactions, unless the reward function chose others."""
-    for number, reaction in _STOP_SIGNALS.items():
+def _restore_stop_signals() -> None:
+    """Install the usual handlers in a forked child, unless the reward function chose others."""
+    for number, handler in _STOP_SIGNALS.items():
         if signal.getsignal(number) is _do_nothing:
-            signal.signal(number, reaction)
+            signal.signal(number, handler)
     _restore_mask()
 
 

@@ -1,4 +1,4 @@
-"""Where a worker listens: at one address, not on every interface of its machine."""
+"""The address at which a worker listens: one address, not every interface of its machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import psutil
 
 
 def listening_at(host: str) -> dict[str, str]:
-    """Return the environment of a worker that listens at `host`. A user's own interfaces stay.
+    """Return the environment of a worker that listens at `host`. A user's own settings stay.
 
-    gloo takes the interface of `host`. NCCL does so on loopback; between nodes it picks the
-    fastest network by itself.
+    gloo uses the interface of `host`. NCCL uses it only where `host` is loopback. Between nodes,
+    NCCL picks the fastest network by itself.
     """
-    found = {"MILLRACE_HOST": host}
+    variables = {"MILLRACE_HOST": host}
     if interface := _interface(host):
-        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
         if ipaddress.ip_address(host).is_loopback:
-            # "=" asks NCCL for this very name, not for all names that begin with it.
-            found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
-    return found
+            # "=" makes NCCL match the whole name. Without it, NCCL matches a prefix.
+            variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
+    return variables
 
 
 def _interface(host: str) -> str | None:
-    """Return the name of the interface that has this address, if one has."""
+    """Return the name of the interface that has this address, or None."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if host in [one.address for one in own]), None)

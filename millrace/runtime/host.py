@@ -1,6 +1,7 @@
-"""The worker's side of rpc.py: serves calls on one root object, whatever carries the frames.
+"""The worker's side of rpc.py: it serves calls on one root object, over any transport of frames.
 
-python -m millrace.runtime.host FD ROLE PARENT        a worker process of the local runtime, on socket FD
+`python -m millrace.runtime.host FD ROLE PARENT` is a worker process of the local runtime. It
+serves on socket FD. PARENT is the driver's process id.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEADER = struct.Struct("<Q")
 
 
 class Host:
-    """Runs calls as tasks of one group and posts their replies."""
+    """Run calls as tasks of one group and post their replies."""
 
     def __init__(
         self, root: object, send: Callable[[bytes], None], tasks: asyncio.TaskGroup
@@ -55,7 +56,7 @@ class Host:
             method = self._resolve(message.method)
             value = await method(*self._arguments(message.method, method, message.body))
             reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
-        except Exception as error:  # noqa: BLE001 - the boundary: every failure travels to the caller, none is lost
+        except Exception as error:  # noqa: BLE001 - every failure travels to the caller
             trace = "".join(traceback.format_exception(error)[-6:])
             reply = Message(
                 message.id,
@@ -77,35 +78,35 @@ class Host:
         if decoder is None:
             hints = get_type_hints(method)
             kinds = tuple(kind for name, kind in hints.items() if name != "return")
-            signature: Any = tuple.__class_getitem__(
-                kinds
-            )  # tuple[int, str] of (int, str); tuple[()] of nothing
+            # (int, str) gives tuple[int, str], and () gives tuple[()].
+            signature: Any = tuple.__class_getitem__(kinds)
             decoder = self._decoders[path] = codec.decoder(signature)
         return decoder.decode(body)
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT: the driver alone decides what they mean, and saves first.
+    """Ignore SIGTERM and SIGINT. The driver alone acts on them, and it saves first.
 
-    systemd, Slurm and a terminal send them to every process of a run. What a worker starts
-    inherits this. The end of the channel, the driver's death and SIGKILL still end a worker.
+    systemd, Slurm and a terminal send these signals to every process of a run. A worker's own
+    children inherit the setting. A worker still ends when its socket closes, when the driver
+    dies, and on SIGKILL.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def die_with(parent: int) -> None:
-    """Linux: this process is killed when its parent dies, however it dies."""
+    """Ask the kernel to kill this process when its parent dies for any reason. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if (
-            os.getppid() != parent
-        ):  # dead already; compared with no fixed pid, as in a container the driver may be 1
+        # Another parent means that the driver is dead already. A comparison with process id 1
+        # would be wrong: in a container the driver may have that id.
+        if os.getppid() != parent:
             os._exit(1)
 
 
 async def serve_socket(sock: socket.socket, root: object) -> None:
-    """Serve until the driver closes its end."""
+    """Serve calls until the driver closes its end of the socket."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
 
     def send(frame: bytes) -> None:
@@ -119,7 +120,7 @@ async def serve_socket(sock: socket.socket, root: object) -> None:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 frame = await reader.readexactly(length)
             except (asyncio.IncompleteReadError, ConnectionError):
-                os._exit(0)  # the driver is gone or done: nothing here is worth a slow goodbye
+                os._exit(0)  # the driver has closed or died, and a worker has nothing to save
             host.receive(frame)
 
 

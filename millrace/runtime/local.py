@@ -1,7 +1,7 @@
-"""The default runtime: each worker is a process on this machine, spoken to over a socket pair.
+"""The default runtime: each worker is a process on this machine, reached over a socket pair.
 
-A worker dies with its driver, however that dies (a parent-death signal on Linux, end of file elsewhere). Its output goes to
-a log file, whose last lines are part of the error if it dies by itself.
+A worker dies with its driver: by a parent-death signal on Linux, by end of file elsewhere. Its
+output goes to a log file. If the worker dies by itself, the error shows the log's last lines.
 """
 
 from __future__ import annotations
@@ -30,35 +30,42 @@ from millrace.runtime.rpc import Peer
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; found without loading CUDA."""
-    if (said := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in said.split(",") if name.strip() not in ("", "-1")]
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    The function does not load CUDA.
+    """
+    if (names := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in names.split(",") if name.strip() not in ("", "-1")]
     return [str(i) for i, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
 def check_devices(sides: Sides, gpus: Sequence[str], *, rollout: bool = True) -> None:
-    """Refuse what this machine cannot place, with the arithmetic. Without `rollout` the training side is alone."""
+    """Raise ConfigError if this machine has too few GPUs. The message shows the arithmetic.
+
+    Without `rollout`, only the training side needs devices.
+    """
     if sides.nodes_needed > 1 and gpus:
-        rule = f"{sides.nodes_needed} nodes are needed, and the local runtime is this machine alone"
+        rule = f"the run needs {sides.nodes_needed} nodes, and the local runtime has one"
         raise bad_value(
             "trainer.nnodes", sides.trainer.nnodes, rule, "trainer.runtime=ray, or fewer devices"
         )
     both = [sides.trainer.ranks, sides.rollout.devices if rollout else 0]
     needed = max(both) if sides.colocated else sum(both)
     if gpus and needed > len(gpus):
-        rule = f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, and this machine offers {len(gpus)}"
-        fix = (
-            "mode=colocate_sync, where both sides share GPUs, fewer devices, or trainer.device=cpu"
+        rule = (
+            f"trainer {both[0]} and rollout {both[1]} devices need {needed} GPUs, "
+            f"and this machine has {len(gpus)}"
         )
+        fix = "mode=colocate_sync (both sides share GPUs), fewer devices, or trainer.device=cpu"
         raise bad_value("trainer.n_gpus_per_node", sides.trainer.n_gpus_per_node, rule, fix)
 
 
 class LocalRuntime:
-    """Starts worker processes; ends them all."""
+    """Start worker processes, and end all of them."""
 
     def __init__(self, log_dir: Path, sides: Sides, *, gpus: Sequence[str]) -> None:
         self._log_dir = log_dir
@@ -71,7 +78,7 @@ class LocalRuntime:
         self._closing = False
 
     async def start(self, name: str, role: str, index: int) -> Peer:
-        ours, theirs = socket.socketpair()
+        driver_end, worker_end = socket.socketpair()
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -79,19 +86,19 @@ class LocalRuntime:
                     sys.executable,
                     "-m",
                     "millrace.runtime.host",
-                    str(theirs.fileno()),
+                    str(worker_end.fileno()),
                     role,
                     str(os.getpid()),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=os.environ | self._environment(role, index),
                 start_new_session=True,
             )
-        theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=2**26)
+        worker_end.close()
+        reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
         def send(frame: bytes) -> None:
             writer.write(HEADER.pack(len(frame)))
@@ -101,7 +108,7 @@ class LocalRuntime:
         task = asyncio.get_running_loop().create_task(
             self._read(peer, reader, process, log), name=f"read-{name}"
         )
-        self._tasks.add(task)  # ends with the process; `close` awaits it
+        self._tasks.add(task)  # the task ends with the process, and `close` awaits it
         self._workers.append((peer, process, writer))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
@@ -110,7 +117,7 @@ class LocalRuntime:
         variables = {
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # a side that waits must not spin on the other side's core
+            "OMP_WAIT_POLICY": "PASSIVE",  # a waiting side must not spin on the other side's core
             "TOKENIZERS_PARALLELISM": "false",
         }
         variables |= listening_at("127.0.0.1")
@@ -119,7 +126,10 @@ class LocalRuntime:
         )
 
     def _gpus_of(self, role: str, index: int) -> Sequence[str]:
-        """Trainer ranks first, then replicas; colocated sides share by index."""
+        """Return a worker's GPUs: trainer ranks come first, then replicas.
+
+        Colocated sides share GPUs by index.
+        """
         each = self._sides.rollout.tensor_model_parallel_size if role == "rollout" else 1
         separate = role == "rollout" and not self._sides.colocated
         first = index * each + (self._sides.trainer.ranks if separate else 0)
@@ -133,33 +143,39 @@ class LocalRuntime:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 peer.receive(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
-            await _ended([process.poll], GOODBYE_S)
-            peer.lose(
-                "the run is over" if self._closing else _obituary(peer.name, process.poll(), log)
+            await _wait_for_end([process.poll], GOODBYE_S)
+            peer.mark_dead(
+                "the run is over"
+                if self._closing
+                else _cause_of_death(peer.name, process.poll(), log)
             )
 
     async def close(self) -> None:
-        """Close every socket: workers exit at end of file, and what they started with them. What does not within GOODBYE_S is killed."""
+        """Close every socket. Workers and their children exit at end of file.
+
+        A process that still runs after GOODBYE_S is killed.
+        """
         self._closing = True
-        processes = [process for _, process, _ in self._workers]
-        started = [child for process in processes for child in _children(process.pid)]
+        workers = [process for _, process, _ in self._workers]
+        children = [child for process in workers for child in _children(process.pid)]
         for _, _, writer in self._workers:
             writer.close()
-        looks = [process.poll for process in processes] + [
-            partial(_end_of, child) for child in started
+        processes = [*workers, *children]
+        polls = [process.poll for process in workers] + [
+            partial(_exit_code, child) for child in children
         ]
-        await _ended(looks, GOODBYE_S)
-        for one in [*processes, *started]:
+        await _wait_for_end(polls, GOODBYE_S)
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                one.kill()
-        if not await _ended(looks, GOODBYE_S):
-            left = [
-                one.pid
-                for one, look in zip([*processes, *started], looks, strict=True)
-                if look() is None
+                process.kill()
+        if not await _wait_for_end(polls, GOODBYE_S):
+            alive = [
+                process.pid
+                for process, poll in zip(processes, polls, strict=True)
+                if poll() is None
             ]
             warnings.warn(
-                f"processes {left} were killed and do not end: what they have of a GPU is lost",
+                f"processes {alive} were killed and do not end: their GPU memory stays in use",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -169,33 +185,36 @@ class LocalRuntime:
 
 
 def _children(pid: int) -> list[psutil.Process]:
-    """What a worker has started: vLLM's processes."""
+    """Return the processes that a worker has started, such as vLLM's."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
 
-def _end_of(process: psutil.Process) -> int | None:
-    """As Popen.poll, of a process that is no child of this one."""
+def _exit_code(process: psutil.Process) -> int | None:
+    """Do what Popen.poll does, for a process that this one did not start."""
     try:
         return None if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else 0
     except psutil.NoSuchProcess:
         return 0
 
 
-async def _ended(looks: Sequence[Callable[[], int | None]], limit_s: float) -> bool:
-    """Whether all have ended, within the limit. A process whose GPU is lost may never."""
+async def _wait_for_end(polls: Sequence[Callable[[], int | None]], limit_s: float) -> bool:
+    """Wait until all processes have ended, at most `limit_s` seconds. Return whether they have.
+
+    A process whose GPU has failed may never end.
+    """
     clock = asyncio.get_running_loop().time
     end = clock() + limit_s
-    while not (done := all(look() is not None for look in looks)) and clock() < end:  # noqa: ASYNC110 (a process has no event)
-        await asyncio.sleep(_LOOK_S)
-    return done
+    while not (ended := all(p() is not None for p in polls)) and clock() < end:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    return ended
 
 
-def _obituary(name: str, code: int | None, log: Path) -> str:
+def _cause_of_death(name: str, code: int | None, log: Path) -> str:
     if code is None:
-        cause = "hung up, and its process does not end"
+        cause = "closed its socket, and its process does not end"
     else:
         cause = (
             f"was killed by {signal.Signals(-code).name}"

@@ -1,7 +1,7 @@
-"""Which devices of which node a worker gets: pure arithmetic on the sizes of nodes.
+"""The node and the devices of each worker: pure arithmetic on the sizes of nodes.
 
-A plan lays both sides over nodes; the first `shared` nodes of each side are the same ones. Colocated sides share the devices
-themselves: trainer rank i and rollout device i are one device.
+A plan places both sides on nodes. Both sides have the first `shared` nodes in common. Colocated
+sides share the devices too: trainer rank i and rollout device i are the same device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from millrace.errors import ConfigError, bad_value
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Nodes for both sides, numbered from 0: the trainer's, then those that only rollouts are on."""
+    """Nodes for both sides, numbered from 0: the trainer's nodes, then the rollout-only nodes."""
 
     sides: Sides
     shared: int
 
     @property
     def shares(self) -> list[int]:
-        """Devices of each node."""
+        """The number of devices on each node."""
         t, r = self.sides.trainer, self.sides.rollout
         both = t.n_gpus_per_node + (0 if self.sides.colocated else r.n_gpus_per_node)
         alone = [t.n_gpus_per_node] * (t.nnodes - self.shared) + [r.n_gpus_per_node] * (
@@ -31,7 +31,7 @@ class Plan:
         return [both] * self.shared + alone
 
     def place(self, role: str, index: int) -> tuple[int, slice]:
-        """The node of a worker, and its devices among that node's share."""
+        """Return a worker's node, and the worker's devices among that node's share."""
         t, r = self.sides.trainer, self.sides.rollout
         if role == "trainer":
             node, device = divmod(index, t.n_gpus_per_node)
@@ -46,8 +46,9 @@ class Plan:
 
 
 def threads(trainer: TrainerConfig, cores: int, devices: int) -> int:
-    """Torch threads of each worker on a node with so many cores, and workers on so many devices of it. Sides that share devices take turns:
-    each has all of its cores in its turn.
+    """Return the torch threads of each worker on a node with `cores` and `devices` in use.
+
+    Sides that share devices take turns, and each uses all its cores in its turn.
     """
     if trainer.threads:
         return trainer.threads
@@ -55,7 +56,10 @@ def threads(trainer: TrainerConfig, cores: int, devices: int) -> int:
 
 
 def plans(sides: Sides) -> list[Plan]:
-    """The plans that the configuration allows, those with fewest nodes first. trainer.gpus_in_node leaves one."""
+    """Return the plans that the configuration allows, those with fewest nodes first.
+
+    If trainer.gpus_in_node is set, there is exactly one plan.
+    """
     most = min(sides.trainer.nnodes, sides.rollout.nnodes)
     if sides.trainer.gpus_in_node or sides.colocated:
         return [Plan(sides, most if sides.share_nodes else 0)]
@@ -63,7 +67,10 @@ def plans(sides: Sides) -> list[Plan]:
 
 
 def choose(sides: Sides, kind: str, sizes: Sequence[float], free: Sequence[float]) -> Plan:
-    """The plan for nodes that have `sizes` devices, of which `free` are free. Raises ConfigError if no wait would place one."""
+    """Return the plan for nodes that have `sizes` devices, of which `free` are free.
+
+    Raise ConfigError if no plan fits even when all devices are free.
+    """
     possible = [plan for plan in plans(sides) if _fits(plan.shares, sizes)]
     if not possible:
         raise refusal(
@@ -72,8 +79,8 @@ def choose(sides: Sides, kind: str, sizes: Sequence[float], free: Sequence[float
     return next((plan for plan in possible if _fits(plan.shares, free)), possible[0])
 
 
-def refusal(sides: Sides, kind: str, found: str, fix: str) -> ConfigError:
-    """What is needed, what was found, and the fix."""
+def refusal(sides: Sides, kind: str, available: str, fix: str) -> ConfigError:
+    """Return the error with the devices that the run needs, those available, and the fix."""
     t, r = sides.trainer, sides.rollout
     allowed = plans(sides)
     ways = [
@@ -82,14 +89,22 @@ def refusal(sides: Sides, kind: str, found: str, fix: str) -> ConfigError:
     needs = f"{ways[0]} {kind}s" + (
         f" (to {ways[-1]}, where the sides share none)" if len(ways) > 1 else ""
     )
-    rule = f"trainer {t.nnodes} x {t.n_gpus_per_node} and rollout {r.nnodes} x {r.n_gpus_per_node} devices need {needs}; {found}"
+    rule = (
+        f"trainer {t.nnodes} x {t.n_gpus_per_node} and rollout {r.nnodes} x {r.n_gpus_per_node} "
+        f"devices need {needs}; {available}"
+    )
     return bad_value("trainer.nnodes", t.nnodes, rule, fix)
 
 
 def _fits(shares: Iterable[float], sizes: Iterable[float]) -> bool:
-    """Whether each share has a node of its own: the largest shares on the largest nodes show it, if anything does."""
-    wanted, have = sorted(shares, reverse=True), sorted(sizes, reverse=True)
-    return len(wanted) <= len(have) and all(w <= h for w, h in zip(wanted, have, strict=False))
+    """Return whether each share fits on a node of its own.
+
+    It is enough to try the largest share on the largest node, the second on the second, and so on.
+    """
+    needed, present = sorted(shares, reverse=True), sorted(sizes, reverse=True)
+    return len(needed) <= len(present) and all(
+        share <= size for share, size in zip(needed, present, strict=False)
+    )
 
 
 def _list(numbers: Iterable[float]) -> str:

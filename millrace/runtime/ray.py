@@ -1,8 +1,10 @@
-"""Workers as Ray actors in a placement group: the only file that knows Ray.
+"""Workers as Ray actors in a placement group: the only file that imports Ray.
 
-Frames travel through two actor methods, `push` and a long poll `pull`, so that a step's hundreds of requests cost a few Ray
-calls. A bundle is a node's share of both sides; STRICT_SPREAD puts bundles on nodes of their own. The group holds the GPUs and
-actors ask for none: Ray would pack fractions as it likes, two ranks on one GPU. Each is told which of the bundle's are its own.
+Frames travel through two actor methods, `push` and a long poll `pull`. A step's hundreds of
+requests therefore cost a few Ray calls. A bundle is one node's share of both sides, and
+STRICT_SPREAD places each bundle on its own node. The placement group reserves the GPUs, and actors
+request none: with fractions, Ray could place two ranks on one GPU. The driver gives each actor
+its GPUs of the bundle.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from millrace.runtime.worker import make_worker
 
 try:
     import ray
-    from ray._private.state import (
-        available_resources_per_node,
-    )  # no public way without the dashboard
+
+    # Ray has no public function for this without the dashboard.
+    from ray._private.state import available_resources_per_node
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -38,14 +40,14 @@ except ImportError as error:
 GOODBYE_S = 5.0
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0
-_KNOCK_DEADLINE_S = 10.0
+_CONNECT_DEADLINE_S = 10.0
 
 
 class RayHost:
-    """The actor: a Host whose frames Ray carries. `serve` runs as long as the actor lives."""
+    """The actor: a Host with Ray as its transport. `serve` runs as long as the actor lives."""
 
     def __init__(self, role: str, loopback: bool, gpus: list[str]) -> None:
-        if gpus:  # nothing has looked at CUDA yet
+        if gpus:  # CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
         self._root = make_worker(role)
@@ -67,11 +69,11 @@ class RayHost:
         self._ready.set()
 
     async def up(self) -> None:
-        """Answers once `serve` runs."""
+        """Return once `serve` runs."""
         await self._serving.wait()
 
     async def push(self, number: int, frame: bytes) -> None:
-        """Ray may let a small call overtake a large one: frames are taken in their own order."""
+        """Receive frames in the order of `number`, because Ray may reorder calls."""
         assert self._host is not None
         self._early[number] = frame
         while self._next in self._early:
@@ -79,7 +81,7 @@ class RayHost:
             self._next += 1
 
     async def pull(self) -> list[bytes]:
-        """The frames since the last pull; waits for the first one."""
+        """Wait for a frame. Return all frames since the last pull."""
         await self._ready.wait()
         self._ready.clear()
         frames, self._frames = self._frames, []
@@ -88,35 +90,39 @@ class RayHost:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A bundle as a process in it sees it."""
+    """A bundle, as a process inside it sees it."""
 
     address: str
     gpus: list[str]
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The names of the GPUs, in the form of CUDA_VISIBLE_DEVICES."""
     has_folder: bool
     cores: int
 
 
-def _look(folder: str) -> _Share:
+def _inspect_share(folder: str) -> _Share:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return _Share(ray.util.get_node_ip_address(), gpus, os.path.isdir(folder), os.cpu_count() or 1)
 
 
-async def _knock(address: str) -> None:
-    """Raises OSError or TimeoutError if nothing listens at HOST:PORT, where Ray would go on trying for many minutes."""
+async def _check_reachable(address: str) -> None:
+    """Raise OSError or TimeoutError if nothing listens at HOST:PORT.
+
+    Ray itself would retry for many minutes.
+    """
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         _, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, int(port)), _KNOCK_DEADLINE_S
+            asyncio.open_connection(host, int(port)), _CONNECT_DEADLINE_S
         )
         writer.close()
 
 
 def _join(options: dict[str, Any]) -> None:
-    """Call ray.init. What Ray starts here inherits the blocked SIGTERM, and Ray blocks SIGINT.
+    """Call ray.init with SIGTERM blocked. The processes that Ray starts inherit that.
 
-    Both reach every process of a run, and the driver alone decides what they mean.
+    Ray itself blocks SIGINT. Both signals reach every process of a run, and the driver alone acts
+    on them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -125,22 +131,22 @@ def _join(options: dict[str, Any]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _take_sigterm_back() -> None:
-    """Install the driver's own handler again: ray.init replaces it by one that aborts."""
+def _restore_sigterm() -> None:
+    """Install the driver's own handler again. ray.init replaces it by one that aborts."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 class RayRuntime:
-    """Starts actors in one placement group; ends them all."""
+    """Start actors in one placement group, and end all of them."""
 
-    def __init__(self, sides: Sides, *, own: bool) -> None:
+    def __init__(self, sides: Sides, *, owns_cluster: bool) -> None:
         self._sides = sides
-        self._own = own
+        self._owns_cluster = owns_cluster
         self._kind = "CPU"
         self._plan: Plan
         self._shares: list[_Share] = []
-        self._loopback = own
+        self._loopback = owns_cluster
         self._group: Any = None
         self._actors: list[Any] = []
         self._replicas: list[Peer] = []
@@ -149,19 +155,20 @@ class RayRuntime:
 
     @classmethod
     async def open(cls, sides: Sides, log_dir: Path) -> RayRuntime:
-        """Join the cluster at trainer.ray_address, or start one on this machine; then reserve the devices.
+        """Join the cluster at trainer.ray_address, or start one on this machine. Reserve devices.
 
-        Raises ConfigError if no cluster answers, or it has not the devices, or a node does not see the run's folder.
+        Raise ConfigError if no cluster answers, if it lacks the devices, or if a node does not see
+        the run's folder.
         """
         address = sides.trainer.ray_address
-        own = not address and not ray.is_initialized()
+        owns_cluster = not address and not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {
             "log_to_driver": False,
             "configure_logging": False,
             "ignore_reinit_error": True,
         }
-        if own:  # "local", because Ray would join the cluster of RAY_ADDRESS
+        if owns_cluster:  # without "local", Ray would join the cluster of RAY_ADDRESS
             cores = max(os.cpu_count() or 1, sides.trainer.ranks + sides.rollout.devices)
             options |= {
                 "address": "local",
@@ -172,8 +179,10 @@ class RayRuntime:
         elif address:
             options |= {"address": address}
         try:
-            await _knock(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
-        except OSError as error:  # time-outs and unknown names are OSErrors too
+            await _check_reachable(
+                os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+            )
+        except OSError as error:  # a timeout and an unknown host are OSErrors too
             rule = f"no cluster answers: {str(error) or type(error).__name__}"
             raise bad_value(
                 "trainer.ray_address",
@@ -183,13 +192,15 @@ class RayRuntime:
             ) from error
         try:
             await asyncio.to_thread(_join, options)
-            _take_sigterm_back()
+            _restore_sigterm()
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-            fix = "`ray start --head`; where the cluster has a token, RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN for this command too"
-            raise bad_value(
-                "trainer.ray_address", address, f"no cluster can be joined: {error}", fix
-            ) from error
-        runtime = cls(sides, own=own)
+            fix = (
+                "`ray start --head`. If the cluster has a token, set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN for this command too"
+            )
+            rule = f"millrace cannot join a cluster: {error}"
+            raise bad_value("trainer.ray_address", address, rule, fix) from error
+        runtime = cls(sides, owns_cluster=owns_cluster)
         try:
             await runtime._reserve()
             await runtime._inspect(log_dir.resolve())
@@ -200,7 +211,7 @@ class RayRuntime:
 
     async def _reserve(self) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        self._loopback = self._own or all(
+        self._loopback = self._owns_cluster or all(
             node["NodeManagerAddress"].startswith("127.") for node in nodes
         )
         device = self._sides.trainer.device
@@ -218,15 +229,11 @@ class RayRuntime:
         )
         if not await asyncio.to_thread(self._group.wait, PLACEMENT_DEADLINE_S):
             free = ", ".join(f"{math.floor(n)}" for n in sorted(self._free(), reverse=True))
-            found = (
+            available = (
                 f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
             )
-            raise refusal(
-                self._sides,
-                self._kind,
-                found,
-                "end other jobs (`ray status` counts what they hold), or fewer devices",
-            )
+            fix = "end other jobs (`ray status` shows the devices in use), or fewer devices"
+            raise refusal(self._sides, self._kind, available, fix)
 
     def _free(self) -> list[float]:
         return [
@@ -234,11 +241,14 @@ class RayRuntime:
         ]
 
     async def _inspect(self, folder: Path) -> None:
-        """See from within each bundle which GPUs are its own, and that the run's folder is the driver's."""
-        look: Any = ray.remote(_look)
+        """Ask a process in each bundle for the bundle's GPUs, and whether it sees the run's folder.
+
+        Every node must see the same folder as the driver.
+        """
+        inspect: Any = ray.remote(_inspect_share)
         on_gpus = self._kind == "GPU"
         calls = [
-            look.options(
+            inspect.options(
                 num_cpus=0,
                 num_gpus=share if on_gpus else 0,
                 scheduling_strategy=self._bundle(k),
@@ -250,21 +260,20 @@ class RayRuntime:
             self._shares = await asyncio.wait_for(asyncio.gather(*calls), START_DEADLINE_S)
         except TimeoutError:
             raise DeadlineError(
-                f"nodes of the cluster started no process within {START_DEADLINE_S:g} s"
+                f"the cluster's nodes started no process within {START_DEADLINE_S:g} s"
             ) from None
         except ray.exceptions.RayError as error:
             fix = "the same Python, millrace and packages on every node"
             raise WorkerError(
                 f"a node of the cluster cannot run millrace: {error}. Fix: {fix}"
             ) from error
-        if blind := sorted({share.address for share in self._shares if not share.has_folder}):
-            rule = f"the driver's folder is not on {', '.join(blind)}, and every node reads the model and writes checkpoints there"
-            raise bad_value(
-                "trainer.run_dir",
-                str(folder.parent),
-                rule,
-                "a folder on a file system that all nodes share",
+        if lacking := sorted({share.address for share in self._shares if not share.has_folder}):
+            rule = (
+                f"the driver's folder is not on {', '.join(lacking)}, and every node reads the "
+                "model and writes checkpoints there"
             )
+            fix = "a folder on a file system that all nodes share"
+            raise bad_value("trainer.run_dir", str(folder.parent), rule, fix)
 
     def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -310,18 +319,18 @@ class RayRuntime:
 
     def _watch(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # ends with its actor; `close` awaits it
+        self._tasks.add(task)  # the task ends with its actor, and `close` awaits it
         task.add_done_callback(self._tasks.discard)
 
     def _push(self, peer: Peer, actor: Any, number: int, frame: bytes) -> None:
-        if peer.lost is None:
+        if peer.death is None:
             actor.push.remote(number, frame)
 
     async def _serve(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             await actor.serve.remote()
         except ray.exceptions.RayError as error:
-            self._lose(peer, address, error)
+            self._mark_dead(peer, address, error)
 
     async def _pull(self, peer: Peer, actor: Any, address: str) -> None:
         try:
@@ -329,31 +338,30 @@ class RayRuntime:
                 for frame in await actor.pull.remote():
                     peer.receive(frame)
         except ray.exceptions.RayError as error:
-            self._lose(peer, address, error)
+            self._mark_dead(peer, address, error)
 
-    def _lose(self, peer: Peer, address: str, error: Exception) -> None:
-        peer.lose(
+    def _mark_dead(self, peer: Peer, address: str, error: Exception) -> None:
+        peer.mark_dead(
             "the run is over"
             if self._closing
-            else f"worker {peer.name} on {address} is lost: {error}"
+            else f"worker {peer.name} on {address} is dead: {error}"
         )
 
     async def close(self) -> None:
-        """Kill the actors and free the devices; stop the cluster if this run started it."""
+        """Kill the actors and free the devices. Stop the cluster if this run started it."""
         self._closing = True
-        # Ray kills with an actor what would clean up after it: Python's tracker of vLLM's shared memory, 0.4 GB in /dev/shm for each replica.
+        # With an actor, Ray also kills Python's tracker of vLLM's shared memory. Each replica
+        # would leave 0.4 GB in /dev/shm. So the engines close first.
         closing = [
             asyncio.ensure_future(peer.call("engine.close", deadline_s=GOODBYE_S))
             for peer in self._replicas
         ]
-        await asyncio.gather(
-            *closing, return_exceptions=True
-        )  # one that was never built has none to close
+        await asyncio.gather(*closing, return_exceptions=True)  # a replica may have no engine yet
         for actor in self._actors:
             ray.kill(actor)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
         if self._group is not None:
             remove_placement_group(self._group)
-        if self._own:
+        if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)

@@ -1,4 +1,4 @@
-"""The ports, as spoken to workers: what the pipeline holds in its hands."""
+"""The ports on the driver's side: each call goes to the workers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, Transfer
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
 
-_OBITUARY_S = 3.0
-"""How long after a failed call a dead worker's process may still give back its memory. Until then it is not known to be dead."""
-_LOOK_S = 0.01
+_DEATH_REPORT_S = 3.0
+"""How long to wait, after a failed call, for a worker to be reported dead.
 
-
-_LOOKS = 8
-"""How often within a request's deadline its replica is asked for its progress."""
+A killed process first frees its memory, and only then is its death reported.
+"""
+_POLL_S = 0.01
+_POLLS_PER_DEADLINE = 8
+"""How often the driver asks a replica for its progress within a request's deadline."""
 
 
 class RemoteRolloutEngine:
     """A Replica in a worker.
 
-    A request's deadline times its replica's lack of progress: it restarts while the replica draws or
-    reads tokens of any request. So a long queue, such as a validation's, may take longer.
+    A request's deadline limits its replica's time without progress. It restarts while the replica
+    draws or reads tokens of any request. A long queue, as in a validation, may take longer.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -51,15 +52,18 @@ class RemoteRolloutEngine:
                 self._follower = None
 
     async def _follow(self) -> None:
-        """Restart the deadlines of requests while tokens are drawn or read. Runs while there are requests."""
-        seen: tuple[int, int] | None = None
-        with contextlib.suppress(MillraceError):  # a request says it, or waits for its deadline
+        """Restart the deadlines of requests while the replica draws or reads tokens.
+
+        The task runs while there are requests.
+        """
+        last: tuple[int, int] | None = None
+        with contextlib.suppress(MillraceError):  # the requests themselves raise the error
             while True:
-                await asyncio.sleep(self.peer.deadline_s / _LOOKS)
+                await asyncio.sleep(self.peer.deadline_s / _POLLS_PER_DEADLINE)
                 stats = await self.stats()
-                found = (stats.tokens, stats.prefill_tokens)
-                if found != seen:
-                    seen = found
+                progress = (stats.tokens, stats.prefill_tokens)
+                if progress != last:
+                    last = progress
                     self.peer.progressed("engine.generate")
 
     async def interrupt(self) -> None:
@@ -82,7 +86,7 @@ class RemoteRolloutEngine:
 
 
 class RemoteTrainEngine:
-    """A TrainEngine and a Sleeper on all ranks: the first rank's failure is the call's."""
+    """A TrainEngine and a Sleeper on all ranks. The first failure of a rank fails the call."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
@@ -99,11 +103,11 @@ class RemoteTrainEngine:
         await self._all("begin", (phase, horizon))
 
     async def matmul_rates(self) -> list[float]:
-        """Each rank's device: multiplications and additions a second of one large matmul."""
+        """Return each rank's multiplications and additions per second, in a large matmul."""
         return await all_of(self.peers, "matmul_rate", (), float)
 
     async def peak_memory(self) -> list[int]:
-        """Each rank's: most bytes so far."""
+        """Return each rank's peak memory so far, in bytes."""
         return await all_of(self.peers, "peak_memory", (), int)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -114,7 +118,7 @@ class RemoteTrainEngine:
         await self._all("save", (_absolute(folder), staged))
 
     async def saved(self) -> None:
-        """The reply comes between two steps: a worker that computes serves nothing else."""
+        """Wait for the writers. A rank replies between two steps, because a step blocks it."""
         await self._all("saved")
 
     async def load(self, folder: str) -> None:
@@ -147,13 +151,13 @@ class RemoteWeightSync:
         self._sending: PolicyVersion | None = None
 
     async def keep(self, version: PolicyVersion) -> None:
-        """The trainer's ranks begin to send at once."""
+        """Keep a version. The trainer's ranks begin to send it at once."""
         await all_of(self._trainers, "sender.keep", (version,))
         self._sending = version
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        begun, self._sending = self._sending, None
-        if begun == version:
+        sending, self._sending = self._sending, None
+        if sending == version:
             return await self._arrival(version)
         sent, received = await asyncio.gather(
             all_of(self._trainers, "sender.transfer", (version,), TransferReport),
@@ -162,8 +166,10 @@ class RemoteWeightSync:
         return TransferReport(received[0].bytes, max(r.seconds for r in [*sent, *received]))
 
     async def _arrival(self, version: PolicyVersion) -> TransferReport:
-        """Until all replicas have what is on its way to them: what has arrived, and is proven, was sent. The senders are busy with their
-        next step, and answer after it; but if it is they who failed, or died, that is the error.
+        """Wait until all replicas have the version that is on its way, and return the report.
+
+        A version that arrived and was proven needs no answer from the senders. They answer only
+        after their next step. If a sender failed or died, its error is the one raised.
         """
         arrived = asyncio.ensure_future(
             all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
@@ -174,7 +180,7 @@ class RemoteWeightSync:
             if sent.done():
                 sent.result()
             await asyncio.wait([arrived])
-            if arrived.exception() and not any(p.lost for p in self._replicas):
+            if arrived.exception() and not any(p.death for p in self._replicas):
                 await sent
             received = arrived.result()
             return TransferReport(received[0].bytes, max(r.seconds for r in received))
@@ -183,7 +189,7 @@ class RemoteWeightSync:
             sent.cancel()
 
     async def link(self) -> TransferReport:
-        """The bytes of a transfer, and the seconds of sending them with nothing around it."""
+        """Return the bytes of a transfer, and the seconds that the link alone needs for them."""
         sent, received = await asyncio.gather(
             all_of(self._trainers, "sender.link", (), TransferReport),
             all_of(self._replicas, "receiver.link", (), TransferReport),
@@ -191,7 +197,7 @@ class RemoteWeightSync:
         return TransferReport(received[0].bytes, max(r.seconds for r in sent))
 
     async def transport(self) -> str:
-        """nccl or gloo."""
+        """Return the name of the transport, such as nccl or gloo."""
         (name, *_) = await all_of(self._trainers, "sender.transport", (), str)
         return str(name)
 
@@ -203,41 +209,42 @@ class RemoteWeightSync:
 
 
 def _absolute(folder: str) -> str:
-    """A worker may live in another working directory."""
+    """Return the absolute path. A worker may have another working directory."""
     return str(Path(folder).resolve())
 
 
 async def all_of(
     peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None
 ) -> list[Any]:
-    """The call on every peer at once; the first failure ends it."""
+    """Call a method on all peers at once. The first failure ends the call."""
     return await first_error(peers, [p.call(method, args, result) for p in peers])
 
 
 async def first_error(
     peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any, Any]]
 ) -> list[Any]:
-    """Results of calls on `peers`; the first failure ends them.
+    """Return the results of calls on `peers`. The first failure ends all calls.
 
-    A lost worker is the error, not the peers whose collectives it broke: they fail within the same moment.
+    A dead worker breaks the collectives of other workers, which then fail too. In that case the
+    dead worker is the error shown.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in tasks if task.done() and task.exception()]
         if any(isinstance(task.exception(), (WorkerError, SyncError)) for task in failed):
-            await _known_dead(peers)
-        if lost := [p.lost for p in peers if failed and p.lost]:
-            raise WorkerError(lost[0])
+            await _wait_for_death(peers)
+        if deaths := [p.death for p in peers if failed and p.death]:
+            raise WorkerError(deaths[0])
         return [task.result() for task in [*failed, *tasks]]
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _known_dead(peers: Sequence[Peer]) -> None:
-    """Until one of them is known to be dead, or all would have been."""
+async def _wait_for_death(peers: Sequence[Peer]) -> None:
+    """Wait until one of the peers is reported dead, at most _DEATH_REPORT_S seconds."""
     clock = asyncio.get_running_loop().time
-    end = clock() + _OBITUARY_S
-    while not any(p.lost for p in peers) and clock() < end:  # noqa: ASYNC110 (a peer has no event to wait for)
-        await asyncio.sleep(_LOOK_S)
+    end = clock() + _DEATH_REPORT_S
+    while not any(p.death for p in peers) and clock() < end:  # noqa: ASYNC110 - a peer has no event
+        await asyncio.sleep(_POLL_S)

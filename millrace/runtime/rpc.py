@@ -1,7 +1,8 @@
-"""Calls to a worker: typed, batched, with a deadline and a named owner. The same over a socket and through Ray.
+"""Calls to a worker: typed, batched, with a deadline and a named owner.
 
-Calls made in one turn of the event loop travel as one frame, and so do the replies: a step's 256 requests cost a handful of
-messages. Arguments and results are msgpack of the nouns in types.py and ports.py; there is no pickle on the wire.
+Sockets and Ray carry the same frames. All calls of one turn of the event loop travel as one frame,
+and so do the replies. A step's 256 requests therefore cost a few messages. Arguments and results
+are the types of types.py and ports.py as msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _messages = msgspec.msgpack.Decoder(list[Message])
 
 
 class Outbox:
-    """Collects messages and sends them as one frame at the end of this turn of the event loop."""
+    """Collect messages and send them as one frame at the end of the event loop's turn."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -77,7 +78,8 @@ class Peer:
 
     def __init__(self, name: str, send: Callable[[bytes], None], *, deadline_s: float) -> None:
         self.name = name
-        self.lost: str | None = None
+        self.death: str | None = None
+        """The reason why the worker is dead, or None while it lives."""
         self._outbox = Outbox(send)
         self.deadline_s = deadline_s
         self._pending: dict[int, _Pending] = {}
@@ -93,14 +95,14 @@ class Peer:
         *,
         deadline_s: float | None = None,
     ) -> Any:
-        """Call `method` (a dotted path from the worker's root object) and return its value as type `result`.
+        """Call `method` and return its value as type `result`.
 
-        Raises WorkerError if the worker is lost, and DeadlineError after `deadline_s` seconds without
-        progress. The worker's own error is raised if it is one of millrace's. Any other exception
-        arrives as a WorkerError with its traceback.
+        `method` is a dotted path from the worker's root object. Raise WorkerError if the worker is
+        dead, and DeadlineError after `deadline_s` seconds without progress. An error type of
+        millrace keeps its type. Any other exception arrives as a WorkerError with its traceback.
         """
-        if self.lost is not None:
-            raise WorkerError(self.lost)
+        if self.death is not None:
+            raise WorkerError(self.death)
         body = msgspec.Raw(codec.pack(args))
         loop = asyncio.get_running_loop()
         self._next_id += 1
@@ -114,16 +116,15 @@ class Peer:
         try:
             return await future
         except (asyncio.CancelledError, DeadlineError):
-            if self.lost is None:
-                self._outbox.post(
-                    Message(call_id, CANCEL)
-                )  # the worker's own DeadlineError too: it has no such call any more
+            # After a DeadlineError of the worker itself, the worker ignores this message.
+            if self.death is None:
+                self._outbox.post(Message(call_id, CANCEL))
             raise
         finally:
             self._pending.pop(call_id, None)
 
     def progressed(self, method: str) -> None:
-        """Restart the deadlines of the calls of `method`: the worker makes progress with one."""
+        """Restart the deadlines of all calls of `method`, because the worker makes progress."""
         now = asyncio.get_running_loop().time()
         for pending in self._pending.values():
             if pending.method == method:
@@ -134,7 +135,7 @@ class Peer:
         for reply in read_frame(frame):
             pending = self._pending.get(reply.id)
             if pending is None or pending.future.done():
-                continue  # cancelled or expired meanwhile
+                continue  # the call was cancelled or has expired
             future, method, result = pending.future, pending.method, pending.result
             if reply.kind == FAILED:
                 future.set_exception(
@@ -146,15 +147,15 @@ class Peer:
             except msgspec.DecodeError as error:
                 future.set_exception(
                     WorkerError(
-                        f"{self.name}: {method} answered with something else than {result}: {error}"
+                        f"{self.name}: {method} returned a value that is not {result}: {error}"
                     )
                 )
 
-    def lose(self, reason: str) -> None:
-        """The worker is gone: everything that waits for it fails, now and later."""
-        if self.lost is not None:
+    def mark_dead(self, reason: str) -> None:
+        """Record that the worker is dead. Pending and later calls fail with `reason`."""
+        if self.death is not None:
             return
-        self.lost = reason
+        self.death = reason
         first, newline, rest = reason.partition("\n")
         for pending in self._pending.values():
             if not pending.future.done():
@@ -192,12 +193,12 @@ class Peer:
 
 
 class Runtime(Protocol):
-    """Where workers live."""
+    """Start worker processes on one machine or on a cluster."""
 
     async def start(self, name: str, role: str, index: int) -> Peer:
-        """Start one worker of `role` ("trainer" or "rollout") and return its peer once it answers."""
+        """Start a worker of `role` ("trainer" or "rollout"). Return its peer once it answers."""
         ...
 
     async def close(self) -> None:
-        """End every worker; nothing of them is left when this returns."""
+        """End every worker. When this returns, no process of a worker runs."""
         ...

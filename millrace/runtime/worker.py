@@ -1,7 +1,7 @@
-"""What lives in a worker: the composition root on the far side of a runtime.
+"""The root object in a worker process: it builds engines and connects the weight sync.
 
-A worker is started empty, so that the driver has its name and its log before anything can go wrong; then it is set up by
-calls. Engines are imported here, by name and late.
+A worker starts empty, so the driver has its name and its log before anything can fail. Calls then
+set it up. Engines are imported inside functions, at first use.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _CONNECT_S = 60.0
 
 
 class Worker:
-    """What both roles share: a meeting point for process groups."""
+    """The part that both roles share: a store where process groups meet."""
 
     def __init__(self) -> None:
         self._store: Any = None
 
     async def ping(self) -> None:
-        """Answers once the process is up."""
+        """Answer once the process runs."""
         return
 
     async def listen(self) -> tuple[str, int]:
-        """Open a store for process groups to meet at. Return its host and port.
+        """Open a store where process groups meet. Return its host and port.
 
-        The store listens at that host alone. Its port is bound before anyone learns of it.
+        The store listens at that host alone. Its port is bound before this returns.
         """
         from millrace.sync.store import bound_store
 
@@ -45,7 +45,10 @@ class Worker:
         return host, self._store.port
 
     def _meet(self, address: tuple[str, int], deadline_s: float) -> Any:
-        """The store that trainer rank 0 listens at. What waits in it, waits for a rank that loads a model, perhaps from the hub."""
+        """Return the store of trainer rank 0.
+
+        Its deadline is long: a rank may first download and load a model.
+        """
         from torch.distributed import TCPStore
 
         if self._store is None:
@@ -66,7 +69,7 @@ class TrainWorker(Worker):
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """Join the train engine's process group and build this rank. Returns its configuration."""
+        """Join the train engine's process group and build this rank. Return its configuration."""
         from millrace.models.device import join_group, prepare
         from millrace.train.factory import train_engine
 
@@ -96,13 +99,16 @@ class TrainWorker(Worker):
         self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
     async def matmul_rate(self) -> float:
-        """Multiplications and additions a second of this rank's device, in the dtype that it trains in."""
+        """Return the multiplications and additions per second in the training dtype."""
         from millrace.models.device import matmul_rate
 
         return matmul_rate(self.config.trainer, self.config.model.dtype)
 
     async def peak_memory(self) -> int:
-        """Most bytes that this rank's tensors took on its GPU so far; of the whole process, on a CPU."""
+        """Return the peak memory of this rank's tensors on its GPU so far, in bytes.
+
+        On a CPU, return the peak of the whole process.
+        """
         from millrace.models.device import peak_memory
 
         return peak_memory(self.config.trainer)
@@ -115,7 +121,7 @@ class RolloutWorker(Worker):
     receiver: Receiver | VllmReceiver
 
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
-        """Build this replica. Returns the configuration that it was built with."""
+        """Build this replica. Return the configuration that it was built with."""
         resolved = Config.model_validate(config)
         if resolved.rollout.engine == "vllm":
             _vllm_environment(model_folder)
@@ -152,23 +158,22 @@ class RolloutWorker(Worker):
 
 
 def _vllm_environment(model_folder: str) -> None:
-    """What vLLM reads from the environment, before it is imported. A user's own settings stay."""
+    """Set the environment variables that vLLM reads at import. A user's own settings stay."""
     defaults = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",  # a replica's processes share a node, and meet there
+        "VLLM_HOST_IP": "127.0.0.1",  # all processes of a replica are on one node
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on CPUs alone
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer is on these cores too
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, used on CPUs alone
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores
     }
     if os.path.isdir(model_folder):
-        defaults["HF_HUB_OFFLINE"] = (
-            "1"  # vLLM asks the hub about local folders, for minutes where there is no network
-        )
+        # vLLM asks the hub even about local folders. Without a network that takes minutes.
+        defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def make_worker(role: str) -> Worker:
-    """The empty worker of a role."""
+    """Return the empty worker of a role."""
     return {"trainer": TrainWorker, "rollout": RolloutWorker}[role]()

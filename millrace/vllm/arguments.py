@@ -1,4 +1,4 @@
-"""What vLLM's engine is started with."""
+"""The arguments of vLLM's engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU_HEAD = 32
 def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dict[str, Any]:
     """Return arguments of vLLM's AsyncEngineArgs.
 
-    Raises ConfigError for settings that the installed vLLM does not support.
+    Raise ConfigError for settings that the installed vLLM does not support.
     """
     trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
     on_gpu = current_platform.is_cuda_alike()
@@ -31,7 +31,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         raise bad_value(
             "trainer.device",
             trainer.device,
-            f"the vLLM here is a build for {built}",
+            f"the installed vLLM is a build for {built}",
             "trainer.device=auto",
         )
     if not on_gpu:
@@ -40,7 +40,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     arguments: dict[str, Any] = {
         "model": model_folder,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the model's own would change how is sampled
+        "generation_config": "vllm",  # the model's own file would change the sampling
         "load_format": "dummy",
         "dtype": model.dtype,
         "seed": trainer.seed,
@@ -52,13 +52,13 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "max_num_batched_tokens": max(
             rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if on_gpu else max_len
         ),
-        # On a CPU, a seeded request whose prompt is read in pieces kills vLLM: vLLM turns the
-        # request's generator back, and torch's generators for CPUs cannot do that.
+        # On a CPU, chunked prefill of a seeded request kills vLLM. vLLM rewinds the request's
+        # generator, and torch's CPU generators cannot rewind.
         "enable_chunked_prefill": on_gpu,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager or not on_gpu,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",  # the raw ones ignore the temperature
+        "logprobs_mode": "processed_logprobs",  # raw log-probs ignore the temperature
         "enable_sleep_mode": on_gpu and sides.colocated and rollout.free_cache_engine,
         "weight_transfer_config": {"backend": "millrace"},
         "worker_extension_cls": EXTENSION,
@@ -66,7 +66,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "disable_log_stats": True,
     }
     _check_known(rollout.engine_kwargs)
-    # Logits in float32, as the train engine has them. Rounded to bf16 they doubled the gap between the two on a GPU: 0.0015, 0.0030.
+    # Logits in float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
+    # log-probs of both engines, from 0.0015 to 0.0030.
     overrides = {
         "hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})
     }
@@ -82,17 +83,23 @@ def _check_known(engine_kwargs: Mapping[str, Any]) -> None:
             raise bad_value(
                 "rollout.engine_kwargs",
                 key,
-                "no argument of vLLM's engine",
+                "vLLM's engine has no such argument",
                 near[0] if near else "leave it out",
             )
 
 
 def _check_heads(model_folder: str, trust: bool) -> None:
-    """Refuse what vLLM's attention on a CPU has no kernel for, before it has started its processes."""
+    """Raise ConfigError for heads that vLLM's CPU attention does not support.
+
+    The check runs before vLLM starts its processes.
+    """
     shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if size < _CPU_HEAD:
-        rule = f"vLLM on a CPU has attention for heads of {_CPU_HEAD} numbers or more, and the model's have {size}"
+        rule = f"vLLM on a CPU needs a head size of {_CPU_HEAD} or more, and the model has {size}"
         heads = max(1, shape.hidden_size // _CPU_HEAD)
-        fix = f"model.shape.num_attention_heads={heads} model.shape.num_key_value_heads=1, or rollout.engine=torch"
+        fix = (
+            f"model.shape.num_attention_heads={heads} model.shape.num_key_value_heads=1, "
+            "or rollout.engine=torch"
+        )
         raise bad_value("rollout.engine", "vllm", rule, fix)

@@ -1,4 +1,7 @@
-"""One replica's end of the weight sync, where the engine is vLLM: its workers receive, this process tells them when."""
+"""One replica's end of the weight sync with vLLM. vLLM's workers receive the weights.
+
+This process starts each transfer and waits for the workers' reports.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,37 @@ from millrace.sync.agreement import Agreement
 from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
 
-_LOOK_S = 1.0  # seconds between two looks at whether the engine lives
+_POLL_S = 1.0
+"""Seconds between two checks that the engine lives."""
 
 
-class VllmHolder(Protocol):
+class VllmEngine(Protocol):
     """The engine as this receiver sees it."""
 
     async def join_sync(self, init_info: dict[str, Any]) -> None:
-        """vLLM's init_weight_transfer_engine, on every worker."""
+        """Call vLLM's init_weight_transfer_engine on every worker."""
         ...
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """The method's result on every worker."""
+        """Call a method on every worker and return the results."""
         ...
 
     def check_alive(self) -> None:
-        """Raises WorkerError if the engine has died."""
+        """Raise WorkerError if the engine has died."""
         ...
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
-        """Make the staged `version` live between two tokens; `prove` sees what workers say of it before the next one."""
+        """Make the staged `version` live between two tokens.
+
+        `prove` checks the workers' reports on the live weights before the next token.
+        """
         ...
 
 
 class VllmReceiver:
-    """The replica's end."""
+    """The replica's end of the weight sync."""
 
-    def __init__(self, engine: VllmHolder, store: Any, replica: int, agreed: Agreement) -> None:
+    def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: Agreement) -> None:
         self._engine = engine
         self._store = store
         self._replica = replica
@@ -53,20 +60,20 @@ class VllmReceiver:
     @classmethod
     async def join(
         cls,
-        engine: VllmHolder,
+        engine: VllmEngine,
         store: Any,
         address: tuple[str, int],
         replica: int,
         tree: dict[str, Any],
         agreed: Agreement,
     ) -> VllmReceiver:
-        """Meet every trainer rank that sends, from each of vLLM's workers."""
+        """Connect each of vLLM's workers with every trainer rank that sends."""
         host, port = address
         await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
         return cls(engine, store, replica, agreed)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Receive `version` beside the live weights: the engine goes on decoding."""
+        """Receive `version` into staging memory. The engine continues to decode."""
         self._version = None
         report = await self._on_workers("stage_weights", version)
         self._version = version
@@ -78,7 +85,7 @@ class VllmReceiver:
         return await self._on_workers("measure_link")
 
     async def _on_workers(self, method: str, *args: Any) -> TransferReport:
-        """Start it in a thread of every worker, and wait for their reports."""
+        """Start `method` in a thread of every worker, and wait for the reports."""
         start = time.perf_counter()
         self._turn += 1
         await self._engine.call_workers(method, *args, self._turn)
@@ -94,34 +101,40 @@ class VllmReceiver:
         return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
 
     async def _report(self, key: str) -> dict[str, Any]:
-        """What a worker's thread says under `key`. Raises SyncError at the deadline, WorkerError if vLLM dies meanwhile."""
+        """Return the report that a worker's thread stores under `key`.
+
+        Raise SyncError at the deadline, and WorkerError if vLLM dies first.
+        """
         waiting = asyncio.ensure_future(
             asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s))
         )
         while not waiting.done():
-            await asyncio.wait([waiting], timeout=_LOOK_S)
+            await asyncio.wait([waiting], timeout=_POLL_S)
             self._engine.check_alive()
         if waiting.exception():
+            limit = f"{self._timeout_s:g} s"
             raise SyncError(
-                f"replica {self._replica}: vLLM's workers received no weights within {self._timeout_s:g} s"
+                f"replica {self._replica}: vLLM's workers received no weights within {limit}"
             )
         report: dict[str, Any] = json.loads(self._store.get(key))
         return report
 
     async def activate(self, version: PolicyVersion) -> float:
-        """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
+        """Serve the staged version from the next token on. Return the seconds without decoding."""
         if self._version != version:
             raise SyncError(
-                f"replica {self._replica} is told to serve version {version}, but holds {self._version}"
+                f"replica {self._replica} must serve version {version}, "
+                f"but version {self._version} is staged"
             )
         return await self._engine.swap(version, self._prove)
 
     def _prove(self, workers: Sequence[Any]) -> None:
-        """Raise SyncError unless what every worker serves is what was staged."""
+        """Raise SyncError unless every worker serves the staged weights."""
         sent, _, fused = workers[0]
         if wrong := not_live(sent, [live for _, live, _ in workers], fused):
             more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
             raise SyncError(
-                f"replica {self._replica}: live weights of version {self._version} are not the trainer's: {wrong[0]}{more} differ "
-                "from what was staged; it must not serve them"
+                f"replica {self._replica}: live weights of version {self._version} are not the "
+                f"trainer's: {wrong[0]}{more} differ from the staged weights. "
+                "The replica must not serve them"
             )

@@ -1,33 +1,54 @@
-"""A request to vLLM while it is under way, and what vLLM made of it."""
+"""A request to vLLM: its parameters, its state while it runs, and its result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
 from millrace.types import Floats, PolicyVersion, SamplingParams, Tokens
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class ActiveRequest:
     """One call of `generate`."""
 
     tokens: Tokens
     params: SamplingParams
     id: str = ""
     starts: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(tokens drawn before it, version): where each version's tokens begin."""
+    """(number of tokens drawn before, version) for each version: where its tokens begin."""
     interrupted: bool = False
-    kept: bytes = b""
-    """Of one that is interrupted: float32s, the log-probs that vLLM's core had when it was asked."""
-    again: bool = False
-    """Aborted with nothing drawn, to be asked for again under the new version."""
+    log_probs: bytes = b""
+    """The log-probs of an interrupted request, as float32: those that vLLM's core had drawn."""
+    restart: bool = False
+    """vLLM aborted the request before its first token. It restarts under the new version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What vLLM made of one request."""
+    """The result of one request to vLLM."""
 
     tokens: Tokens
     log_probs: Floats
     reason: str
     """vLLM's finish_reason, or "string" for a stop string."""
+
+
+def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:
+    """Return vLLM's parameters of a request."""
+    return vllm.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        seed=(params.seed + params.offset) % (1 << 63),
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=[] if params.ignore_eos else eos_ids,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        # An output for each token costs more than drawing it. Only stop strings need them.
+        output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
+    )

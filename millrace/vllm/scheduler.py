@@ -1,7 +1,8 @@
-"""vLLM's scheduler, in vLLM's core process. Log-probs stay there until their response ends, and then go out in one piece.
+"""vLLM's scheduler, in vLLM's core process. It keeps log-probs until their response ends.
 
-vLLM sends each token's on its own, as three arrays, and unpacks them on one thread of the process that asked. That takes five times
-what the rest of a token's output takes, and that thread's speed is the most a replica can have: benchmarks/bench_log_probs.py.
+vLLM itself sends three arrays of log-probs for each token, and one thread of the calling process
+unpacks them. That costs five times as much as the rest of a token's output. The speed of that
+thread limits a replica: see benchmarks/bench_log_probs.py.
 """
 
 from __future__ import annotations
@@ -16,80 +17,85 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 LOG_PROBS = "millrace_log_probs"
-"""Key in the kv_transfer_params of a last output, a field that vLLM passes through untouched: float32s."""
+"""Key of the float32 log-probs in the kv_transfer_params of a request's last output.
+
+vLLM passes that field through unchanged.
+"""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class _Holding(Scheduler):
-    """Keeps the log-probs of requests that have one output, at their end."""
+class _LogProbScheduler(Scheduler):
+    """Keep the log-probs of requests that have a single output, at their end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.held: dict[str, array[float]] = {}
+        self.log_probs: dict[str, array[float]] = {}
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        wanted = request.sampling_params
-        if wanted and wanted.output_kind == RequestOutputKind.FINAL_ONLY:
-            self.held[request.request_id] = array("f")
+        params = request.sampling_params
+        if params and params.output_kind == RequestOutputKind.FINAL_ONLY:
+            self.log_probs[request.request_id] = array("f")
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().update_from_output(*args, **kwargs)
-        for batch in found.values():
+        outputs = super().update_from_output(*args, **kwargs)
+        for batch in outputs.values():
             for output in batch.outputs:
-                held = self.held.get(output.request_id)
-                if held is None:
+                log_probs = self.log_probs.get(output.request_id)
+                if log_probs is None:
                     continue
                 if output.new_logprobs is not None:
-                    held.extend(
-                        output.new_logprobs.logprobs[:, 0].tolist()
-                    )  # the drawn token's own is the first
+                    # Column 0 belongs to the drawn token.
+                    log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
                     output.new_logprobs = None
                 if output.finish_reason is not None:
-                    output.kv_transfer_params = {
-                        LOG_PROBS: self.held.pop(output.request_id).tobytes()
-                    }
-        return found
+                    del self.log_probs[output.request_id]
+                    output.kv_transfer_params = {LOG_PROBS: log_probs.tobytes()}
+        return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().finish_requests(*args, **kwargs)
-        for request in found:
-            self.held.pop(request.request_id, None)
-        return found
+        finished = super().finish_requests(*args, **kwargs)
+        for request in finished:
+            self.log_probs.pop(request.request_id, None)
+        return finished
 
 
-class _HoldingAsync(_Holding, AsyncScheduler):
+class _AsyncLogProbScheduler(_LogProbScheduler, AsyncScheduler):
     pass
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """What vLLM calls where it would make its own."""
-    kind = _HoldingAsync if vllm_config.scheduler_config.async_scheduling else _Holding
+    """Return the scheduler that vLLM uses in place of its own."""
+    runs_async = vllm_config.scheduler_config.async_scheduling
+    kind = _AsyncLogProbScheduler if runs_async else _LogProbScheduler
     return kind(vllm_config=vllm_config, **kwargs)
 
 
-def held_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
-    """float32s of all that these requests have drawn so far, None for all of them; of one that has ended or not begun nothing."""
-    held: dict[str, array[float]] = core.scheduler.held
-    return {i: held[i].tobytes() for i in (held if ids is None else ids) if i in held}
+def drawn_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
+    """Return the float32 log-probs that running requests have drawn so far. None asks for all.
+
+    The result has no entry for a request that has ended or has not begun.
+    """
+    drawn: dict[str, array[float]] = core.scheduler.log_probs
+    return {i: drawn[i].tobytes() for i in (drawn if ids is None else ids) if i in drawn}
 
 
 _serve = EngineCoreProc.run_busy_loop
 
 
 def serve_through_signals(core: Any) -> None:
-    """Serve, and leave SIGTERM and SIGINT to the driver: it gets them too, and saves first."""
+    """Serve, and ignore SIGTERM and SIGINT. The driver alone acts on them, and it saves first."""
     core.own_handlers = {n: signal.signal(n, signal.SIG_IGN) for n in _STOP_SIGNALS}
     _serve(core)
 
 
-def heed_signals(core: Any) -> None:
-    """Give vLLM its handlers back. Its host asks for this, then ends it by SIGTERM."""
+def restore_signal_handlers(core: Any) -> None:
+    """Install vLLM's own handlers again. The host then ends the core by SIGTERM."""
     for number, handler in core.own_handlers.items():
         signal.signal(number, handler)
 
 
-# A call to a core names a method of it.
-EngineCore.held_log_probs = held_log_probs
-EngineCoreProc.heed_signals = heed_signals
+# vLLM calls a core's methods by name, so these functions become methods.
+EngineCore.drawn_log_probs = drawn_log_probs
+EngineCoreProc.restore_signal_handlers = restore_signal_handlers
 EngineCoreProc.run_busy_loop = serve_through_signals

@@ -1,6 +1,7 @@
-"""Starting vLLM, and the reason where it does not start: its core tells that to the log alone, and then may not end.
+"""The start and the stop of vLLM, with the reason when a start fails.
 
-What keeps a failed core is the end of its interpreter: sockets with unsent messages are closed there, without a limit of time.
+vLLM's core writes the reason to the log alone, and then it may not end. A failed core can hang at
+the end of its interpreter, which closes sockets with unsent messages without a time limit.
 """
 
 from __future__ import annotations
@@ -23,39 +24,40 @@ from millrace.errors import WorkerError
 _STDERR = "/proc/self/fd/2"
 _FAILED = "EngineCore failed to start."
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _GRACE_S = 5.0
-"""For a failed core to end by itself."""
-_HEED_S = 2.0
+"""Seconds that a failed core has to end by itself."""
+_HANDLERS_S = 2.0
+"""Seconds that the core has to restore its signal handlers."""
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
-    """Raises WorkerError with what vLLM's processes last called an error."""
+    """Start vLLM. Raise WorkerError with the last error in the log of vLLM's processes."""
     os.environ[HOST_PID] = str(os.getpid())
     log, over = _Log(), threading.Event()
     threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except RuntimeError as error:  # a core's end, without its cause
+    except RuntimeError as error:  # it says that the core ended, but not why
         raise WorkerError(f"vLLM did not start: {log.last_error() or error}") from error
     finally:
         over.set()
 
 
 async def stop(llm: AsyncLLM) -> None:
-    """End vLLM's processes. Its core ignores SIGTERM, and heeds vLLM's own from here on."""
-    with contextlib.suppress(Exception):  # a core that is dead or hangs is killed below
-        async with asyncio.timeout(_HEED_S):
-            await llm.engine_core.call_utility_async("heed_signals")
+    """End vLLM's processes. Their core ignores SIGTERM until it has its own handlers back."""
+    with contextlib.suppress(Exception):  # a dead or hanging core is killed below
+        async with asyncio.timeout(_HANDLERS_S):
+            await llm.engine_core.call_utility_async("restore_signal_handlers")
     llm.shutdown()
 
 
 class _Log:
-    """What this process and those that it starts write to stderr from now on, if that is a file; else nothing."""
+    """The stderr of this process and its children, from now on. Empty if stderr is no file."""
 
     def __init__(self) -> None:
-        there = stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(_STDERR)
-        self._start = os.fstat(2).st_size if there else None
+        is_file = stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(_STDERR)
+        self._start = os.fstat(2).st_size if is_file else None
 
     def text(self) -> str:
         if self._start is None:
@@ -67,22 +69,22 @@ class _Log:
     def last_error(self) -> str:
         return next(
             (
-                found[1]
+                match[1]
                 for line in reversed(self.text().splitlines())
-                if (found := _ERROR.search(line))
+                if (match := _ERROR.search(line))
             ),
             "",
         )
 
 
 def _end_failed_core(log: _Log, over: threading.Event) -> None:
-    """Kill the processes that were started here once a core says that it failed, so that vLLM sees it end."""
+    """Kill vLLM's processes when the log says that a core failed. vLLM then sees the core's end."""
     me = psutil.Process()
     before = set(me.children())
-    while not over.wait(_LOOK_S):
+    while not over.wait(_POLL_S):
         if _FAILED in log.text() and not over.wait(_GRACE_S):
             for child in set(me.children()) - before:
-                with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                with contextlib.suppress(psutil.Error):  # the process has ended
                     if "resource_tracker" not in " ".join(child.cmdline()):
                         child.kill()
             return

@@ -1,7 +1,8 @@
-"""Inside vLLM's worker processes: weights staged by millrace's own transport, made live through vLLM's weight-transfer API.
+"""The weight sync inside vLLM's worker processes.
 
-vLLM imports this module in every worker before it loads the model (`worker_extension_cls`). Staging goes on in a thread while
-the worker decodes; only `update_weights`, a copy on the device, needs the engine held still.
+millrace's own transport stages the weights. vLLM's weight-transfer API makes them live. vLLM
+imports this module in every worker before it loads the model (`worker_extension_cls`). A thread
+stages weights while the worker decodes. Only `update_weights`, a copy on the device, needs a pause.
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ BACKEND = "millrace"
 _SWITCH_S = 0.0005
 _WATCH_S = 1.0
 _NCCL = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-"""Settings of whoever started the run: both ends of a transfer have them. This module is imported before vLLM adds its own."""
+"""The user's NCCL settings, which both ends of a transfer share.
+
+This module is imported before vLLM adds its own settings.
+"""
 
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """Where the trainer's ranks wait for this replica."""
+    """The address at which the trainer's ranks wait for this replica."""
 
     host: str
     port: int
@@ -65,7 +69,7 @@ class StagedInit(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """Which staged version is made live."""
+    """The staged version that becomes live."""
 
     version: int
 
@@ -78,11 +82,14 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     inbox: Inbox | AdaptedInbox | ipc.IpcInbox
     live_sums: dict[str, int]
     _copies: list[tuple[Tensor, Tensor]] | None = None
-    """Target and source of every copy of a load; None before the first, empty where they do not tell all."""
+    """(target, source) of every copy of a load.
+
+    None before the first load. Empty if these copies alone cannot repeat the load.
+    """
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
-        """Join the trainer's ranks and the other replicas. Blocks until all are there."""
-        forget_nccl_settings()
+        """Join the trainer's ranks and the other replicas. Block until all have joined."""
+        restore_nccl_settings()
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
@@ -97,11 +104,11 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         )
 
     def stage(self, version: int, turn: int) -> None:
-        """Receive `version` in a thread; its report goes to the store as this turn's."""
+        """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
         self._in_thread(lambda: self.inbox.receive(version), turn)
 
     def link(self, turn: int) -> None:
-        """The other end of `Sender.link`, in a thread."""
+        """Run the receiving end of `Sender.link` in a thread."""
         self._in_thread(self.inbox.link, turn)
 
     def _in_thread(self, work: Callable[[], int], turn: int) -> None:
@@ -111,7 +118,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def _report(self, work: Callable[[], int], key: str) -> None:
         start, interval = time.perf_counter(), sys.getswitchinterval()
-        # Every kernel that is launched here waits for the thread that decodes to let go of the interpreter.
+        # Each kernel launch of this thread waits until the decoding thread releases the GIL.
         sys.setswitchinterval(_SWITCH_S)
         try:
             if self._stream is not None:
@@ -119,20 +126,21 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 received = work()
             report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
-        except Exception as error:  # noqa: BLE001 - a thread's end: the failure travels to whoever waits for the report
+        except Exception as error:  # noqa: BLE001 - the report carries the failure
             report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
         finally:
             sys.setswitchinterval(interval)
         self._store.set(key, json.dumps(report))
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: unquantised weights are copied over the live ones."""
+        """Do nothing. Unquantised weights are copied over the live ones without preparation."""
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Copy the staged version over the live weights, if it is not there already."""
+        """Copy the staged version over the live weights. An IpcInbox has already written them."""
         if self.inbox.version != update_info.version:
             raise SyncError(
-                f"version {update_info.version} is to be made live, but {self.inbox.version} is staged"
+                f"version {update_info.version} must become live, "
+                f"but version {self.inbox.version} is staged"
             )
         with torch.inference_mode():
             if not isinstance(self.inbox, ipc.IpcInbox):
@@ -140,16 +148,19 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing. `receive_weights` completes the update."""
 
     def load(self, inbox: Inbox | AdaptedInbox) -> None:
-        """Staged weights over the live ones: by the model's own loader the first time, then by the copies that it made. Both sides'
-        memory stays where it is, so they are the same each time, and a few kernels do what costs vLLM some hundred Python calls.
+        """Copy the staged weights over the live ones.
+
+        The first load uses the model's own loader and records its copies. Later loads repeat these
+        copies, because the memory of both sides never moves. A few kernels then replace several
+        hundred Python calls in vLLM.
         """
         if self._copies is None:
-            with CopiesWatched() as watched:
+            with CopyRecorder() as recorder:
                 self.model.load_weights(inbox.staged.items())
-            self._copies = watched.repeatable(inbox.staged.values())
+            self._copies = recorder.repeatable(inbox.staged.values())
         elif self._copies:
             targets, sources = (list(side) for side in zip(*self._copies, strict=True))
             torch._foreach_copy_(targets, sources)
@@ -157,49 +168,55 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             self.model.load_weights(inbox.staged.items())
 
     def shutdown(self) -> None:
-        """Process groups end with the process."""
+        """Do nothing. Process groups end with the process."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """The trainer's side is `millrace.sync.collective.Sender`."""
-        raise SyncError("weights are sent by millrace.sync.collective.Sender")
+        """Raise SyncError: on the trainer's side, `millrace.sync.collective.Sender` sends."""
+        raise SyncError("millrace.sync.collective.Sender sends the weights")
 
 
-def forget_nccl_settings() -> None:
-    """Undo what vLLM set for its own collectives (with VLLM_BATCH_INVARIANT a protocol and a number of threads): the trainer has
-    other settings, and NCCL breaks off a transfer whose ends differ. Where a replica has several devices NCCL has read them before.
+def restore_nccl_settings() -> None:
+    """Remove the settings that vLLM made for its own collectives.
+
+    With VLLM_BATCH_INVARIANT, vLLM sets NCCL's protocol and number of threads. The trainer lacks
+    these settings, and NCCL aborts a transfer whose ends differ. In a replica with several
+    devices, NCCL has already read vLLM's settings.
     """
     for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
         del os.environ[name]
     os.environ.update(_NCCL)
 
 
-class CopiesWatched(TorchFunctionMode):
-    """Which tensor was copied to which, while it is entered."""
+class CopyRecorder(TorchFunctionMode):
+    """A context that records the target and the source of each tensor copy."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
-            self.seen.append((args[0], args[1]))
+            self.copies.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))
 
     def repeatable(self, staged: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """The copies, if they alone brought all of `staged` to where it belongs, straight from there; else none of them."""
+        """Return the copies if they alone make up the load of `staged`, else an empty list.
+
+        Every source must be staged memory, and the copies must cover all of it.
+        """
         sources = {t.untyped_storage().data_ptr() for t in staged}
         total = sum(t.numel() for t in staged)
-        straight = all(source.untyped_storage().data_ptr() in sources for _, source in self.seen)
+        direct = all(source.untyped_storage().data_ptr() in sources for _, source in self.copies)
         return (
-            self.seen
-            if straight and sum(source.numel() for _, source in self.seen) == total
+            self.copies
+            if direct and sum(source.numel() for _, source in self.copies) == total
             else []
         )
 
 
 class WorkerExtension:
-    """Calls that millrace adds to vLLM's workers."""
+    """Methods that millrace adds to vLLM's workers."""
 
     weight_transfer_engine: StagedWeights
     start_weight_update: Callable[[], None]
@@ -207,19 +224,21 @@ class WorkerExtension:
     finish_weight_update: Callable[[], None]
 
     def stage_weights(self, version: int, turn: int) -> None:
-        """Start receiving `version` beside the live weights."""
+        """Start to receive `version` into staging memory."""
         self.weight_transfer_engine.stage(version, turn)
 
     def measure_link(self, turn: int) -> None:
-        """Start receiving as many bytes as a transfer has."""
+        """Start to receive as many bytes as a transfer has."""
         self.weight_transfer_engine.link(turn)
 
     def activate_weights(
         self, version: int
     ) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
-        """Make the staged `version` live, through vLLM's own calls and in one call of the driver's: each costs milliseconds of a pause.
+        """Make the staged `version` live through vLLM's own calls.
 
-        Returns bit sums of the staged and of the live weights, and which live modules are made of several.
+        Return the bit sums of the staged weights, the bit sums of the live weights, and the names
+        of the modules in each fused module. The driver makes one call for all of this, because
+        each call adds milliseconds to the pause.
         """
         self.start_weight_update()
         self.update_weights({"version": version})
@@ -237,8 +256,10 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _die_with_host() -> None:
-    """An engine whose host is gone would hold its GPU's memory for ever. The host may be gone already, so that no signal comes. With
-    several workers vLLM's core is between the two, and knows nothing of this module: a worker ends it.
+    """End this process when its host dies. Otherwise it would keep its GPU memory for ever.
+
+    The host may be dead already, and then no signal comes. With several workers, vLLM's core is
+    the parent of the workers and does not import this module. A worker then kills the core.
     """
     if sys.platform != "linux":
         return
@@ -248,19 +269,19 @@ def _die_with_host() -> None:
         core = parent if parent.ppid() == host.pid else None
     except psutil.NoSuchProcess:
         os._exit(1)
-    threading.Thread(target=_outlive_no_host, args=(host, core), name="orphan", daemon=True).start()
+    threading.Thread(target=_end_after_host, args=(host, core), name="orphan", daemon=True).start()
 
 
 def _ignore_stop_signals() -> None:
-    """Leave SIGTERM and SIGINT to the driver, in a worker of several: vLLM ends it by its pipe.
+    """Ignore SIGTERM and SIGINT in a worker of several. vLLM ends such a worker by its pipe.
 
-    vLLM's core has handlers of its own after this, which `vllm_scheduler` puts aside.
+    vLLM's core installs its own handlers later. `millrace.vllm.scheduler` replaces them.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _outlive_no_host(host: psutil.Process, core: psutil.Process | None) -> None:
+def _end_after_host(host: psutil.Process, core: psutil.Process | None) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         while host.is_running() and host.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_WATCH_S)
@@ -274,11 +295,13 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
     _die_with_host()
     _ignore_stop_signals()
-    # Where vLLM's workers meet: torch would listen on every interface.
-    setattr(importlib.import_module("torch.distributed.rendezvous"), "TCPStore", bound_store)  # noqa: B010
+    # vLLM's workers meet at this store. torch's own store would listen on every interface.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010
     if current_platform.is_cpu():
-        # vLLM packs linear weights for the CPU when it has loaded them, and serves the packed ones: an update of the weights
-        # would change nothing, silently.
+        # On a CPU, vLLM packs linear weights after the load and computes with the packed copies.
+        # A weight update would then have no effect, and no error.
         vllm_layers.dispatch_cpu_unquantized_gemm = _plain_linear
-        # Its sampler for CPUs forgets every seed as soon as one request of a batch is greedy, and compiles for half a minute.
+        # vLLM's CPU sampler ignores all seeds of a batch with one greedy request. It also compiles
+        # for half a minute.
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native

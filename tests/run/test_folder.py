@@ -124,10 +124,10 @@ def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> 
         config_of("trainer.nnodes=9", "trainer.n_gpus_per_node=8").sides, []
     )  # processes of a CPU
     with pytest.raises(
-        ConfigError, match="trainer 1 and rollout 1 devices need 2 GPUs, and this machine offers 1"
+        ConfigError, match="trainer 1 and rollout 1 devices need 2 GPUs, and this machine has 1"
     ):
         check_devices(config_of().sides, ["0"])
-    with pytest.raises(ConfigError, match="2 nodes are needed"):
+    with pytest.raises(ConfigError, match="the run needs 2 nodes"):
         check_devices(config_of("trainer.n_gpus_per_node=8").sides, [str(i) for i in range(16)])
 
 

@@ -113,10 +113,10 @@ def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
         reader.feed_eof()
         (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
         await workers._read(peer, reader, process, tmp_path / "rollout-0.log")  # type: ignore[arg-type]
-        assert peer.lost is not None and peer.lost.startswith(
-            "worker rollout-0 hung up, and its process does not end; its log is"
+        assert peer.death is not None and peer.death.startswith(
+            "worker rollout-0 closed its socket, and its process does not end; its log is"
         )
-        assert peer.lost.endswith("a GPU fell off the bus")
+        assert peer.death.endswith("a GPU fell off the bus")
         _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
         workers._workers.append((peer, process, writer))  # type: ignore[arg-type]
         with pytest.warns(

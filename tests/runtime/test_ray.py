@@ -206,7 +206,7 @@ def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
             doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())
             side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)
             await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
-            with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is lost"):
+            with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is dead"):
                 await asyncio.wait_for(peers[side].call("listen"), 60)
             await peers[next(other for other in sides if other != side)].call("ping")
 

@@ -18,8 +18,8 @@ NEVER = object()
 class Answers:
     """A peer that answers by method; an exception is raised."""
 
-    def __init__(self, name: str, lost: str = "", **answers: Any) -> None:
-        self.name, self.lost, self.answers, self.asked = name, lost, answers, []
+    def __init__(self, name: str, death: str = "", **answers: Any) -> None:
+        self.name, self.death, self.answers, self.asked = name, death, answers, []
 
     async def call(self, method: str, args: tuple[object, ...] = (), result: object = None) -> Any:
         self.asked.append(method)
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(ca
 
     async def main() -> None:
         asyncio.get_running_loop().call_later(
-            0.4, setattr, killed, "lost", "worker trainer-0 was killed by SIGKILL"
+            0.4, setattr, killed, "death", "worker trainer-0 was killed by SIGKILL"
         )
         with pytest.raises(WorkerError, match="trainer-0 was killed by SIGKILL"):
             await first_error([killed, other], [p.call(f"x.{call}") for p in (killed, other)])  # type: ignore[list-item]

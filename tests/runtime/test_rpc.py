@@ -262,9 +262,7 @@ def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
             )
             assert isinstance(
                 wrong, WorkerError
-            ) and "rollout-3: engine.text answered with something else than <class 'int'>" in str(
-                wrong
-            )
+            ) and "rollout-3: engine.text returned a value that is not <class 'int'>" in str(wrong)
             assert right == 2
 
     asyncio.run(main())
@@ -310,7 +308,7 @@ def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
         async with wire() as w:
             calls = [asyncio.create_task(w.peer.call("engine.hang")) for _ in range(3)]
             await w.peer.call("engine.number", (1,), int)
-            w.peer.lose("worker rollout-3 was killed by SIGKILL")
+            w.peer.mark_dead("worker rollout-3 was killed by SIGKILL")
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(error, WorkerError)
                 assert (

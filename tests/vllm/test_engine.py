@@ -206,7 +206,7 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(
         return int(name.split("-")[0])
 
     async def held() -> dict[str, bytes]:
-        return dict(await engine._llm.engine_core.call_utility_async("held_log_probs", None))
+        return dict(await engine._llm.engine_core.call_utility_async("drawn_log_probs", None))
 
     async def main() -> list[tuple[Segment, ...]]:
         def ask(i: int) -> asyncio.Task[tuple[Segment, ...]]:
@@ -259,7 +259,7 @@ def test_an_interrupt_loses_nothing_that_was_counted_though_some_are_just_ending
         ]
         while not any(call.done() for call in calls):  # noqa: ASYNC110 (of forty tasks)
             await asyncio.sleep(0)
-        counts = {r.params.seed: engine._count(r) for r in engine._live.values()}
+        counts = {r.params.seed: engine._count(r) for r in engine._active.values()}
         await engine.interrupt()
         return counts, list(await asyncio.gather(*calls))
 
@@ -352,7 +352,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
             )
         )
         await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        with pytest.raises(WorkerError, match=r"sleep\(\) with 1 requests under way"):
+        with pytest.raises(WorkerError, match=r"sleep\(\) with 1 running requests"):
             await replica.engine.sleep()
         await task
         await replica.engine.sleep()
@@ -378,7 +378,7 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     elsewhere = replica.config.model_copy(
         update={"trainer": replica.config.trainer.model_copy(update={"device": "cuda"})}
     )
-    with pytest.raises(ConfigError, match="the vLLM here is a build for CPUs"):
+    with pytest.raises(ConfigError, match="the installed vLLM is a build for CPUs"):
         vllm_rollout.build(elsewhere.sides, elsewhere.model, str(replica.folder))
     write_shape(
         tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY
