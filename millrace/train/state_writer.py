@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.distributed.tensor import DTensor
 
 from millrace.errors import CheckpointError
-from millrace.sync.background import Beside
+from millrace.sync.background import Background
 
 
 class StateWriter:
@@ -26,7 +26,7 @@ class StateWriter:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
-        self._writing = Beside("state-writer")
+        self._writing = Background("state-writer")
 
     def write(self, state: dict[str, Any], folder: str) -> None:
         """Return once `state` is in `folder`; nothing may change it until then. Raises CheckpointError, saying why it is not."""
@@ -43,7 +43,7 @@ class StateWriter:
 
     async def done(self) -> None:
         """Until nothing is being written. Raises CheckpointError if what was started failed."""
-        await self._writing.done()
+        await self._writing.wait()
 
     def _prepare(self) -> None:
         """What must not happen in the thread: groups are made by all ranks in one order, and warnings' filters are global."""
