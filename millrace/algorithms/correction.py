@@ -38,7 +38,29 @@ class Correction:
     keep: Tensor
     """[T] bool: included and not rejected."""
     metrics: dict[str, float]
-    """Values by name, `rollout_corr/...`."""
+    """Metrics by name.
+
+    The names are `rollout_corr/NAME`. All values are finite, and 0 where nothing is counted. A unit is a token
+    or, with sequence weights, a sequence. (verl mixes both in sequence mode, and counts sequences
+    without tokens.) Standard deviations are of a population.
+
+    rollout_is_{mean,max,min,std}         the kept units' weights after step 2
+    rollout_is_eff_sample_size            `effective_sample_size` of these weights
+    rollout_is_ratio_fraction_{high,low}  share of all units with a ratio above C, below 1/C;
+                                          or above hi, below lo of the band
+    rollout_is_oob_ratio                  band only: share of all units outside
+    rollout_is_batch_norm_factor          with normalisation: the divisor
+    rollout_is_seq_{mean,max,min,std}     the sequences' mean weights over kept tokens
+    rollout_is_seq_max_deviation          the largest |mean weight - 1|
+    rollout_is_seq_fraction_{high,low}    share of sequences with a mean ratio above, below these
+    rollout_rs_RULE_*                     see `rejection.accept`
+    rollout_rs_X_masked_fraction          share of tokens that X rejects: X is a rule, token_age,
+                                          token_veto or nonfinite
+    rollout_rs_X_seq_masked_fraction      share of sequences with such a token
+    rollout_rs_[seq_]masked_fraction      the same for all rejections together
+
+    The metrics of `drift` are added.
+    """
 
 
 def correct(
@@ -74,27 +96,6 @@ def correct(
     All bounds are inclusive, with a slack of 1e-12 in log space. A ratio of exactly 0.5 or 5.0 in
     float64 is within 0.5 to 5. Log-probs in float32 have an error of about 1e-7 x |log p|. With
     such log-probs, a ratio that close to a bound may fall on either side.
-
-    Metrics are `rollout_corr/NAME`, all finite, and 0 where nothing is counted. A unit is a token
-    or, with sequence weights, a sequence. (verl mixes both in sequence mode, and counts sequences
-    without tokens.) Standard deviations are of a population.
-
-    rollout_is_{mean,max,min,std}         the kept units' weights after step 2
-    rollout_is_eff_sample_size            `effective_sample_size` of these weights
-    rollout_is_ratio_fraction_{high,low}  share of all units with a ratio above C, below 1/C;
-                                          or above hi, below lo of the band
-    rollout_is_oob_ratio                  band only: share of all units outside
-    rollout_is_batch_norm_factor          with normalisation: the divisor
-    rollout_is_seq_{mean,max,min,std}     the sequences' mean weights over kept tokens
-    rollout_is_seq_max_deviation          the largest |mean weight - 1|
-    rollout_is_seq_fraction_{high,low}    share of sequences whose mean ratio is above, below them
-    rollout_rs_RULE_*                     see `rejection.accept`
-    rollout_rs_X_masked_fraction          share of tokens that X rejects: X is a rule, token_age,
-                                          token_veto or nonfinite
-    rollout_rs_X_seq_masked_fraction      share of sequences with such a token
-    rollout_rs_[seq_]masked_fraction      the same for all rejections together
-
-    The metrics of `drift` are added.
 
     T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ.
     """
