@@ -40,9 +40,9 @@ class Correction:
     metrics: dict[str, float]
     """Metrics by name.
 
-    The names are `rollout_corr/NAME`. All values are finite, and 0 where nothing is counted. A unit is a token
-    or, with sequence weights, a sequence. (verl mixes both in sequence mode, and counts sequences
-    without tokens.) Standard deviations are of a population.
+    The names are `rollout_corr/NAME`. All values are finite, and 0 where nothing is counted. A unit
+    is a token or, with sequence weights, a sequence. (verl mixes both in sequence mode, and counts
+    sequences without tokens.) Standard deviations are of a population.
 
     rollout_is_{mean,max,min,std}         the kept units' weights after step 2
     rollout_is_eff_sample_size            `effective_sample_size` of these weights
@@ -52,7 +52,7 @@ class Correction:
     rollout_is_batch_norm_factor          with normalisation: the divisor
     rollout_is_seq_{mean,max,min,std}     the sequences' mean weights over kept tokens
     rollout_is_seq_max_deviation          the largest |mean weight - 1|
-    rollout_is_seq_fraction_{high,low}    share of sequences with a mean ratio above, below these
+    rollout_is_seq_fraction_{high,low}    share of sequences above, below these bounds (mean ratio)
     rollout_rs_RULE_*                     see `rejection.accept`
     rollout_rs_X_masked_fraction          share of tokens that X rejects: X is a rule, token_age,
                                           token_veto or nonfinite
@@ -97,7 +97,8 @@ def correct(
     float64 is within 0.5 to 5. Log-probs in float32 have an error of about 1e-7 x |log p|. With
     such log-probs, a ratio that close to a bound may fall on either side.
 
-    T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ.
+    `Correction.metrics` lists the metrics. T = 0 and N = 0 give empty tensors. Raises ValueError if
+    shapes differ.
     """
     _check_shapes(log_probs_a, log_probs_b, lengths, include)
     ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
