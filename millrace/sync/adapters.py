@@ -1,7 +1,7 @@
 """The receiving end of a policy with low-rank adapters.
 
-Its base comes once, and its adapters with every version. Whole tensors are staged again, so engines,
-proofs and vLLM's loaders know no adapters.
+The base arrives once, and the adapters arrive with every version. The staged tensors are whole
+tensors again. Engines, proofs and vLLM's loaders therefore know nothing of adapters.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Spec, checksum
 from millrace.sync.groups import make_group, wait_for_device
-from millrace.sync.inbox import ADAPTERS, Inbox, told_specs, wire_device
+from millrace.sync.inbox import ADAPTERS, Inbox, read_specs, wire_device
 from millrace.sync.proof import bit_sums
 from millrace.types import PolicyVersion
 
 
 class AdaptedInbox:
-    """What one device gets, as an `Inbox` has it. A second copy of every adapted tensor is the price: the base stays."""
+    """The weights that one device receives, as in `Inbox`.
+
+    The base stays in memory, so every adapted tensor has a second copy.
+    """
 
     def __init__(self, base: Inbox, adapters: Inbox, scale: float) -> None:
-        """`adapters` gets W.lora_A [rank, in] and W.lora_B [out, rank], float32, of some of the tensors W of `base`, which act as
-        W + scale x B A.
+        """Allocate the staged tensors.
+
+        `adapters` receives W.lora_A [rank, in] and W.lora_B [out, rank], float32, for some tensors
+        W of `base`. The staged tensor is W + scale x B A.
         """
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
@@ -44,15 +49,16 @@ class AdaptedInbox:
         """Whole tensors, in the base's order."""
 
     def receive(self, version: PolicyVersion) -> int:
-        """Stage `version` and prove what came; returns its bytes. Blocks: a thread's work."""
+        """Stage `version`, verify it, and return its bytes. Blocks: call it in a thread."""
         self.version, received = None, 0
-        if not self._asked:  # the trainer sends the base once, whether or not it comes through
+        if not self._asked:  # the trainer sends the base once, even if the transfer fails
             self._asked = True
             received += self._base.receive(version)
         received += self._adapters.receive(version)
         if self._base.version is None:
             raise SyncError(
-                f"version {version} came as adapters of a base that never arrived whole; it must not be served"
+                f"version {version} arrived as adapters, but their base never arrived whole; "
+                "it must not be served"
             )
         for name in self._adapted:
             base, a, b = (
@@ -74,15 +80,17 @@ class AdaptedInbox:
         return received
 
     def link(self) -> int:
-        """The other end of `Sender.link`. What was staged is gone."""
+        """Receive the bytes of `Sender.link`. This overwrites the staged version."""
         self.version = None
         return self._adapters.link()
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
+        """Raise SyncError for the first live tensor whose checksum differs from the staged
+        one's.
+        """
         if self._sums is None:
             raise SyncError(f"there are no checksums of version {version}: nothing was received")
-        self.version = None  # until it is proven
+        self.version = None  # until the checksums agree
         own = torch.stack([checksum(tensors[name]) for name in self.staged])
         self._base.compare(own.to(self._sums.device), self._sums, version, "live")
         self.version = version
@@ -96,7 +104,7 @@ def join_inbox(
     agreed: Agreement,
     shard: int = 0,
 ) -> Inbox | AdaptedInbox:
-    """Meet every trainer rank that sends. Blocks until all devices of the sync are there."""
+    """Meet every trainer rank that sends. Blocks until all devices of the sync have joined."""
     wire = wire_device(agreed, device)
     position = 1 + replica * agreed.devices + shard
     size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
@@ -104,12 +112,12 @@ def join_inbox(
         make_group(store, str(r), wire, position, size, timeout_s) for r in range(agreed.senders)
     ]
     bucket_bytes = agreed.bucket_bytes
-    # vLLM fuses and splits what it loads: sums of bits prove that where checksums cannot.
+    # vLLM fuses and splits tensors on loading. Bit sums can verify these, and checksums cannot.
     base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
     if agreed.adapter_scale is None:
         return base
     return AdaptedInbox(
         base,
-        Inbox(groups, told_specs(store, ADAPTERS), bucket_bytes, wire, replica),
+        Inbox(groups, read_specs(store, ADAPTERS), bucket_bytes, wire, replica),
         agreed.adapter_scale,
     )

@@ -1,4 +1,4 @@
-"""Work in a thread, beside what its owner does next."""
+"""Work in a thread while its owner continues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` in a thread of its own, and return its value.
+    """Run `work` in a new thread, and return its value.
 
-    Cancellation ends the wait at once. The work continues, but neither the loop nor the process
-    waits for it at its end, as they would for `asyncio.to_thread`.
+    Cancellation ends the wait at once. The work continues, but neither the event loop nor the
+    process waits for it on exit, as they would with `asyncio.to_thread`.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -29,28 +29,30 @@ async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     def run() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = future.set_result, work(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - the boundary: the waiter raises it
+        except BaseException as error:  # noqa: BLE001 - the boundary: the caller raises it
             outcome = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
     return await future
 
 
-class Beside:
-    """One thing at a time: await `done` before the next `start`."""
+class Background:
+    """One background task at a time: await `wait` before the next `start`."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """It begins at once, whether or not an event loop has a turn."""
+        """Start the work at once, even if the event loop is busy."""
         self._work = self._thread.submit(work, *args, **kwargs)
 
-    async def done(self) -> None:
-        """Until it is. Raises what it failed with, once. Who gives up waiting does not end it."""
+    async def wait(self) -> None:
+        """Wait for the end of the work, and raise its error once. Cancellation does not end the
+        work.
+        """
         if self._work is not None:
             work = asyncio.wrap_future(self._work)
             await asyncio.wait([work])

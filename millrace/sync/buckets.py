@@ -1,4 +1,6 @@
-"""Tensors packed into flat buckets, by a plan that both sides derive from names, shapes and dtypes alone."""
+"""Tensors packed into flat buckets. Both sides derive the plan from names, shapes
+and dtypes alone.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from torch import Tensor
 _LANES = 32
 _WORDS = _LANES * _LANES
 ALIGN = 4 * _WORDS
-"""Bytes: every tensor begins with a block of 32 x 32 words, so that the sums of a whole bucket are a few kernels."""
+"""Alignment in bytes: every tensor begins with a block of 32 x 32 words. A few kernels then compute
+the sums of a whole bucket.
+"""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element: what its bits are read as."""
+"""The integer dtype that reads an element's bits, by bytes of the element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One tensor as both sides must know it."""
+    """The name, shape and dtype of one tensor, equal on both sides."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,16 +46,17 @@ class Bucket:
     num_bytes: int
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Typed views into `buffer` (uint8 [num_bytes]), by name."""
+        """Return typed views into `buffer` (uint8 [num_bytes]), by name."""
         return {
             s.name: buffer[o : o + s.num_bytes].view(getattr(torch, s.dtype)).view(s.shape)
             for s, o in zip(self.specs, self.offsets, strict=True)
         }
 
     def sums(self, buffer: Tensor, *, bits: bool = False) -> Tensor:
-        """int64 [tensors, 2] on the buffer's device: each tensor's `checksum`; with `bits` [tensors, 3], its `proof.bit_sum` last.
+        """Return each tensor's `checksum`, int64 [tensors, 2] on the buffer's device.
 
-        Bytes between tensors must be 0.
+        With `bits`, the result is [tensors, 3], and its last column is `proof.bit_sum`. Bytes
+        between tensors must be 0.
         """
         owner, number = _blocks(self._counts, buffer.device)
         sums = torch.zeros(len(self.specs), 2 + bits, dtype=torch.int64, device=buffer.device)
@@ -76,7 +81,7 @@ class Bucket:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
-    """The specs of live tensors, in their own order."""
+    """Return the specs of live tensors, in their own order."""
     return [
         Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
         for name, t in tensors.items()
@@ -84,14 +89,17 @@ def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
 
 
 def rows_of(spec: Spec, part: int, parts: int) -> slice:
-    """The rows that rank `part` of `parts` holds, as FSDP2 deals them out: as many on each as on the first, until they end."""
+    """Return the rows of rank `part` of `parts`, as FSDP2 distributes them.
+
+    Each rank has as many rows as the first, until no rows remain.
+    """
     rows = spec.shape[0]
     each = -(-rows // parts)
     return slice(min(part * each, rows), min((part + 1) * each, rows))
 
 
 def part_of(specs: list[Spec], part: int, parts: int) -> list[Spec]:
-    """What rank `part` of `parts` sends."""
+    """Return the specs of the rows that rank `part` of `parts` sends."""
     if parts == 1:
         return specs
     cut = ((s, rows_of(s, part, parts)) for s in specs)
@@ -99,7 +107,7 @@ def part_of(specs: list[Spec], part: int, parts: int) -> list[Spec]:
 
 
 def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets in order; a tensor larger than a bucket gets one of its own."""
+    """Fill buckets in order. A tensor larger than a bucket gets its own bucket."""
     buckets: list[Bucket] = []
     chosen: list[Spec] = []
     offsets: list[int] = []
@@ -115,10 +123,10 @@ def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [2] on the tensor's device: the sum of its bits as 32-bit words, and their position-weighted sum (from 1).
+    """Return the sum of a tensor's 32-bit words and their position-weighted sum (from 1).
 
-    A flipped bit changes the first. Two words swapped change the second: (a - b)(i - j) is no multiple of 2^64, modulo which
-    both are taken.
+    The result is int64 [2] on the tensor's device. A flipped bit changes the first sum. Two swapped
+    words change the second: (a - b)(i - j) is not a multiple of 2^64, the modulus of both sums.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := data.numel() % ALIGN:
@@ -129,24 +137,29 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _block_sums(data: Tensor, bits: bool) -> Tensor:
-    """int64 [blocks, 2 or 3]: each block's sum of words, of words times their place in it (from 1), with `bits` of 16-bit halves."""
+    """Return the sums of each block, int64 [blocks, 2 or 3].
+
+    The columns are the sum of words, the sum of words times their place in the block (from 1), and,
+    with `bits`, the sum of 16-bit halves.
+    """
     if data.is_cuda:
         from millrace.sync import kernels
 
         return kernels.block_sums(data)
     words = data.view(torch.int32).view(-1, _LANES, _LANES)
-    # Word r, c has place 32 r + c + 1: sums along r and along c are all it takes, and nothing of the words' size is written.
+    # Word (r, c) has place 32 r + c + 1. Sums along r and along c are enough, without a temporary
+    # of the words' size.
     lane = torch.arange(_LANES)
     rows, columns = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
-    found = [rows.sum(1), (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1)]
+    sums = [rows.sum(1), (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1)]
     if bits:
-        found.append(data.view(torch.int16).view(-1, ALIGN // 2).sum(1, dtype=torch.int64))
-    return torch.stack(found, 1)
+        sums.append(data.view(torch.int16).view(-1, ALIGN // 2).sum(1, dtype=torch.int64))
+    return torch.stack(sums, 1)
 
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each block of a bucket: the index of its tensor, and its number in that tensor."""
+    """Return for each block of a bucket: the index of its tensor, and its number in that tensor."""
     each = torch.tensor(counts, dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(len(counts)), each)
     number = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]

@@ -1,10 +1,13 @@
-"""Weights from the train engine's ranks to every replica, over persistent process groups (gloo on CPUs, NCCL on GPUs).
+"""Weight transfer from the train engine's ranks to every replica, over persistent process groups.
 
-Each trainer rank of the first copy of the model has a group of its own with all replicas and sends the rows that it holds:
-nothing is gathered, and other copies send nothing. Received weights are staged beside the live ones while rollouts go on
-(`transfer`), then copied over them between two tokens (`activate`). The sender's checksums travel with the weights; a
-replica proves them on what it received, and again on its live tensors before it serves the version. Of a policy with
-low-rank adapters the base goes once, and then adapters alone.
+The groups use gloo on CPUs and NCCL on GPUs. Each trainer rank of the first copy of the model has
+its own group with all replicas. It sends its own rows: nothing is gathered, and other copies of the
+model send nothing. Received weights are staged in separate tensors while rollouts continue
+(`transfer`). They are then copied over the live ones between two tokens (`activate`).
+
+The sender's checksums travel with the weights. A replica verifies them on the received weights, and
+again on its live tensors before it serves the version. For a policy with low-rank adapters, the
+base is sent once, and afterwards only the adapters.
 """
 
 from __future__ import annotations
@@ -24,18 +27,20 @@ from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightHolder, WeightSource
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
-from millrace.sync.background import Beside
+from millrace.sync.background import Background
 from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
-from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, told_specs, wire_device
+from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, read_specs, wire_device
 from millrace.types import PolicyVersion
 
 Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
-"""Of every tensor, in order: its name, whole shape, dtype on the way, and the rows of this rank, in any dtype."""
+"""For every tensor, in order: its name, whole shape, dtype of the transfer, and this rank's rows in
+any dtype.
+"""
 
 
 class Sender:
-    """One trainer rank's end, of those that hold the first copy of the model."""
+    """The end of one trainer rank that has the first copy of the model."""
 
     def __init__(
         self,
@@ -51,9 +56,9 @@ class Sender:
         self._buckets = buckets
         self._adapters = adapters
         self._base_sent = False
-        self._sending = Beside("sender")
+        self._sending = Background("sender")
         self._stream = torch.cuda.Stream(wire) if wire.type == "cuda" else None
-        """Of what is sent beside the engine's steps."""
+        """The stream of transfers that run during the engine's steps."""
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, agreed: Agreement) -> Sender:
@@ -74,7 +79,10 @@ class Sender:
         return cls(source, group, buckets, wire, adapters)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Send this rank's rows of the current weights as `version`: with adapters, these alone from the second time on."""
+        """Send this rank's rows of the current weights as `version`.
+
+        With adapters, only these are sent from the second call on.
+        """
         await self.sent()
         start, sent = time.perf_counter(), 0
         for buckets, shards in self._due():
@@ -85,8 +93,10 @@ class Sender:
         return TransferReport(sent, time.perf_counter() - start)
 
     async def keep(self, version: PolicyVersion) -> None:
-        """Keep this rank's rows of the current weights as `version`, in the serving dtype, and begin to send them in a thread: the engine
-        may step on. Takes the place of `transfer`. A failure is raised by `sent`; replicas miss what did not come.
+        """Copy this rank's rows as `version`, in the serving dtype, and send the copy in a thread.
+
+        The engine may continue its steps. This call replaces `transfer`. `sent` raises a failure.
+        Replicas then lack the version.
         """
         await self.sent()
         kept = [
@@ -101,11 +111,11 @@ class Sender:
         self._sending.start(self._send_kept, kept)
 
     async def sent(self) -> None:
-        """Until what was kept is sent. Raises what its sending failed with, once."""
-        await self._sending.done()
+        """Wait until the copy is sent. Raises the error of the transfer, once."""
+        await self._sending.wait()
 
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
-        """What the next version takes."""
+        """Return the buckets and shards of the next version."""
         due = (
             [(self._buckets, self._source.shards())]
             if self._adapters is None or not self._base_sent
@@ -122,49 +132,56 @@ class Sender:
     def _packed(
         self, buckets: list[Bucket], shards: Shards, buffers: list[Tensor]
     ) -> Iterator[Tensor]:
-        """Each bucket, in the buffers in turn."""
+        """Yield each bucket, packed into the buffers in turn."""
         for k, bucket in enumerate(buckets):
             buffer = buffers[k % len(buffers)][: bucket.num_bytes]
             self._pack(bucket, buffer, shards)
             yield buffer
 
     def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> int:
-        """Returns the bytes of `buckets`. The next one is packed while those before it are on their way, when its buffer has been sent."""
-        sums, under_way = [], deque[Any]()
+        """Send the buckets, and return their bytes.
+
+        The next bucket is packed while earlier ones are in transit, once its buffer is free.
+        """
+        sums, in_flight = [], deque[Any]()
         for bucket in buckets:
-            if len(under_way) == IN_FLIGHT:
-                finish(under_way.popleft())
+            if len(in_flight) == IN_FLIGHT:
+                finish(in_flight.popleft())
             buffer = next(packed)
             sums.append(bucket.sums(buffer))
-            under_way.append(start_broadcast(self._group, buffer))
-        while under_way:
-            finish(under_way.popleft())
+            in_flight.append(start_broadcast(self._group, buffer))
+        while in_flight:
+            finish(in_flight.popleft())
         broadcast(self._group, torch.cat(sums))
         wait_for_device(self._wire)
         return sum(b.num_bytes for b in buckets)
 
     def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]]) -> None:
-        """In a thread. On a GPU on a stream of its own: the engine's holds its next step. Empties `kept`."""
+        """Send the copy, in a thread, and empty `kept`.
+
+        On a GPU, this uses its own stream, because the engine's stream has the next step.
+        """
         try:
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 for buckets, buffers in kept:
                     self._send(buckets, iter(buffers))
         finally:
-            kept.clear()  # now, not when the event loop has its next turn: that is after the step
+            kept.clear()  # free the memory now: the event loop next runs only after the step
 
     def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
-        """The bucket's tensors, cast to the serving dtype on the way."""
+        """Copy the bucket's tensors into its buffer, cast to the serving dtype."""
         views, rows = bucket.views(buffer.zero_()), []
         for spec in bucket.specs:
             name, _, _, own = next(shards)
             if name != spec.name:
-                raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
+                raise SyncError(f"the train engine sends {name}, but the plan expects {spec.name}")
             rows.append(own.to(self._wire))
         torch._foreach_copy_(list(views.values()), rows)
 
     async def link(self) -> TransferReport:
-        """Send as many bytes as a transfer does (with adapters, not the first), and nothing else: no packing, no sums. What the link
-        can carry.
+        """Send as many bytes as a transfer, without packing or sums: a measurement of the link.
+
+        With adapters, the bytes are those of a transfer after the first.
         """
         buckets = self._buckets if self._adapters is None else self._adapters
         buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
@@ -176,41 +193,44 @@ class Sender:
         return TransferReport(sum(b.num_bytes for b in buckets), time.perf_counter() - start)
 
     async def transport(self) -> str:
-        """The process groups' backend."""
+        """Return the process groups' backend."""
         return "nccl" if self._wire.type == "cuda" else "gloo"
 
 
 class Silent:
-    """A trainer rank's end, of those that hold a further copy: it answers as a Sender does, which has the same rows and sends them."""
+    """The end of a trainer rank that has a further copy of the model.
+
+    It has the methods of a Sender, and sends nothing: a Sender has the same rows and sends them.
+    """
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """No bytes in no time."""
+        """Report no bytes and no time."""
         return TransferReport(0, 0.0)
 
     async def keep(self, version: PolicyVersion) -> None:
-        """Nothing is kept."""
+        """Copy nothing."""
 
     async def sent(self) -> None:
-        """Nothing was."""
+        """Return at once."""
 
     async def link(self) -> TransferReport:
-        """The same."""
+        """Report no bytes and no time."""
         return TransferReport(0, 0.0)
 
     async def transport(self) -> str:
-        """By which nothing is sent."""
+        """Return "none"."""
         return "none"
 
 
 async def join_sender(
     source: WeightSource, store: Any, rank: int, agreed: Agreement
 ) -> Sender | Silent:
-    """The end of trainer rank `rank`. One that sends meets the replicas."""
+    """Return the end of trainer rank `rank`. A rank that sends meets the replicas."""
     return await Sender.join(source, store, rank, agreed) if rank < agreed.senders else Silent()
 
 
 class Receiver:
-    """One replica's end, where the engine is in this process."""
+    """One replica's end, with the engine in this process."""
 
     def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
         self.inbox = inbox
@@ -221,43 +241,49 @@ class Receiver:
     async def join(
         cls, holder: WeightHolder, store: Any, replica: int, agreed: Agreement
     ) -> Receiver:
-        """Meet every trainer rank that sends. Raises SyncError, with the first tensor that differs, if the models differ."""
-        told = await asyncio.to_thread(told_specs, store)
-        _compare_specs(told, specs_of(holder.weights()), replica)
+        """Meet every trainer rank that sends.
+
+        Raises SyncError, with the first tensor that differs, if the models differ.
+        """
+        specs = await asyncio.to_thread(read_specs, store)
+        _compare_specs(specs, specs_of(holder.weights()), replica)
         device = next(iter(holder.weights().values())).device
         return cls(
             holder,
-            await asyncio.to_thread(join_inbox, told, store, device, replica, agreed),
+            await asyncio.to_thread(join_inbox, specs, store, device, replica, agreed),
             replica,
         )
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Receive `version` beside the live weights, in a thread: the engine goes on decoding."""
+        """Receive and stage `version` in a thread. The engine continues to decode."""
         start = time.perf_counter()
         received = await asyncio.to_thread(self.inbox.receive, version)
         return TransferReport(received, time.perf_counter() - start)
 
     async def link(self) -> TransferReport:
-        """Receive as many bytes as a transfer has, and nothing else."""
+        """Receive as many bytes as a transfer, and nothing else."""
         start = time.perf_counter()
         return TransferReport(await asyncio.to_thread(self.inbox.link), time.perf_counter() - start)
 
     async def activate(self, version: PolicyVersion) -> float:
-        """Serve the staged version from the next token on. Returns the seconds in which nothing was decoded."""
+        """Serve the staged version from the next token on, and return the seconds without
+        decoding.
+        """
         if self.inbox.version != version:
             raise SyncError(
-                f"replica {self._replica} is told to serve version {version}, but holds {self.inbox.version}"
+                f"replica {self._replica} cannot serve version {version}: "
+                f"its staged version is {self.inbox.version}"
             )
         start = time.perf_counter()
         paused = await self._holder.swap(version, self.inbox.staged)
-        # No await between the swap and the proof: nothing is decoded on weights that are not proven.
+        # No await between the swap and the proof: no token is drawn from unverified weights.
         after = time.perf_counter()
         self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
 
 
 def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[Spec]:
-    """The tensors that the trainer sends, in order; rank 0 tells them to the replicas."""
+    """Return the specs of the tensors to send, in order. Rank 0 writes them to the store."""
     specs = [
         Spec(name, tuple(shape), str(dtype).removeprefix("torch."))
         for name, shape, dtype, _ in shards
@@ -267,11 +293,12 @@ def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[S
     return specs
 
 
-def _compare_specs(told: list[Spec], own: list[Spec], replica: int) -> None:
-    for t, o in zip(told, own, strict=False):
-        if t != o:
+def _compare_specs(sent: list[Spec], own: list[Spec], replica: int) -> None:
+    for s, o in zip(sent, own, strict=False):
+        if s != o:
             raise SyncError(
-                f"replica {replica} has {o.name} {o.dtype}{list(o.shape)} where the trainer has {t.name} {t.dtype}{list(t.shape)}"
+                f"replica {replica} has {o.name} {o.dtype}{list(o.shape)} "
+                f"where the trainer has {s.name} {s.dtype}{list(s.shape)}"
             )
-    if len(told) != len(own):
-        raise SyncError(f"replica {replica} has {len(own)} tensors, the trainer {len(told)}")
+    if len(sent) != len(own):
+        raise SyncError(f"replica {replica} has {len(own)} tensors, the trainer {len(sent)}")

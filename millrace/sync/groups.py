@@ -1,7 +1,8 @@
-"""Process groups of the weight sync, apart from the default one: gloo on CPUs, NCCL on GPUs.
+"""Process groups of the weight sync, separate from the default one: gloo on CPUs, NCCL on GPUs.
 
-What breaks off is a SyncError with gloo. With NCCL a peer that is gone shows at the timeout (`sync.timeout_s`), when NCCL's watchdog ends
-this process: a lost worker, whose log says so.
+With gloo, a broken transfer raises SyncError. With NCCL, a missing peer is detected at the timeout
+(`sync.timeout_s`). NCCL's watchdog then ends this process. The run reports a dead worker, and the
+worker's log has the cause.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from millrace.errors import SyncError
 def make_group(
     store: Any, name: str, device: torch.device, rank: int, size: int, timeout_s: float
 ) -> Any:
-    """The group `name`, for tensors on `device`. Blocks until all are there."""
+    """Create the group `name` for tensors on `device`. Blocks until all ranks have joined."""
     own, timeout = dist.PrefixStore(f"millrace/sync/{name}", store), timedelta(seconds=timeout_s)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -29,7 +30,7 @@ def make_group(
 
 
 def start_broadcast(group: Any, tensor: Tensor) -> Any:
-    """From the group's first rank. `finish` it before the tensor is read or written."""
+    """Start a broadcast from the group's first rank. `finish` it before using the tensor."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
@@ -39,7 +40,7 @@ def start_broadcast(group: Any, tensor: Tensor) -> Any:
 
 
 def finish(work: Any) -> None:
-    """Until it is done: with NCCL, for what is queued on the device from here on."""
+    """Wait for the end of `work`. With NCCL, only later work on the device's stream waits."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -51,7 +52,10 @@ def broadcast(group: Any, tensor: Tensor) -> None:
 
 
 def start_send(group: Any, tensor: Tensor, to: int) -> Any:
-    """`finish` it, sometime: it ends when the other side receives. The tensor must stay until then."""
+    """Start a send, and `finish` it later. It ends when the other side receives.
+
+    The tensor must not change until then.
+    """
     try:
         return group.send([tensor], to, 0)
     except RuntimeError as error:
@@ -59,7 +63,7 @@ def start_send(group: Any, tensor: Tensor, to: int) -> Any:
 
 
 def receive(group: Any, tensor: Tensor, of: int) -> Tensor:
-    """Fills `tensor`."""
+    """Fill `tensor` with a message of rank `of`, and return it."""
     try:
         group.recv([tensor], of, 0).wait()
     except RuntimeError as error:
@@ -68,7 +72,7 @@ def receive(group: Any, tensor: Tensor, of: int) -> Tensor:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Until all that was queued on the current stream is done."""
+    """Wait for all work that is queued on the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -1,4 +1,4 @@
-"""Where a version arrives on a receiving device, over one process group for each trainer rank that sends."""
+"""The arrival of a version on a receiving device, over one process group for each sending rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from millrace.types import PolicyVersion
 
 PLAN = "millrace/sync/plan"
 ADAPTERS = "millrace/sync/adapters"
-"""Where trainer rank 0 tells what it sends."""
+"""The keys under which trainer rank 0 writes the specs of its tensors."""
 IN_FLIGHT = 3  # buckets of one sender
 
 
 class Inbox:
-    """What one receiving device gets: every sender's rows, staged beside the live weights, proven by the senders' checksums.
+    """The weights that one device receives: every sender's rows, staged and verified by checksums.
 
-    A replica has one; a replica on several devices has one on each.
+    The staged tensors are separate from the live weights. A replica has one inbox. A replica on
+    several devices has one on each.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Inbox:
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every staged tensor, by name, if `with_bit_sums`: then live weights are proven by these, not by `prove`."""
+        """`proof.bit_sum` of every staged tensor by name, if `with_bit_sums`. These then verify the
+        live weights, instead of `prove`.
+        """
         self._with_bit_sums = with_bit_sums
         self._groups = groups
         self._specs = specs
@@ -55,7 +58,8 @@ class Inbox:
             else []
         )
         self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
-        # Made once: this process decodes beside the thread that receives, and whatever Python that does slows both down.
+        # Made once: this process decodes while a thread receives, and Python work of the thread
+        # slows both down.
         self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
         only = zip(self._plans[0], self._buffers[0], strict=False)
         self.staged = (
@@ -65,11 +69,15 @@ class Inbox:
                 name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()
             }
         )
-        """Whole tensors: what `swap` reads."""
+        """Whole tensors, for `swap`."""
         self._sums: Tensor | None = None
 
     def _landing(self, buckets: list[Bucket], *, alone: bool) -> list[Tensor]:
-        """Where a sender's buckets arrive: to stay, if they are whole tensors; else in turn, until their rows are where they belong."""
+        """Return the buffers in which a sender's buckets arrive.
+
+        Whole tensors stay in their buffers. Otherwise the buffers are reused in turn, once their
+        rows are copied to the whole tensors.
+        """
         if alone:
             return [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
         largest = max(b.num_bytes for b in buckets)
@@ -79,7 +87,9 @@ class Inbox:
         return [ring[k % IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
 
     def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each bucket of sender `rank`: where its rows belong, and where they arrive."""
+        """Return for each bucket of sender `rank`: the targets of its rows, and the rows'
+        buffers.
+        """
         parts = len(self._groups)
         at = {
             s.name: tensor[rows_of(s, rank, parts)]
@@ -92,33 +102,34 @@ class Inbox:
         return [([at[name] for name in views], list(views.values())) for views in arrive]
 
     def receive(self, version: PolicyVersion) -> int:
-        """Stage `version` and prove it; returns its bytes. Blocks: a thread's work."""
+        """Stage `version`, verify it, and return its bytes. Blocks: call it in a thread."""
         self.version, self.bit_sums = None, {}
         sums: list[list[Tensor]] = [[] for _ in self._groups]
-        flying: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
+        in_flight: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
 
         def land(rank: int) -> None:
-            k, work = flying[rank].popleft()
+            k, work = in_flight[rank].popleft()
             finish(work)
             bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
             sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
             if self._rows:
                 torch._foreach_copy_(*self._rows[rank][k])
 
-        # As many on their way as there is room for; the sums of one bucket are taken while the next ones arrive.
+        # Keep as many buckets in flight as there are buffers. The sums of one bucket are computed
+        # while the next ones arrive.
         for k, rank in self._in_order():
-            if self._rows and len(flying[rank]) == IN_FLIGHT:
+            if self._rows and len(in_flight[rank]) == IN_FLIGHT:
                 land(rank)
-            flying[rank].append((k, start_broadcast(self._groups[rank], self._buffers[rank][k])))
-        for rank in list(flying):
-            while flying[rank]:
+            in_flight[rank].append((k, start_broadcast(self._groups[rank], self._buffers[rank][k])))
+        for rank in list(in_flight):
+            while in_flight[rank]:
                 land(rank)
-        for rank, found in enumerate(sums):
-            own = torch.cat(found)
-            told = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
-            broadcast(self._groups[rank], told)
-            self.compare(own[:, :2], told, version, "received", rank)
-            self._sums = told
+        for rank, parts in enumerate(sums):
+            own = torch.cat(parts)
+            sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
+            broadcast(self._groups[rank], sent)
+            self.compare(own[:, :2], sent, version, "received", rank)
+            self._sums = sent
             for spec, value in zip(
                 self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False
             ):
@@ -130,7 +141,7 @@ class Inbox:
         return self._num_bytes
 
     def link(self) -> int:
-        """The other end of `Sender.link`. What was staged is gone."""
+        """Receive the bytes of `Sender.link`. This overwrites the staged version."""
         self.version = None
         for work in [
             start_broadcast(self._groups[rank], self._buffers[rank][k])
@@ -141,19 +152,21 @@ class Inbox:
         return self._num_bytes
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError for the first live tensor whose checksum is not that of what was staged."""
+        """Raise SyncError for the first live tensor whose checksum differs from the staged
+        one's.
+        """
         own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
         self.compare(own.to(self._wire), self.sums, version, "live")
 
     @property
     def sums(self) -> Tensor:
-        """int64 [tensors, 2]: `checksum` of every staged tensor, where there are no `bit_sums`."""
+        """The `checksum` of every staged tensor, int64 [tensors, 2], if there are no `bit_sums`."""
         if self._sums is None:
             raise SyncError(f"replica {self._replica} has no checksums: nothing was received")
         return self._sums
 
     def _in_order(self) -> list[tuple[int, int]]:
-        """(bucket, sender): senders in turn."""
+        """Return pairs (bucket, sender), with the senders in turn."""
         longest = max(len(buckets) for buckets in self._plans)
         return [
             (k, r)
@@ -169,13 +182,15 @@ class Inbox:
     def compare(
         self,
         own: Tensor,
-        told: Tensor,
+        sent: Tensor,
         version: PolicyVersion,
-        what: str,
+        stage: str,
         sender: int | None = None,
     ) -> None:
-        """Raise SyncError for the first tensor whose sums differ."""
-        wrong = (own != told).any(dim=1).nonzero().flatten().tolist()
+        """Raise SyncError for the first tensor whose sums differ. `stage` is "received" or
+        "live".
+        """
+        wrong = (own != sent).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             self.version = None
             more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
@@ -185,16 +200,20 @@ class Inbox:
                 else ""
             )
             raise SyncError(
-                f"replica {self._replica}: {what} weights of version {version} are not the trainer's: {self._specs[wrong[0]].name}"
-                f"{more} differ in checksum{whose}; it must not serve them"
+                f"replica {self._replica}: {stage} weights of version {version} "
+                f"are not the trainer's: {self._specs[wrong[0]].name}{more} "
+                f"differ in checksum{whose}; it must not serve them"
             )
 
 
-def told_specs(store: Any, key: str = PLAN) -> list[Spec]:
-    """What rank 0 told. Blocks until it has."""
+def read_specs(store: Any, key: str = PLAN) -> list[Spec]:
+    """Return the specs that trainer rank 0 wrote to the store. Blocks until they are there."""
     return msgspec.json.decode(store.get(key), type=list[Spec])
 
 
 def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
-    """Where buckets travel: NCCL refuses two ranks on one GPU, so colocated sides meet in host memory."""
+    """Return the device of the buckets in transit.
+
+    NCCL refuses two ranks on one GPU, so colocated sides use host memory.
+    """
     return torch.device("cpu") if agreed.colocated else device

@@ -1,8 +1,10 @@
-"""Weights between two processes on one GPU: the trainer rank's buckets are mapped into the replica's worker, and loaded from there.
+"""Weight transfer between two processes on one GPU, by CUDA IPC.
 
-For colocated placement, where the replica decodes nothing meanwhile: no second copy of the weights is staged. Every trainer rank
-gathers whole tensors into one of two slots of GPU memory; a pair of gloo messages for each bucket says that it is there, with
-its checksums, and that it is loaded. Who shares a GPU is found by its UUID.
+The replica's worker maps the trainer rank's buckets and loads from them. This is for colocated
+placement, where the replica decodes nothing during a sync: there is no second copy of the weights.
+Every trainer rank gathers whole tensors into one of two slots of GPU memory. Each bucket takes a
+pair of gloo messages: the first announces it with its checksums, the second confirms that it is
+loaded. Both sides find each other by the GPU's UUID.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ _Size = Annotated[int, Meta(ge=0)]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """GPU memory of a trainer rank, as another process maps it: bytes in a row."""
+    """GPU memory of a trainer rank, as another process maps it: contiguous bytes."""
 
     handle: bytes
-    """CUDA's, of the allocation that the slot is a part of."""
+    """CUDA's handle of the allocation that contains the slot."""
     storage_bytes: _Size
     storage_offset: _Size
-    """Where the slot's storage begins in the allocation."""
+    """Offset of the slot's storage in the allocation."""
     offset: _Size
-    """Where the slot begins in its storage."""
+    """Offset of the slot in its storage."""
     num_bytes: _Size
     counter: bytes
-    """Where torch counts who maps the storage: a name and an offset."""
+    """torch's reference counter of the mapped storage: a name and an offset."""
     counter_offset: _Size
     event: bytes
     event_needed: bool
@@ -95,7 +97,7 @@ _slots_decoder = codec.decoder(list[Slot])
 
 
 def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
-    """Return the slots that a trainer rank announced. Raises ValueError on any others."""
+    """Return the slots that a trainer rank announced. Raises ValueError for any other data."""
     slots: list[Slot] = _slots_decoder.decode(data)
     fits = (s.num_bytes == num_bytes and s.offset + num_bytes <= s.storage_bytes for s in slots)
     if len(slots) != _SLOTS or not all(fits):
@@ -104,12 +106,12 @@ def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
 
 
 def fits(agreed: Agreement, device: torch.device) -> bool:
-    """Whether both sides share GPUs, and the replica can map the trainer's memory."""
+    """Return whether both sides share GPUs, and the replica can map the trainer's memory."""
     return agreed.colocated and agreed.vllm and device.type == "cuda"
 
 
 class IpcSender:
-    """One trainer rank's end, to the one replica device that shares its GPU."""
+    """The end of one trainer rank, for the one replica device on its GPU."""
 
     def __init__(
         self, source: WeightSource, pair: Any, buckets: list[Bucket], slots: list[Tensor]
@@ -123,7 +125,7 @@ class IpcSender:
     async def join(
         cls, source: WeightSource, store: Any, rank: int, agreed: Agreement
     ) -> IpcSender:
-        """Say where the slots are, and wait for who maps them."""
+        """Announce the slots, and wait for the replica that maps them."""
         device = source.device
         buckets = plan(tell_specs(source.shards(), store, rank), agreed.bucket_bytes)
         largest = max(b.num_bytes for b in buckets)
@@ -134,10 +136,12 @@ class IpcSender:
         return cls(source, pair, buckets, slots)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Hand over the current weights as `version`, bucket by bucket. Collective over the trainer's ranks."""
+        """Send the current weights as `version`, bucket by bucket. Collective over the trainer's
+        ranks.
+        """
         start = time.perf_counter()
         weights = self._source.full_weights()
-        told: list[tuple[Any, Tensor]] = []
+        sends: list[tuple[Any, Tensor]] = []
         for k, bucket in enumerate(self._buckets):
             if k >= _SLOTS:
                 receive(self._pair, torch.zeros(1), 1)  # the slot's last bucket is loaded
@@ -146,13 +150,15 @@ class IpcSender:
             for spec in bucket.specs:
                 name, tensor = next(weights)
                 if name != spec.name:
-                    raise SyncError(f"the train engine sends {name} where the plan has {spec.name}")
+                    raise SyncError(
+                        f"the train engine sends {name}, but the plan expects {spec.name}"
+                    )
                 views[name].copy_(tensor)
-            sums = bucket.sums(buffer).cpu()  # when they are there, so is the bucket
-            told.append((start_send(self._pair, sums, 1), sums))
+            sums = bucket.sums(buffer).cpu()  # waits for the copies into the bucket too
+            sends.append((start_send(self._pair, sums, 1), sums))
         for _ in self._buckets[-_SLOTS:]:
             receive(self._pair, torch.zeros(1), 1)
-        for work, _ in told:
+        for work, _ in sends:
             finish(work)
         return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
 
@@ -166,12 +172,15 @@ class IpcSender:
         return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
 
     async def transport(self) -> str:
-        """What it is called in reports."""
+        """Return the name of the transport in reports."""
         return "cuda ipc"
 
 
 class IpcInbox:
-    """What one device of a replica gets from the trainer rank on the same GPU: loaded as it comes, into the live weights."""
+    """The weights that one replica device receives from the trainer rank on its GPU.
+
+    Each bucket is loaded into the live weights when it arrives.
+    """
 
     def __init__(
         self,
@@ -183,7 +192,7 @@ class IpcInbox:
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every tensor that came, by name."""
+        """`proof.bit_sum` of every received tensor, by name."""
         self._pair = pair
         self._buckets = buckets
         self._slots = slots
@@ -200,37 +209,41 @@ class IpcInbox:
         agreed: Agreement,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
     ) -> IpcInbox:
-        """Map the slots of the trainer rank on this GPU. `load` puts tensors into the live model."""
+        """Map the slots of the trainer rank on this GPU. `load` copies tensors into the
+        live model.
+        """
         name, buckets = _name(device), plan(specs, agreed.bucket_bytes)
         try:
-            told = store.get(f"{_HANDLES}/{name}")
-        except RuntimeError as error:  # the store's time is up
+            announced = store.get(f"{_HANDLES}/{name}")
+        except RuntimeError as error:  # the store timed out
             raise SyncError(
-                f"replica {replica}: no trainer rank came to its GPU {name}: {error}"
+                f"replica {replica}: no trainer rank joined on its GPU {name}: {error}"
             ) from error
         try:
-            found = slots_of(told, max(b.num_bytes for b in buckets))
+            descriptions = slots_of(announced, max(b.num_bytes for b in buckets))
         except ValueError as error:
             raise SyncError(
-                f"replica {replica}: the store has no slots of a trainer rank on its GPU {name}: {error}"
+                f"replica {replica}: the store has no slots of a trainer rank "
+                f"on its GPU {name}: {error}"
             ) from error
-        slots = [slot.mapped(device.index) for slot in found]
+        slots = [slot.mapped(device.index) for slot in descriptions]
         pair = make_group(store, name, _CPU, 1, 2, agreed.timeout_s)
         return cls(pair, buckets, slots, load, replica)
 
     def receive(self, version: PolicyVersion) -> int:
-        """Load `version` and prove what came; returns its bytes. Blocks."""
+        """Load `version`, verify the received tensors, and return their bytes. Blocks."""
         self.version, self.bit_sums = None, {}
         loaded: list[tuple[Any, Tensor]] = []
         for k, bucket in enumerate(self._buckets):
-            told = receive(self._pair, torch.zeros(len(bucket.specs), 2, dtype=torch.int64), 0)
+            sent = receive(self._pair, torch.zeros(len(bucket.specs), 2, dtype=torch.int64), 0)
             buffer = self._slots[k % _SLOTS][: bucket.num_bytes]
             sums = bucket.sums(buffer, bits=True).cpu()
-            wrong = (sums[:, :2] != told).any(dim=1).nonzero().flatten().tolist()
+            wrong = (sums[:, :2] != sent).any(dim=1).nonzero().flatten().tolist()
             if wrong:
                 raise SyncError(
-                    f"replica {self._replica}: received weights of version {version} are not the trainer's: "
-                    f"{bucket.specs[wrong[0]].name} differs in checksum; it must not serve them"
+                    f"replica {self._replica}: received weights of version {version} "
+                    f"are not the trainer's: {bucket.specs[wrong[0]].name} differs in checksum; "
+                    "it must not serve them"
                 )
             views = bucket.views(buffer)
             self._load(iter(views.items()))
@@ -244,10 +257,10 @@ class IpcInbox:
         return sum(b.num_bytes for b in self._buckets)
 
     def link(self) -> int:
-        """`IpcSender.link` needs nobody here."""
+        """Return the bytes of a transfer. `IpcSender.link` needs no receiver."""
         return sum(b.num_bytes for b in self._buckets)
 
 
 def _name(device: torch.device) -> str:
-    """The same for every process on this GPU, whatever number it has there."""
+    """Return the GPU's UUID: the same in every process, whatever the device's number there."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,4 +1,7 @@
-"""Sums over weights in one pass at the memory's speed, for NVIDIA GPUs. Imported at first use: Triton comes with torch's CUDA builds."""
+"""Sums over weights in one pass at memory speed, for NVIDIA GPUs.
+
+Imported at first use: Triton comes with torch's CUDA builds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,11 @@ def _sum(numbers, out, count, ELEMENTS: tl.constexpr):  # type: ignore[no-untype
 
 
 def block_sums(data: Tensor) -> Tensor:
-    """int64 [blocks, 3] of uint8 [blocks x 4096]: sums of 32-bit words, of words times their place (from 1), of 16-bit halves."""
+    """Return the sums of each block, int64 [blocks, 3], from uint8 [blocks x 4096].
+
+    The columns are the sum of 32-bit words, of words times their place (from 1), and of 16-bit
+    halves.
+    """
     words = data.view(torch.int32)
     out = torch.empty(words.numel() // _WORDS, 3, dtype=torch.int64, device=data.device)
     if len(out):
@@ -40,7 +47,7 @@ def block_sums(data: Tensor) -> Tensor:
 
 
 def sums(tensors: list[Tensor]) -> Tensor:
-    """int64 [tensors]: the sum of each one's integers, modulo 2^64."""
+    """Return the sum of each tensor's integers modulo 2^64, int64 [tensors]."""
     out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for i, tensor in enumerate(tensors):
         if count := tensor.numel():

@@ -1,7 +1,8 @@
-"""Proves that an engine serves the weights that were sent, where it fused, split or padded them.
+"""A proof that an engine serves the sent weights, even if it fuses, splits or pads them on loading.
 
-Sums of bits are the same for a tensor whole and in parts: q, k and v in one matrix, rows on two devices, rows of zeros at the
-end. So what is live is proven by sums, without knowing how it was laid out.
+The sum of a tensor's bits is the same for the whole tensor and for its parts. Examples are q, k and
+v in one matrix, rows on two devices, and rows of zeros at the end. Bit sums therefore verify live
+weights without knowledge of their layout.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ _WRAP = 1 << 64
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """int64 scalar on the tensor's device: the sum of its elements' bits, read as integers, modulo 2^64. Zeros add nothing."""
+    """Return the sum of the elements' bits, read as integers, modulo 2^64. Zeros add nothing.
+
+    The result is an int64 scalar on the tensor's device.
+    """
     return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """`bit_sum` of each, by name, with one copy from the device."""
+    """Return the `bit_sum` of each tensor by name, with one copy from the device."""
     if not tensors:
         return {}
     if next(iter(tensors.values())).is_cuda:
@@ -41,23 +45,26 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def not_live(
     sent: Mapping[str, int], live: Sequence[Mapping[str, int]], fused: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Names of live tensors, or of sent ones, that do not agree; empty if all of what was sent is what is served.
+    """Return the names of live or sent tensors that do not agree. Empty if all sent weights are
+    live.
 
-    `sent`: bit sums of what was sent. `live`: those of what each device of a replica serves. `fused`: parts of a module's name
-    that stand for several sent ones, as vLLM's packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. A device
-    may hold a part of a tensor, or all of it: each sent tensor is there once, on every device, or on every k-th.
+    `sent`: bit sums of the sent tensors. `live`: bit sums of the tensors that each device of a
+    replica serves. `fused`: a part of a module's name that replaces several sent parts, as in
+    vLLM's packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. A device may have a
+    part of a tensor, or all of it. Each sent tensor exists once in total, or on every device, or on
+    every k-th device.
 
-    Tensors under names of their own (experts in one block) are proven together on one device; on several they cannot be, and
-    are returned.
+    Tensors with unknown names (experts in one block) are verified together on one device. On
+    several devices, that is impossible, and their names are returned.
     """
     copies = [k for k in range(1, len(live) + 1) if len(live) % k == 0]
     wrong: list[str] = []
-    strange: list[str] = []
+    unknown: list[str] = []
     claimed: set[str] = set()
     for name in live[0]:
         sources = _sources(name, sent, fused)
         if not sources:
-            strange.append(name)
+            unknown.append(name)
             continue
         claimed.update(sources)
         served = sum(device[name] for device in live)
@@ -68,14 +75,14 @@ def not_live(
         ):
             wrong.append(name)
     rest = [name for name in sent if name not in claimed]
-    together = sum(live[0][name] for name in strange) - sum(sent[name] for name in rest)
-    if (strange and len(live) > 1) or together % _WRAP:
-        wrong += strange or rest
+    difference = sum(live[0][name] for name in unknown) - sum(sent[name] for name in rest)
+    if (unknown and len(live) > 1) or difference % _WRAP:
+        wrong += unknown or rest
     return wrong
 
 
 def _sources(name: str, sent: Mapping[str, int], fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """The sent tensors that a live one is made of."""
+    """Return the sent tensors that form a live one."""
     if name in sent:
         return [name]
     parts = name.split(".")

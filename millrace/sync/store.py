@@ -1,6 +1,6 @@
 """The store at which processes meet, open to one address alone.
 
-torch's own listens on every interface of the machine, and asks nobody for a token.
+torch's own store listens on every interface of the machine and requires no token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ def bound_store(
 ) -> TCPStore:
     """Return torch's TCPStore. Its master listens at `host_name`; port 0 picks a free one."""
     if is_master:
-        family, kind, _, _, where = socket.getaddrinfo(
+        family, kind, _, _, address = socket.getaddrinfo(
             host_name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind) as listener:
-            listener.bind(where)
+            listener.bind(address)
             listener.listen()
             port = listener.getsockname()[1]
-            # From here on torch owns it, and closes it.
+            # From now on, torch owns the socket and closes it.
             options |= {"master_listen_fd": listener.detach(), "use_libuv": True}
     return TCPStore(host_name, port, is_master=is_master, **options)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.distributed.tensor import DTensor
 
 from millrace.errors import CheckpointError
-from millrace.sync.background import Beside
+from millrace.sync.background import Background
 
 
 class StateWriter:
@@ -27,7 +27,7 @@ class StateWriter:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
-        self._writing = Beside("state-writer")
+        self._writing = Background("state-writer")
 
     def write(self, state: dict[str, Any], folder: str) -> None:
         """Write `state` to `folder` and return. Nothing may change the state until then.
@@ -47,7 +47,7 @@ class StateWriter:
 
     async def done(self) -> None:
         """Wait until nothing is being written. Raises CheckpointError if a write failed."""
-        await self._writing.done()
+        await self._writing.wait()
 
     def _prepare(self) -> None:
         """Do the work that the thread must not do.

@@ -43,7 +43,7 @@ from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
-from millrace.sync.inbox import Inbox, told_specs
+from millrace.sync.inbox import Inbox, read_specs
 from millrace.sync.proof import bit_sums
 from millrace.sync.store import bound_store
 
@@ -96,7 +96,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        where = (told_specs(self._store), self._store, self.device, init_info.replica, agreed)
+        where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
             ipc.IpcInbox.join(*where, self.model.load_weights)
             if ipc.fits(agreed, self.device)

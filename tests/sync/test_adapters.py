@@ -175,7 +175,8 @@ def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
                     await f.transfer(1)
             for i, receiver in enumerate(f.receivers):
                 with pytest.raises(
-                    SyncError, match=f"replica {i} is told to serve version 1, but holds None"
+                    SyncError,
+                    match=f"replica {i} cannot serve version 1: its staged version is None",
                 ):
                     await receiver.activate(1)
             assert all(h.swaps == [0] for h in f.holders)
@@ -203,14 +204,14 @@ def test_adapters_of_a_base_that_did_not_arrive_are_refused(
             )  # type: ignore[arg-type]
             for message in (
                 "version 0 are not the trainer's: embed differ",
-                "adapters of a base that never arrived whole",
+                "adapters, but their base never arrived whole",
             ):
                 found = await asyncio.gather(
                     *(r.transfer(0) for r in f.receivers), return_exceptions=True
                 )
                 assert all(isinstance(e, SyncError) and message in str(e) for e in found), found
                 for r in f.receivers:
-                    with pytest.raises(SyncError, match="holds None"):
+                    with pytest.raises(SyncError, match="staged version is None"):
                         await r.activate(0)
             await sending
 
@@ -236,7 +237,7 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(name: st
             ):
                 await f.receivers[1].activate(1)
             with pytest.raises(
-                SyncError, match="replica 1 is told to serve version 1, but holds None"
+                SyncError, match="replica 1 cannot serve version 1: its staged version is None"
             ):
                 await f.receivers[1].activate(1)
 

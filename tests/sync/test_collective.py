@@ -310,7 +310,7 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
             ):
                 await f.receivers[1].activate(1)
             with pytest.raises(
-                SyncError, match="replica 1 is told to serve version 1, but holds None"
+                SyncError, match="replica 1 cannot serve version 1: its staged version is None"
             ):
                 await f.receivers[1].activate(1)
 
@@ -341,7 +341,8 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
                 await f.transfer(4)
             for i, receiver in enumerate(f.receivers):
                 with pytest.raises(
-                    SyncError, match=f"replica {i} is told to serve version 4, but holds None"
+                    SyncError,
+                    match=f"replica {i} cannot serve version 4: its staged version is None",
                 ):
                     await receiver.activate(4)
             assert all(not h.swaps for h in f.holders)
@@ -373,12 +374,12 @@ def test_a_replica_refuses_a_version_that_it_does_not_hold() -> None:
     async def main() -> None:
         async with fleet() as f:
             with pytest.raises(
-                SyncError, match="replica 0 is told to serve version 0, but holds None"
+                SyncError, match="replica 0 cannot serve version 0: its staged version is None"
             ):
                 await f.receivers[0].activate(0)
             await f.transfer(1)
             with pytest.raises(
-                SyncError, match="replica 0 is told to serve version 2, but holds 1"
+                SyncError, match="replica 0 cannot serve version 2: its staged version is 1"
             ):
                 await f.receivers[0].activate(2)
             assert all(not h.swaps for h in f.holders)
@@ -441,7 +442,7 @@ def test_a_trainer_that_sends_another_order_than_planned_is_refused() -> None:
             source = f.sources[0]
             source.tensors = dict(reversed(source.tensors.items()))
             with pytest.raises(
-                SyncError, match=r"the train engine sends head where the plan has embed"
+                SyncError, match=r"the train engine sends head, but the plan expects embed"
             ):
                 await f.senders[0].transfer(1)
 
