@@ -36,8 +36,8 @@ def log_probs_and_entropy(
     """Return log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
 
     hidden [N, H], weight [V, H] of the lm_head in the same dtype, targets [N] int64. Results and
-    intermediate values are float32, or float64 for float64 arguments. Both results have gradients to
-    hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles all
+    intermediate values are float32, or float64 for float64 arguments. Both results have gradients
+    to hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles all
     but the matmuls: three passes over the logits instead of twenty. N = 0 gives empty results,
     connected to both arguments with a gradient of 0. Raises ValueError unless temperature > 0.
     """

@@ -30,7 +30,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTrainedModel:
-    """Inject float32 adapters, drawn from `seed`, into the modules of model.target_modules, in place.
+    """Inject float32 adapters, drawn from `seed`, into model.target_modules, in place.
 
     All other weights are frozen, in the served dtype. On the meta device nothing is drawn. Raises
     MissingDependency without peft. Raises ConfigError if no linear module of the decoder layers has
@@ -168,7 +168,10 @@ class StartPolicy:
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
     ) -> list[Tensor]:
-        """Return `Trainable.tokens` of the reference; its adapters replace the live ones meanwhile."""
+        """Return `Trainable.tokens` of the reference.
+
+        Its adapters replace the live ones during the call. Both are small.
+        """
         live = dict(adapters(self._actor.module))
         trained = {name: tensor.clone() for name, tensor in live.items()}
         for name, tensor in live.items():

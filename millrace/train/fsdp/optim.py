@@ -34,7 +34,7 @@ def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim
     """Build an AdamW with weight decay on matrices alone: not on norms and biases."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [[p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]]
-    # Fused: one kernel for all tensors. For tiny models on a CPU it takes a third of foreach's time.
+    # Fused: one kernel for all tensors. Tiny models on a CPU take a third of foreach's time.
     made = torch.optim.AdamW([{"params": g} for g in groups if g], lr=optim.lr, fused=True)
     apply_settings(made, optim)
     return made
