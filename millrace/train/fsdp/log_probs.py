@@ -37,8 +37,8 @@ def log_probs_and_entropy(
 
     hidden [N, H], weight [V, H] of the lm_head in the same dtype, targets [N] int64. Results and
     intermediate values are float32, or float64 for float64 arguments. Both results have gradients
-    to hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles all
-    but the matmuls: three passes over the logits instead of twenty. N = 0 gives empty results,
+    to hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles
+    all but the matmuls: three passes over the logits instead of twenty. N = 0 gives empty results,
     connected to both arguments with a gradient of 0. Raises ValueError unless temperature > 0.
     """
     if temperature <= 0:

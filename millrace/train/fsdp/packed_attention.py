@@ -1,6 +1,6 @@
-"""Attention over packed rows, registered with transformers as "millrace_packed", without a T x T mask.
+"""Attention over packed rows, registered with transformers as "millrace_packed".
 
-The model reads T tokens, in which a prompt that several rows share appears once. Only attention
+It never builds a T x T mask. The model reads T tokens, in which a prompt that several rows share appears once. Only attention
 needs whole rows. It gathers them from the T tokens, works on them, and gathers each token's result
 back. On CUDA in half precision it uses torch's varlen attention. Elsewhere, rows of similar length
 form padded batches. Causal attention needs no mask there: padding is on the right, and its results

@@ -46,8 +46,8 @@ def load(
     """Return `make` of the model in `folder`, sharded over `mesh`.
 
     Only the first rank loads or draws weights; the other ranks receive their shares from it.
-    `on_host`: the model is loaded or drawn, and made, on the CPU. The same happens if the GPU cannot
-    hold both the whole model and the rank's share.
+    `on_host`: the model is loaded or drawn, and made, on the CPU. The same happens if the GPU
+    cannot fit both the whole model and the rank's share.
     """
     trust = section.trust_remote_code
 
@@ -109,8 +109,8 @@ def mesh_of(
 ) -> DeviceMesh | None:
     """Return FSDP2's mesh: [ranks], or [copies of the model, ranks of each].
 
-    Consecutive ranks share a copy. Return None if there is nothing to shard and nothing to cast. All
-    models of an engine share one mesh: every further mesh would have its own process groups.
+    Consecutive ranks share a copy. Return None if there is nothing to shard and nothing to cast.
+    All models of an engine share one mesh: every further mesh would have its own process groups.
     """
     if world_size == 1 and section.dtype == "float32" and not offloads(trainer, device):
         # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).

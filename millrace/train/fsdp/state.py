@@ -1,4 +1,4 @@
-"""A train engine's state on disk: checkpoints that load at any number of ranks, and Hugging Face folders."""
+"""A train engine's state on disk: checkpoints for any number of ranks, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def load(engine: Restorable, folder: str) -> None:
     """Load a state that `save` wrote, resharded to the current ranks. All ranks call.
 
     Every rank takes the one random state. The optimizer's settings and a fixed KL coefficient stay
-    those of `begin`. Raises CheckpointError for a folder without a state, and for adapters that were
-    trained on another base.
+    those of `begin`. Raises CheckpointError for a folder without a state, and for adapters that
+    were trained on another base.
     """
     if not (Path(folder) / ".metadata").is_file():
         raise CheckpointError(
