@@ -111,15 +111,6 @@ def gdpo(
     return torch.stack(parts).sum(0)
 
 
-def equal_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Whether all rewards of a group are equal, [G] bool in ascending order of group number; true for a group of one.
-
-    Such groups give no gradient. Compared on the rewards as they are, without a tolerance.
-    """
-    index, size = renumber(groups)
-    return all_equal(rewards.detach(), index, len(size))
-
-
 def renumber(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Groups renumbered 0 to G - 1 in ascending order [N], and their sizes [G]."""
     _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)

@@ -1,10 +1,10 @@
 """Attention over packed rows, registered with transformers as "millrace_packed".
 
-It never builds a T x T mask. The model reads T tokens, in which a prompt that several rows share appears once. Only attention
-needs whole rows. It gathers them from the T tokens, works on them, and gathers each token's result
-back. On CUDA in half precision it uses torch's varlen attention. Elsewhere, rows of similar length
-form padded batches. Causal attention needs no mask there: padding is on the right, and its results
-are discarded.
+It never builds a T x T mask. The model reads T tokens, in which a prompt that several rows share
+appears once. Only attention needs whole rows. It gathers them from the T tokens, works on them, and
+gathers each token's result back. On CUDA in half precision it uses torch's varlen attention.
+Elsewhere, rows of similar length form padded batches. Causal attention needs no mask for them:
+padding is on the right, and its results are discarded.
 """
 
 from __future__ import annotations
