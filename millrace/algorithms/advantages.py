@@ -122,17 +122,6 @@ def gdpo(
     return torch.stack(parts).sum(0)
 
 
-def equal_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return whether all rewards of each group are equal, [G] bool in ascending order of group
-    number.
-
-    The value is true for a group of one. Such groups give no gradient. Rewards are compared
-    exactly, without a tolerance.
-    """
-    index, size = renumber(groups)
-    return all_equal(rewards.detach(), index, len(size))
-
-
 def renumber(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return the groups renumbered 0 to G - 1 in ascending order [N], and their sizes [G]."""
     _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)

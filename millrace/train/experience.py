@@ -101,10 +101,7 @@ class Models:
 def make_experience(
     batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
-    """Return all that is known before the first step.
-
-    Takes at most one forward pass each of the policy, the critic and the reference.
-    """
+    """Return all that is known before the first step. Each model takes at most one forward pass."""
     plan, rows = options.correction, batch.rows
     include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
     arrival, squares = _arrival(models.policy, rows, options)

@@ -19,7 +19,7 @@ SMALL_UNIT = 4
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of one forward pass: T packed tokens, and the positions that predict M trained tokens."""
+    """Input of a forward pass: T packed tokens and the positions that predict M trained tokens."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -45,8 +45,8 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
     """Return the rows that each rank reads: result[micro-batch][rank] is an array of row numbers.
 
     Every row of `members` with a trained token is in exactly one array. No array has more than
-    `max_tokens` tokens. The ranks' shares of a micro-batch are about equal; some may be empty. There
-    is at least one micro-batch. The result is the same on every rank.
+    `max_tokens` tokens. The ranks' shares of a micro-batch are about equal; some may be empty.
+    There is at least one micro-batch. The result is the same on every rank.
     Raises ConfigError if one row is over `max_tokens`.
     """
     members = members[rows.inputs[members] > 0]
@@ -71,8 +71,8 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
 def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
     """Return the units that stay whole, and the tokens of each.
 
-    A unit is the rows of a sample, if the shares then stay even; else a single row. Rows of a sample
-    share a prompt, which a micro-batch reads once.
+    A unit is the rows of a sample, if the shares then stay even; else a single row. Rows of a
+    sample share a prompt, which a micro-batch reads once.
     """
     lengths = rows.inputs[members]
     if not len(members):
@@ -87,7 +87,7 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
 
 
 def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
-    """Return the rows by descending length: rows of one length are adjacent (packed_attention.py)."""
+    """Return the rows by descending length, so that rows of one length are adjacent."""
     members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
     return members[np.argsort(-rows.inputs[members], kind="stable")]
 

@@ -104,7 +104,7 @@ class PolicyLoss:
         return loss, sums
 
     def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
-        """Return the values of each token that the loss needs, each [M], by one copy to the device."""
+        """Return the columns that the loss needs, each [M], by one copy to the device."""
         data, mini, source = self.data, self.mini, micro.source
         columns = {
             "advantages": data.advantages,
@@ -138,7 +138,7 @@ class PolicyLoss:
     def _weights_in_passing(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
     ) -> Tensor:
-        """Return the importance weights [M] of the current or interpolated policy over the rollout's.
+        """Return the importance weights [M] of the current or interpolated over the rollout policy.
 
         A weight needs its whole sequence, and a micro-batch has whole rows.
         """

@@ -136,6 +136,18 @@ def test_old_responses_count_in_baselines_unless_what_is_rejected_does_not(
     )
 
 
+def test_the_share_of_equal_samples_compares_exactly_and_ignores_samples_without_trajectories(
+    folder: str,
+) -> None:
+    thirds = sample(0, *(trajectory(-2.0, score=0.3) for _ in range(7)))
+    mixed = sample(1, trajectory(-2.0, score=0.0), trajectory(-2.0, score=1.0))
+    alone, empty = sample(2, trajectory(-2.0, score=5.0)), sample(3)
+    engine = engine_of(folder, config_of())
+    data = experience(engine, (thirds, mixed, alone, empty))
+    assert data.zero_variance_share == 2 / 3
+    assert experience(engine, (thirds, empty)).zero_variance_share == 1.0
+
+
 # Rewards of tokens ---------------------------------------------------------------------------------------------------------
 
 

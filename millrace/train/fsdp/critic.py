@@ -1,4 +1,4 @@
-"""A value model: the policy's architecture and start weights, with a scalar head in place of the vocabulary's."""
+"""A value model: the policy's architecture and start weights, with a scalar head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.train.packing import MicroBatch
 
 
 class PackedCritic(nn.Module):
-    """Takes over the body of `model`. The head starts at 0: every value does."""
+    """A critic on the body of `model`, which it takes over. The head starts at 0, so values do."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -27,7 +27,10 @@ class PackedCritic(nn.Module):
         self.head.to(next(self.body.parameters()).dtype)
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor]:
-        """Value of the state before each trained token, [M] float32 (float64 for a float64 model). `temperature` is not used."""
+        """Return the value of the state before each trained token, [M] float32.
+
+        A float64 model returns float64. `temperature` is not used.
+        """
         hidden = self.body(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.position_ids.unsqueeze(0),
@@ -40,12 +43,15 @@ class PackedCritic(nn.Module):
         return (values if values.dtype == torch.float64 else values.float(),)
 
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, in order: the units of sharding."""
+        """Return the decoder layers, in order: the units of sharding."""
         return layers_of(self.body)
 
     @torch.no_grad()
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """The weights of the policy's body, by name, and a head of 0. Both are sharded alike."""
+        """Copy the weights of the policy's body, by name, and set the head to 0.
+
+        Both bodies are sharded alike.
+        """
         copy_weights(weights, self.body)
         for parameter in self.head.parameters():
             parameter.zero_()
@@ -53,6 +59,6 @@ class PackedCritic(nn.Module):
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], target: nn.Module) -> None:
-    """Weights by name, of a module that is sharded as `target` is."""
+    """Copy weights, by name, from a module that is sharded as `target` is."""
     for name, parameter in target.named_parameters():
         parameter.copy_(weights[name])

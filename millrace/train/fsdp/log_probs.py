@@ -1,4 +1,4 @@
-"""Log-prob and entropy of target tokens from hidden states, without the logits of all tokens at once.
+"""Log-prob and entropy of target tokens from hidden states, in chunks of logits.
 
 d log p(y) / dz = onehot(y) - p        d H / dz = -p (log p + H)        z = hidden W^T / temperature
 """
@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 KEEP_ELEMENTS = 1 << 22
-"""Up to this many logits (16 MiB in float32) are kept for the backward pass; above, they are made again chunk by chunk."""
+"""Up to this many logits (16 MiB in float32) are kept for the backward pass.
+
+More logits are computed again, chunk by chunk.
+"""
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 27}
-"""Logits of one chunk: 256 MiB in float32 on a CPU, 512 MiB on a GPU, where matmuls of few rows are slow."""
+"""Logits of one chunk: 256 MiB in float32 on a CPU, 512 MiB on a GPU.
+
+Matmuls of few rows are slow on a GPU.
+"""
 
 
 def log_probs_and_entropy(
@@ -27,12 +33,13 @@ def log_probs_and_entropy(
     chunk: int = 0,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
+    """Return log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
 
-    hidden [N, H], weight [V, H] of the lm_head in the same dtype, targets [N] int64. Results are float32 (float64 for float64
-    arguments), and so is everything between; both have gradients to hidden and weight. `chunk` is the number of rows at a
-    time, 0 chooses. `fused` compiles what is not a matmul: three passes over the logits in place of twenty. N = 0 gives empty
-    results, connected to both arguments with a gradient of 0.
+    hidden [N, H], weight [V, H] of the lm_head in the same dtype, targets [N] int64. Results and
+    intermediate values are float32, or float64 for float64 arguments. Both results have gradients
+    to hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles
+    all but the matmuls: three passes over the logits instead of twenty. N = 0 gives empty results,
+    connected to both arguments with a gradient of 0. Raises ValueError unless temperature > 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be over 0, got {temperature}")
@@ -47,7 +54,10 @@ def log_probs_and_entropy(
 
 @torch.no_grad()
 def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """sum_v p_v^2 of p = softmax(hidden weight^T / temperature), [N], arguments and dtypes as above; no gradient."""
+    """Return sum_v p_v^2 of p = softmax(hidden weight^T / temperature), [N], without a gradient.
+
+    Arguments and dtypes are those of `log_probs_and_entropy`.
+    """
     sums = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
     rows = _rows(hidden, weight.shape[0])
     for start in range(0, hidden.shape[0], rows):
@@ -90,7 +100,7 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, targets, log_norm, entropy, kept = ctx.saved_tensors
         grad_log_prob, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
-        # As large as the head: not for one that is frozen.
+        # As large as the head, so a frozen head gets none.
         grad_weight = (
             torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
         )
@@ -128,11 +138,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _statistics(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log of the norm, log-prob of the target, and entropy, each [n], of tempered logits [n, V]."""
+    """Return log norm, log-prob of the target and entropy, each [n], of tempered logits [n, V]."""
     log_norm = z.logsumexp(-1)
     log_p = z - log_norm.unsqueeze(-1)
     log_prob = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    # A logit of -inf has probability 0 and no share in the entropy: 0 * -inf would be nan.
+    # A logit of -inf has probability 0 and adds nothing to the entropy: 0 * -inf would be nan.
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     return log_norm, log_prob, entropy
 
@@ -145,7 +155,10 @@ def _grad_logits(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient to the tempered logits [n, V], from the gradients to log-prob and entropy [n], where there are any."""
+    """Return the gradient to the tempered logits [n, V].
+
+    It is made of the gradients to log-prob and entropy, [n] or None each.
+    """
     log_p = z - log_norm.unsqueeze(-1)
     p = log_p.exp()
     if grad_entropy is None:
@@ -168,13 +181,13 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Tempered, [n, V]."""
+    """Return tempered logits [n, V]."""
     z = _matmul(hidden, weight.t())
     return z if temperature == 1 else z.div_(temperature)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b with a result that was never rounded below float32: the tensor cores of a GPU add up in float32 anyway."""
+    """Return a b, never rounded below float32: a GPU's tensor cores add up in float32 anyway."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): injected by peft into the model itself, whose own weights are then frozen.
+"""Low-rank adapters (LoRA): peft injects them into the model, whose own weights are then frozen.
 
-An adapted weight W of shape [out, in] acts as W + scale x B A, A [rank, in] and B [out, rank]. B starts at 0, so that the start
-policy is the base. Everything that leaves the train engine has the model's own names: `merged_weights`, `base_weights`, and
-`adapters`, which are named after the weight that they adapt.
+An adapted weight W [out, in] acts as W + scale x B A, with A [rank, in] and B [out, rank]. B starts
+at 0, so the start policy is the base. All tensors leave the train engine under the model's own
+names: `merged_weights`, `base_weights`, and `adapters`, which take the name of the adapted weight.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTrainedModel:
-    """Adapters in float32, drawn from `seed`, into the linear modules that model.target_modules names; all else is frozen,
-    in the dtype that is served. In place. On the meta device nothing is drawn.
+    """Inject float32 adapters, drawn from `seed`, into model.target_modules, in place.
 
-    Raises MissingDependency without peft, ConfigError if a name is that of no linear module of the decoder layers.
+    All other weights are frozen, in the served dtype. On the meta device nothing is drawn. Raises
+    MissingDependency without peft. Raises ConfigError if no linear module of the decoder layers has
+    one of the names.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -41,11 +42,11 @@ def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTraine
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.") from error
     settings = LoraConfig(
         r=section.lora_rank,
-        lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # fractions are as good
+        lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # fractions work too
         target_modules=_targets(model, section.target_modules),
     )
     with torch.random.fork_rng(devices=[]):
-        # Not the seed itself: a model made on the spot was drawn from the very same numbers.
+        # seed + 1, because a model without weights was drawn from the seed itself.
         torch.manual_seed(seed + 1)
         inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
@@ -56,14 +57,14 @@ def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTraine
 
 
 def num_trained(model_folder: str | Path, section: ModelConfig) -> int:
-    """How many weights all adapters have together."""
+    """Return the number of weights in all adapters."""
     empty = empty_model(model_folder, trust_remote_code=section.trust_remote_code)
     model = inject(empty, section, seed=0)  # nothing is drawn
     return sum(weight.numel() for _, weight in adapters(model))
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Full names of the modules to adapt."""
+    """Return the full names of the modules to adapt."""
     layers = {
         id(m) for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)
     }
@@ -72,8 +73,9 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
         return linear
     for name in wanted:
         if not any(f".{one}".endswith(f".{name}") for one in linear):
-            there = sorted({one.rsplit(".", 1)[-1] for one in linear})
-            rule = f"no linear module of the decoder layers is called {name!r}; there are {', '.join(there)}"
+            known = sorted({one.rsplit(".", 1)[-1] for one in linear})
+            rule = f"no linear module of the decoder layers is called {name!r}; "
+            rule += f"there are {', '.join(known)}"
             raise bad_value(
                 "model.target_modules",
                 list(wanted),
@@ -88,14 +90,17 @@ def _is_adapter(name: str) -> bool:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(own name, weight), in the model's order, tied ones once: all but adapters."""
+    """Yield (own name, weight) of all but adapters, in the model's order, tied ones once."""
     for name, parameter in model.named_parameters():
         if not _is_adapter(name):
             yield name.replace(".base_layer.", "."), parameter.detach()
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(own name of the adapted weight + ".lora_A" or ".lora_B", A [rank, in] or B [out, rank]), float32, A before its B."""
+    """Yield (name, A [rank, in] or B [out, rank]), float32, each A before its B.
+
+    The name is that of the adapted weight + ".lora_A" or ".lora_B".
+    """
     for name, parameter in model.named_parameters():
         if _is_adapter(name):
             module, which = name.split(".lora_")
@@ -103,8 +108,10 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weights(model: nn.Module, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """`base_weights` with what adapters add, sharded as they are, in their dtype. Where there are adapters, a collective: every
-    rank needs all of A for its rows. Without any these are the live weights.
+    """Yield `base_weights` with the adapters merged, sharded as the base, in its dtype.
+
+    With adapters this is a collective: every rank needs all of A for its rows. Without adapters
+    these are the live weights.
     """
     pairs = dict(adapters(model))
     for name, weight in base_weights(model):
@@ -121,12 +128,15 @@ def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def own_rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return this rank's rows of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def base_sum(model: nn.Module) -> int:
-    """A sum over the bits of the base, modulo 2^64: the same for any number of ranks, and of copies of the model. A collective."""
+    """Return a sum over the bits of the base, modulo 2^64. This is a collective.
+
+    The sum is the same for any number of ranks and of copies of the model.
+    """
     weights = [weight for _, weight in base_weights(model)]
     sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
     own, first = (
@@ -135,22 +145,22 @@ def base_sum(model: nn.Module) -> int:
     )
     if not isinstance(first, DTensor):
         return int(own.item())
-    # What is sharded is added up; copies are not.
+    # Shards are added up; copies are not.
     placements = [Partial() if p.is_shard() else p for p in first.placements]
     return int(DTensor.from_local(own, first.device_mesh, placements).full_tensor().item())
 
 
 class StartPolicy:
-    """The reference of a policy with adapters: the same model with the adapters that it had when `start` was called."""
+    """The reference of a policy with adapters: the same model with its adapters at `start`."""
 
     def __init__(self, actor: Trainable) -> None:
         self._actor = actor
         self.kept = {name: tensor.clone() for name, tensor in adapters(actor.module)}
-        """`adapters` of the reference, sharded as the live ones."""
+        """Adapters of the reference, sharded as the live ones."""
 
     @torch.no_grad()
     def start(self) -> None:
-        """From here on the reference is the policy as it is now."""
+        """Make the current policy the reference."""
         for name, tensor in adapters(self._actor.module):
             self.kept[name].copy_(tensor)
 
@@ -158,7 +168,10 @@ class StartPolicy:
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
     ) -> list[Tensor]:
-        """`Trainable.tokens` of the reference. The live adapters make room for it: they are small."""
+        """Return `Trainable.tokens` of the reference.
+
+        Its adapters replace the live ones during the call. Both are small.
+        """
         live = dict(adapters(self._actor.module))
         trained = {name: tensor.clone() for name, tensor in live.items()}
         for name, tensor in live.items():

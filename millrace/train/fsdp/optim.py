@@ -13,9 +13,9 @@ from millrace.config import OptimConfig
 
 
 def lr_at(optim: OptimConfig, horizon: int, step: int) -> float:
-    """Learning rate of optimizer step `step`, from 0, in a run of `horizon` steps.
+    """Return the learning rate of optimizer step `step`, from 0, in a run of `horizon` steps.
 
-    Warm-up: lr * (step + 1) / lr_warmup_steps, so that the first step is not lost to a rate of 0. After it, with
+    Warm-up: lr * (step + 1) / lr_warmup_steps, so the first step has a rate above 0. After it, with
     x = (step - lr_warmup_steps) / (horizon - lr_warmup_steps), at most 1, and m = min_lr_ratio:
     constant lr; linear lr * (m + (1 - m) (1 - x)); cosine lr * (m + (1 - m) (1 + cos(pi x)) / 2).
     """
@@ -31,17 +31,17 @@ def lr_at(optim: OptimConfig, horizon: int, step: int) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay is on matrices alone: not on norms and biases."""
+    """Build an AdamW with weight decay on matrices alone: not on norms and biases."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [[p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]]
-    # Fused: one kernel for all tensors; for tiny models on a CPU it also takes a third of the time of foreach.
+    # Fused: one kernel for all tensors. Tiny models on a CPU take a third of foreach's time.
     made = torch.optim.AdamW([{"params": g} for g in groups if g], lr=optim.lr, fused=True)
     apply_settings(made, optim)
     return made
 
 
 def apply_settings(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
-    """Set weight decay, betas and epsilon; a loaded state brings those of its own run."""
+    """Set weight decay, betas and epsilon; a loaded state has those of its own run."""
     for group in optimizer.param_groups:
         matrices = any(p.ndim >= 2 for p in group["params"])
         group["weight_decay"] = optim.weight_decay if matrices else 0.0
@@ -49,11 +49,15 @@ def apply_settings(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient, a plain scalar, the same on every rank. A collective if the gradients are sharded."""
+    """Return the 2-norm of the whole gradient, a plain scalar, the same on every rank.
+
+    This is a collective if the gradients are sharded.
+    """
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

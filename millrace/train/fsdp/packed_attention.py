@@ -1,9 +1,10 @@
-"""Attention over packed rows, registered with transformers as "millrace_packed". Never a T x T mask.
+"""Attention over packed rows, registered with transformers as "millrace_packed".
 
-The model reads T tokens, in which a prompt that several rows begin with is there once. Attention alone needs whole rows: it
-gathers them from the T tokens, works on them, and gathers each token's result back. On CUDA in half precision that is
-torch's own varlen attention; elsewhere rows of about one length are laid side by side in padded batches, where causal
-attention needs no mask: padding is on the right, and what it computes is thrown away.
+It never builds a T x T mask. The model reads T tokens, in which a prompt that several rows share
+appears once. Only attention needs whole rows. It gathers them from the T tokens, works on them, and
+gathers each token's result back. On CUDA in half precision it uses torch's varlen attention.
+Elsewhere, rows of similar length form padded batches. Causal attention needs no mask for them:
+padding is on the right, and its results are discarded.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ Ints = NDArray[np.int64]
 
 NAME = "millrace_packed"
 EXACT_LENGTHS = 12
-"""Up to this many different lengths, rows of each get a bucket of their own: no padding."""
+"""Up to this many different lengths, each length has its own bucket, without padding."""
 FILLED = 7 / 8
-"""Otherwise a bucket takes rows down to this share of its longest."""
+"""With more lengths, a bucket takes rows down to this share of its longest row."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """How T packed tokens make up whole rows of C cells together, or of more cells with padding. Not to be changed.
+    """The map from T packed tokens to whole rows of C cells together, or more cells with padding.
 
-    Nor frozen: torch.compile would look into a frozen one where a compiled layer merely hands it on, and tie what it compiled to the
-    sizes it found. A checkpointed layer could then be computed again by other code than it was computed by.
+    Do not change a layout. It is not a frozen dataclass, because torch.compile would inspect a
+    frozen one that a compiled layer only passes on. The compiled code would then depend on its
+    sizes. A checkpointed layer could be recomputed by other code than that of its first pass.
     """
 
     lengths: tuple[int, ...]
@@ -41,29 +43,30 @@ class Layout:
     buckets: tuple[tuple[int, int], ...]
     """(rows, length) of each padded batch, in order; empty for varlen attention."""
     unpack: Tensor | None
-    """[cells] token of each cell, row by row, padding included; None if cells are tokens."""
+    """[cells] int64 token of each cell, row by row, padding included; None if cells are tokens."""
     repack: Tensor | None
-    """[T] a cell of each token; None if cells are tokens."""
+    """[T] int64 cell of each token; None if cells are tokens."""
     cu_seqlens: Tensor
-    """[rows + 1] int32 on the device: first cell of each row, and C. For varlen attention."""
+    """[rows + 1] int32 on the device: first cell of each row, then C, for varlen attention."""
 
     @property
     def num_cells(self) -> int:
-        """C: cells of all rows, without padding."""
+        """Return C: cells of all rows, without padding."""
         return sum(self.lengths)
 
     @property
     def num_padded_cells(self) -> int:
-        """Cells that attention works on."""
+        """Return the number of cells that attention works on, padding included."""
         return sum(rows * length for rows, length in self.buckets) or self.num_cells
 
 
 def make_layout(
     lengths: Ints, token_of_cell: Ints, num_tokens: int, device: torch.device, *, padded: bool
 ) -> Layout:
-    """The layout of rows of `lengths` cells, longest first, whose C cells, row by row, are the tokens `token_of_cell`.
+    """Return the layout of rows of `lengths` cells, longest first.
 
-    Every token is in at least one cell. `padded` asks for padded batches, else for varlen attention.
+    The C cells, row by row, are the tokens `token_of_cell`. Every token is in at least one cell.
+    `padded` selects padded batches; otherwise the layout is for varlen attention.
     """
     unpack = token_of_cell
     buckets: tuple[tuple[int, int], ...] = ()
@@ -71,7 +74,8 @@ def make_layout(
         buckets, cell = _buckets(lengths)
         unpack = token_of_cell[cell]
     repack = np.empty(num_tokens, dtype=np.int64)
-    # Backwards, so that the first of several cells stays; padding repeats a row's last cell, so it is never taken.
+    # Backwards, so the first of several cells wins. Padding repeats a row's last cell, so it never
+    # wins.
     repack[unpack[::-1]] = np.arange(len(unpack))[::-1]
     plain = len(unpack) == num_tokens and bool((unpack == np.arange(num_tokens)).all())
     return Layout(
@@ -86,7 +90,10 @@ def make_layout(
 
 
 def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
-    """(rows, length) of each bucket, and for each of their cells the cell of the row without padding that fills it."""
+    """Return (rows, length) of each bucket, and the source of each cell.
+
+    A source is a cell of the rows without padding.
+    """
     share = 1.0 if len(np.unique(lengths)) <= EXACT_LENGTHS else FILLED
     starts = np.cumsum(lengths) - lengths
     buckets: list[tuple[int, int]] = []
@@ -94,7 +101,7 @@ def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
     first = 0
     while first < len(lengths):
         longest = int(lengths[first])
-        # Lengths descend: the bucket ends before the first row that is too short.
+        # Lengths descend: the bucket ends before the first short row.
         last = int(np.searchsorted(-lengths, -share * longest, side="right"))
         column = np.minimum(np.arange(longest), lengths[first:last, None] - 1)
         cells.append((starts[first:last, None] + column).ravel())
@@ -103,7 +110,8 @@ def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
     return tuple(buckets), np.concatenate(cells)
 
 
-@torch.compiler.disable  # its shapes and Python numbers are other ones in each batch: a compiled layer calls it as it is
+# A compiled layer calls this uncompiled: its shapes and Python numbers change with each batch.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -116,9 +124,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D], key and value [1, KV heads, T, D] -> [1, T, heads, D], in transformers' convention.
+    """Return attention [1, T, heads, D], in transformers' convention.
 
-    Dropout, which arrives among the other arguments, is never applied.
+    query [1, heads, T, D], key and value [1, KV heads, T, D]. Dropout, one of the other arguments,
+    is never applied.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed_layout.unpack is not None:
@@ -135,10 +144,14 @@ def packed_attention(
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """[cells, heads, D] -> [cells, heads, D], bucket by bucket as [rows, heads, length, D]."""
+    """Attend [cells, heads, D] to [cells, heads, D], by buckets of [rows, heads, length, D].
+
+    Raises NotImplementedError for a row over the sliding window.
+    """
     if sliding_window is not None and max(layout.lengths) > sliding_window:
         raise NotImplementedError(
-            f"a sliding window of {sliding_window} tokens on rows of {max(layout.lengths)} needs CUDA and model.dtype=bfloat16"
+            f"a sliding window of {sliding_window} tokens on rows of {max(layout.lengths)} "
+            "needs CUDA and model.dtype=bfloat16"
         )
     sizes = [rows * length for rows, length in layout.buckets]
     gqa = q.shape[1] != k.shape[1]
@@ -159,10 +172,11 @@ def _padded(
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    # Imported here: the module is for CUDA builds, and newer than the rest of torch.nn.attention.
+    # Imported here: only CUDA builds have the module, which is newer than torch.nn.attention.
     from torch.nn.attention.varlen import varlen_attn
 
-    # Fewer heads of keys than of queries: its kernels share them, though torch 2.11 documents no enable_gqa.
+    # With fewer key heads than query heads, the kernels share them. torch 2.11 documents no
+    # enable_gqa.
     cu, longest = layout.cu_seqlens, max(layout.lengths)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(
@@ -181,7 +195,7 @@ def _varlen(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask function for this attention: there is none to build."""
+    """Build no mask: transformers calls this for the attention's mask."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

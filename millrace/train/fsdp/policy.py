@@ -1,4 +1,4 @@
-"""A transformers causal LM as a policy over packed tokens: log-probs and entropies of the trained tokens, nothing else."""
+"""A transformers causal LM as a policy over packed tokens: log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from millrace.train.packing import MicroBatch
 
 
 class PackedPolicy(nn.Module):
-    """Wraps a model and takes it over: its attention works on packed rows from here on.
+    """A policy on a model, which it takes over: attention then works on packed rows.
 
-    The lm_head is used inside this module's forward, so that FSDP has it unsharded there, tied to the embeddings or not.
+    The lm_head is used inside this module's forward. FSDP therefore has it unsharded there, whether
+    it is tied to the embeddings or not.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False
     ) -> None:
-        """`checkpoint_share` of the decoder layers, evenly spread, recompute their activations in the backward pass. `fused` as in
-        `log_probs_and_entropy`.
+        """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
+
+        The `checkpoint_share` of the decoder layers, evenly spread, recomputes its activations in
+        the backward pass. `fused` as in `log_probs_and_entropy`.
         """
         super().__init__()
         _check_head(model)
         model.set_attn_implementation(attention.NAME)
-        # Dropout is off for good: the log-probs under training are to be those of the rollout.
+        # Dropout is always off: the log-probs under training must be those of the rollout.
         model.train(False)
         if checkpoint_share:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -45,8 +48,10 @@ class PackedPolicy(nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float, squares: bool = False
     ) -> tuple[Tensor, ...]:
-        """log p(target) and entropy, each [M] float32, at `temperature`; float64 for a float64 model. With `squares` also the
-        sum of p^2 over the vocabulary, which has no gradient.
+        """Return log p(target) and entropy, each [M] float32, at `temperature`.
+
+        A float64 model returns float64. With `squares` there is also the sum of p^2 over the
+        vocabulary, without a gradient.
         """
         hidden = self.model.base_model(
             input_ids=batch.input_ids.unsqueeze(0),
@@ -60,7 +65,7 @@ class PackedPolicy(nn.Module):
         return (*both, sum_of_squares(states, weight, temperature)) if squares else both
 
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, in order: the units of sharding."""
+        """Return the decoder layers, in order: the units of sharding."""
         return layers_of(self.model)
 
 
@@ -75,7 +80,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Module:
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Raises ConfigError for models whose logits are more than hidden @ weight^T."""
+    """Raise ConfigError for models whose logits are more than hidden @ weight^T."""
     head = output_embeddings(model)
     config = model.config.get_text_config()
     odd = [

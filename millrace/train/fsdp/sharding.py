@@ -1,4 +1,4 @@
-"""Modules over ranks: FSDP2, hybrid where there are several copies of the model; rank 0 loads, and every rank gets its share."""
+"""Modules over ranks: FSDP2, hybrid with several copies of the model. Rank 0 loads for all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millrace.models.model import empty_model, fits, load_model
 
 class Layered(Protocol):
     def layers(self) -> list[nn.Module]:
-        """The units of sharding."""
+        """Return the units of sharding."""
         ...
 
 
@@ -43,10 +43,11 @@ def load(
     *,
     on_host: bool = False,
 ) -> M:
-    """`make` of the model in `folder`, sharded over `mesh`. Of several ranks the first alone loads weights, or draws them; the
-    others get theirs from it.
+    """Return `make` of the model in `folder`, sharded over `mesh`.
 
-    `on_host`: it is loaded or drawn, and made, on the CPU. That is so too where its GPU has no room for the whole model and its share.
+    Only the first rank loads or draws weights; the other ranks receive their shares from it.
+    `on_host`: the model is loaded or drawn, and made, on the CPU. The same happens if the GPU
+    cannot fit both the whole model and the rank's share.
     """
     trust = section.trust_remote_code
 
@@ -56,9 +57,9 @@ def load(
             or offloads(trainer, device)
             or not fits(folder, device, trust_remote_code=trust)
         )
-        where = torch.device("cpu") if host else device
+        place = torch.device("cpu") if host else device
         return load_model(
-            folder, seed=trainer.seed, dtype="float32", device=where, trust_remote_code=trust
+            folder, seed=trainer.seed, dtype="float32", device=place, trust_remote_code=trust
         )
 
     if mesh is None or mesh.size() == 1:
@@ -67,7 +68,7 @@ def load(
     empty = empty_model(folder, trust_remote_code=trust)
     module = shard(make(empty), section, trainer, mesh, device)
     module.to_empty(device="cpu" if offloads(trainer, device) else device)
-    # What no state dict holds: tables of the rotary embedding.
+    # No state dict has these buffers: tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
     for name, buffer in module.named_buffers():
         if full is not None:
@@ -77,7 +78,7 @@ def load(
     set_model_state_dict(
         module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
-    for part in module.modules():  # layers' inputs are there, wherever their weights are
+    for part in module.modules():  # inputs of layers are on the device
         part._buffers.update(
             {
                 name: buffer.to(device)
@@ -89,10 +90,11 @@ def load(
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for all sizes, which are other ones in each batch, and for every pass.
+    """Compile one graph for all sizes, which change with each batch, and for every pass.
 
-    FSDP hands a view of its input to a layer, but not where a checkpointed layer is computed again. Compiled code tells the two
-    apart; two graphs might keep different tensors for the backward pass, and then torch refuses the second.
+    FSDP passes a view of its input to a layer, but not when a checkpointed layer is recomputed.
+    Compiled code distinguishes the two. Two graphs could keep different tensors for the backward
+    pass, and torch would reject the second.
     """
     graph = torch.compile(forward, dynamic=True)
 
@@ -105,16 +107,17 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 def mesh_of(
     section: ModelConfig, trainer: TrainerConfig, world_size: int, device: torch.device
 ) -> DeviceMesh | None:
-    """Ranks as FSDP2 is to see them: [ranks], or [copies of the model, ranks of each], where consecutive ranks share a copy. None
-    where there is nothing to shard and nothing to cast.
+    """Return FSDP2's mesh: [ranks], or [copies of the model, ranks of each].
 
-    All models of an engine share one mesh: every further one would have process groups of its own.
+    Consecutive ranks share a copy. Return None if there is nothing to shard and nothing to cast.
+    All models of an engine share one mesh: every further mesh would have its own process groups.
     """
     if world_size == 1 and section.dtype == "float32" and not offloads(trainer, device):
         # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
         return None
     if not dist.is_initialized():
-        # One rank: FSDP casts the weights layer by layer, or brings them to the GPU, and wants a group to do so.
+        # On one rank, FSDP casts the weights layer by layer, or moves them to the GPU. Both need a
+        # group.
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=HashStore(),
@@ -136,7 +139,10 @@ def shard(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> M:
-    """FSDP2 over each decoder layer and the rest. Master weights stay float32; gradients are added up in float32."""
+    """Apply FSDP2 to each decoder layer and to the rest.
+
+    Master weights stay float32, and gradients are added up in float32.
+    """
     layers = cast(Layered, module).layers()
     if section.compile:
         for layer in layers:
@@ -155,5 +161,5 @@ def shard(
 
 
 def offloads(trainer: TrainerConfig, device: torch.device) -> bool:
-    """Whether weights live in host memory. On a CPU they do anyway."""
+    """Return whether weights live in host memory and are moved to a GPU for use."""
     return trainer.offload_policy and device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A train engine's state on disk: checkpoints that load at any number of ranks, and Hugging Face folders."""
+"""A train engine's state on disk: checkpoints for any number of ranks, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from millrace.train.state_writer import StateWriter, expect_one_process
 SKIPPED_FILES = ("config.json", "generation_config.json")
 """Files of a model folder that save_pretrained writes itself."""
 SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Weights, which are not those of the export."""
+"""Weights of the source folder, which an export replaces."""
 
 
 class Restorable(Protocol):
-    """What a train engine shows of itself to be saved, loaded and exported."""
+    """The parts of a train engine that are saved, loaded and exported."""
 
     kl_coef: float
 
@@ -48,12 +48,12 @@ class Restorable(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are trained, and the base is frozen."""
+        """Whether adapters are trained and the base is frozen."""
         ...
 
     @property
     def base_sum(self) -> int | None:
-        """The sum over the bits of a frozen base."""
+        """Sum over the bits of a frozen base."""
         ...
 
     @property
@@ -78,30 +78,35 @@ class Restorable(Protocol):
 
 
 def save(engine: Restorable, folder: str, *, staged: bool) -> None:
-    """By torch.distributed.checkpoint, all ranks: weights, optimizer and LR clock of the policy and of the critic, if there is
-    one; the reference's weights; the KL coefficient; rank 0's random state. Of a policy with adapters, these alone, and a sum
-    over the base's bits. `staged`: a copy of all this is written after the return.
+    """Save a train state by torch.distributed.checkpoint. All ranks call.
+
+    The state has weights, optimizer and LR clock of the policy, and of the critic if there is one.
+    It also has the reference's weights, the KL coefficient and rank 0's random state. Of a policy
+    with adapters it has only the adapters, and a sum over the base's bits. If `staged`, a copy of
+    the state is written after the return.
     """
     (engine.writer.start if staged else engine.writer.write)(_state(engine), folder)
 
 
 def load(engine: Restorable, folder: str) -> None:
-    """What `save` wrote, resharded to the ranks there are. All ranks call; every rank takes the one random state.
-    The optimizer's settings and a fixed KL coefficient stay those of `begin`.
+    """Load a state that `save` wrote, resharded to the current ranks. All ranks call.
 
-    Raises CheckpointError for a folder without one, and for adapters that were trained on another base.
+    Every rank takes the one random state. The optimizer's settings and a fixed KL coefficient stay
+    those of `begin`. Raises CheckpointError for a folder without a state, and for adapters that
+    were trained on another base.
     """
     if not (Path(folder) / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder} is not a train engine's checkpoint: it has no .metadata. Fix: a whole checkpoint"
+            f"{folder} is not a train engine's checkpoint: it has no .metadata. "
+            "Fix: a whole checkpoint"
         )
     state = _state(engine)
     expect_one_process()
     load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     if engine.base_sum is not None and state["base"].item() != engine.base_sum:
         raise CheckpointError(
-            f"{folder} has adapters of another base than the weights in {engine.model_folder}. Fix: the model.path, model.dtype "
-            "and trainer.seed of the run that saved it"
+            f"{folder} has adapters of another base than the weights in {engine.model_folder}. "
+            "Fix: the model.path, model.dtype and trainer.seed of the run that saved it"
         )
     for model, name in _under_training(engine):
         part = state[name] if name else state
@@ -110,20 +115,24 @@ def load(engine: Restorable, folder: str) -> None:
             _optimizer(model),
             model_state_dict=part["model"],
             optim_state_dict=part["optimizer"],
-            options=StateDictOptions(strict=not engine.adapted),  # the base is not among them
+            options=StateDictOptions(strict=not engine.adapted),  # the base is not in the state
         )
         apply_settings(_optimizer(model), model.optim)
         model.steps = int(part["steps"].item())
         model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
-    if isinstance(engine.reference, Trainable):  # kept adapters were loaded in place
+    if isinstance(
+        engine.reference, Trainable
+    ):  # the adapters of a StartPolicy were loaded in place
         set_model_state_dict(engine.reference.module, state["reference"])
-    if engine.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is the configuration's
+    if (
+        engine.config.algorithm.kl_ctrl.type == "adaptive"
+    ):  # a fixed one comes from the configuration
         engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
 
 
 def _under_training(engine: Restorable) -> list[tuple[Trainable, str]]:
-    """With the keys of their states; the policy's is on top."""
+    """Return the trained models and the keys of their states; the policy's is at the top level."""
     return [(engine.actor, "")] + ([(engine.critic, "critic")] if engine.critic is not None else [])
 
 
@@ -156,14 +165,17 @@ def _state(engine: Restorable) -> dict[str, Any]:
 def _optimizer(model: Trainable) -> torch.optim.AdamW:
     if model.optimizer is None:
         raise CheckpointError(
-            "the train engine has no optimizer to save or load. Fix: call begin(optim, horizon) first"
+            "the train engine has no optimizer to save or load. "
+            "Fix: call begin(optim, horizon) first"
         )
     return model.optimizer
 
 
 def _with_moments(model: Trainable) -> torch.optim.AdamW:
-    """Its optimizer, with moments of 0 if it has not stepped yet. torch would make them by a step at learning rate 0, which
-    AdamW's bias correction counts: to save would change what comes after.
+    """Return the model's optimizer, with moments of 0 if it has not stepped yet.
+
+    torch would make the moments by a step at learning rate 0. AdamW's bias correction would count
+    that step, so a save would change the later steps.
     """
     optimizer = _optimizer(model)
     if not optimizer.state:
@@ -178,10 +190,13 @@ def _with_moments(model: Trainable) -> torch.optim.AdamW:
 
 
 def export(engine: Restorable, folder: str) -> None:
-    """Weights in the serving dtype, config, generation config, and the tokenizer's files of the folder it started from."""
+    """Write a Hugging Face folder: weights in the serving dtype, config and generation config.
+
+    The tokenizer's files come from the folder that the run started from.
+    """
     weights: dict[str, Tensor] = {}
     for name, tensor in engine.full_weights():
-        # Every rank takes part in the gather; only rank 0 keeps what it gives.
+        # Every rank takes part in the gather; only rank 0 keeps the result.
         if engine.rank == 0:
             weights[name] = tensor.cpu()
     if engine.rank == 0:
@@ -193,11 +208,14 @@ def export(engine: Restorable, folder: str) -> None:
 
 
 def copy_tokenizer(source: str, folder: str) -> None:
-    """Every small file beside the weights of a model folder: the tokenizer's, whatever it calls them. Keeps what is there."""
+    """Copy the tokenizer's files of a model folder: all files but weights and configs.
+
+    Files that `folder` already has stay.
+    """
     if not Path(source).is_dir():
         return
     for file in Path(source).iterdir():
         target = Path(folder) / file.name
-        ours = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
-        if file.is_file() and not ours and not target.exists():
+        skipped = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
+        if file.is_file() and not skipped and not target.exists():
             shutil.copy(file, target)
