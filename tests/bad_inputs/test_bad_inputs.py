@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,7 +65,9 @@ def check(expected: dict, code: int, out: str, err: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
-def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, capfd):
+def test_it_is_refused_with_key_value_rule_and_fix(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, expected, arguments = prepare(case, tmp_path)
     if Path(expected.get("unless", "/nowhere")).exists():
         pytest.skip(f"this machine has {expected['unless']}")

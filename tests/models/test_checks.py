@@ -39,7 +39,10 @@ def test_a_type_that_cannot_work_is_refused(tmp_path: Path, kind: str) -> None:
             "not a causal language model",
         ),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, "not a causal"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "not a causal"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "not a causal",
+        ),
     ],
 )
 def test_a_shape_that_cannot_work_is_refused(
