@@ -29,7 +29,11 @@ def aggregate(
 ) -> Any:
     """The weighted sum of token losses, as the train engine takes it."""
     weights = token_weights(
-        mode, sequence_ids=sequence_ids, scale=scale, dtype=loss.dtype, **counts
+        mode,
+        sequence_ids=sequence_ids,
+        scale=scale,
+        dtype=loss.dtype,
+        **counts,  # type: ignore[arg-type]
     )
     return (loss.masked_fill(mask == 0, 0.0) * weights).sum()
 

@@ -71,7 +71,7 @@ def test_factors_have_the_precision_of_the_loss_whatever_counts_are(
     }[mode]
     for counts in (torch.tensor(lengths), torch.tensor(lengths, dtype=torch.float64)):
         factors = token_weights(
-            mode,
+            mode,  # type: ignore[arg-type]
             sequence_ids=torch.arange(sequences),
             sequence_lengths=counts,
             total_tokens=tokens,

@@ -105,7 +105,7 @@ def reference(sequences: Any, options: Any) -> Any:
         [a - b if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences
     ]
     logs = [[None if l is None else clamp(l) for l in s] for s in raw_logs]
-    metrics, verdicts = {}, {}
+    metrics, verdicts = {}, {}  # type: ignore[var-annotated]
     whole = [bool(s) and None not in s for s in logs]
 
     def everywhere(flags: Any) -> Any:
@@ -119,7 +119,7 @@ def reference(sequences: Any, options: Any) -> Any:
     if (veto := options["rollout_token_veto_threshold"]) is not None:
         verdicts["token_veto"] = everywhere(
             [
-                ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s)
+                ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s)  # type: ignore[arg-type]
                 for ok, s in zip(whole, logs, strict=True)
             ]
         )
@@ -191,7 +191,7 @@ def weigh(
             [math.exp(clamp(sum(s)))] * len(s) if ok else [None] * len(s)
             for s, ok in zip(logs, whole, strict=True)
         ]
-        units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]
+        units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]  # type: ignore[misc]
         kept = [applied(s[0]) for s, ks in zip(ratios, keep, strict=True) if any(ks)]
     weights = [
         [applied(r) if k else 0.0 for r, k in zip(s, ks, strict=True)]
@@ -450,14 +450,14 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             correction_options(**options)
-    two, lengths, options = torch.zeros(2), torch.tensor([2]), correction_options()
+    two, lengths, options = torch.zeros(2), torch.tensor([2]), correction_options()  # type: ignore[assignment]
     for args, kwargs, said in (
         ((two, torch.zeros(3), lengths, options), {}, "must all be"),
         ((two, two, torch.tensor([3]), options), {}, "add up to 3"),
         ((two, two, lengths, options), {"include": torch.ones(2)}, "bool"),
     ):
         with pytest.raises(ValueError, match=said):
-            correct(*args, **kwargs)
+            correct(*args, **kwargs)  # type: ignore[arg-type]
 
 
 @given(SEQUENCES)

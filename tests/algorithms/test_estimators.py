@@ -260,7 +260,7 @@ def test_what_is_not_kept_is_as_if_it_were_not_there(name: str, rows: Any, seed:
     alone = estimate(name, pick(batch, keep, tokens), PLAIN)
     assert torch.equal(got.tokens[tokens], alone.tokens) and not got.tokens[~tokens].any()
     if alone.returns is not None:
-        assert torch.equal(got.returns[tokens], alone.returns) and not got.returns[~tokens].any()
+        assert torch.equal(got.returns[tokens], alone.returns) and not got.returns[~tokens].any()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -194,7 +194,7 @@ def test_extreme_log_ratios_stay_finite_in_float32(mode: str, far: float) -> Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_and_no_sequences_give_empty_losses(mode: str) -> None:
-    for sequences in ([], [[], []]):
+    for sequences in ([], [[], []]):  # type: ignore[var-annotated]
         inputs, _ = build(sequences)
         loss, stats = run(mode, inputs)
         loss.sum().backward()

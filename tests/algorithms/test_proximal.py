@@ -79,7 +79,7 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_ov
         if a < 0 and want > -3 * a:
             want, slope = -3 * a, 0.0
         assert loss[i].item() == pytest.approx(w * want, rel=1e-6, abs=1e-9)
-        assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)
+        assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)  # type: ignore[index]
 
 
 def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> None:

@@ -32,7 +32,7 @@ def test_value_loss_matches_numpy_in_value_gradient_and_statistics(rows: Any, c:
     old, target = (double([row[i] for row in rows]).requires_grad_() for i in (1, 2))
     loss, stats = value_loss(v, old, target, cliprange=c)
     loss.sum().backward()
-    want = np.array([reference(*row, c) for row in rows]).reshape(-1, 3).T
+    want = np.array([reference(*row, c) for row in rows]).reshape(-1, 3).T  # type: ignore[call-arg]
     np.testing.assert_allclose(loss.detach().numpy(), want[0], rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(v.grad.numpy(), want[1], rtol=1e-6, atol=1e-12)
     assert stats["clipped"].tolist() == want[2].tolist() and not stats["clipped"].requires_grad

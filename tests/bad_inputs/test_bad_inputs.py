@@ -82,7 +82,7 @@ def test_it_is_refused_with_key_value_rule_and_fix(
         monkeypatch.setattr(console, "_told", False)
         with pytest.raises(SystemExit) as exit_:
             main()
-        code, (out, err) = exit_.value.code, capfd.readouterr()
+        code, (out, err) = exit_.value.code, capfd.readouterr()  # type: ignore[assignment]
     seconds = time.perf_counter() - start
     if "--json" in arguments:
         told = json.loads(out)

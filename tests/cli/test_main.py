@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         monkeypatch.setattr(console, "_told", False)
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        return ended.value.code or 0, *capfd.readouterr()
+        return ended.value.code or 0, *capfd.readouterr()  # type: ignore[return-value]
 
     return run
 
@@ -306,7 +306,7 @@ def test_what_models_and_folders_are_called_is_no_markup() -> None:
     result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
     console = Console(file=io.StringIO(), width=300)
     summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
-    printed = console.file.getvalue()
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count(odd) == 8 and f"run         {odd}\n" in printed
 
 

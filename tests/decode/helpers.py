@@ -41,7 +41,7 @@ def folder(shape: ModelShape = SHAPE) -> Path:
 
 
 def qwen(seed: int = 0, dtype: str = "float32", shape: ModelShape = SHAPE) -> PreTrainedModel:
-    return load_model(folder(shape), seed=seed, dtype=dtype)
+    return load_model(folder(shape), seed=seed, dtype=dtype)  # type: ignore[arg-type]
 
 
 def llama() -> PreTrainedModel:

@@ -118,7 +118,7 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs() -> None:
         eng = engine()
         cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
         return await asyncio.gather(
-            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))
+            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))  # type: ignore[arg-type]
         )
 
     for i, (segment,) in enumerate(asyncio.run(run())):
@@ -348,7 +348,7 @@ def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
         def broken(*args: Any, **kwargs: Any) -> None:
             raise FloatingPointError("lost the device")
 
-        eng._decoder._call = broken
+        eng._decoder._call = broken  # type: ignore[assignment, method-assign]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(r) for r in results] == [FloatingPointError] * 5
         with pytest.raises(WorkerError, match="lost the device"):
@@ -422,7 +422,7 @@ def test_deterministic_bits_depend_on_no_other_request(dtype: str) -> None:
 
         async def one(i: Any) -> Any:
             await turns(delay(i))
-            (segment,) = await eng.generate(*requests[i], "s")
+            (segment,) = await eng.generate(*requests[i], "s")  # type: ignore[call-arg]
             return i, (segment.tokens.tobytes(), segment.log_probs.tobytes(), segment.stop)
 
         results = dict(await asyncio.gather(*(one(i) for i in order)))

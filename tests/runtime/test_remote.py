@@ -19,7 +19,7 @@ class Answers:
     """A peer that answers by method; an exception is raised."""
 
     def __init__(self, name: str, lost: str = "", **answers: Any) -> None:
-        self.name, self.lost, self.answers, self.asked = name, lost, answers, []
+        self.name, self.lost, self.answers, self.asked = name, lost, answers, []  # type: ignore[var-annotated]
 
     async def call(self, method: str, args: tuple[object, ...] = (), result: object = None) -> Any:
         self.asked.append(method)

@@ -58,7 +58,10 @@ def plain_model(case: Any, folder: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config_of(case).trainer.seed + 1)
         settings = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=RANK,
+            lora_alpha=ALPHA,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",  # type: ignore[arg-type]
         )
         return get_peft_model(loaded(case, folder), settings).double()
 
