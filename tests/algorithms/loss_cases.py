@@ -29,11 +29,11 @@ def aggregate(
 ) -> Any:
     """The weighted sum of token losses, as the train engine takes it."""
     weights = token_weights(
-        mode,
+        mode,  # type: ignore[arg-type]
         sequence_ids=sequence_ids,
         scale=scale,
         dtype=loss.dtype,
-        **counts,  # type: ignore[arg-type]
+        **counts,
     )
     return (loss.masked_fill(mask == 0, 0.0) * weights).sum()
 

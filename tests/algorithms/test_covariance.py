@@ -91,7 +91,7 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
     assert counts.sum() == 1200
     at = (counts > 0).nonzero().squeeze(-1).tolist()
     assert at == [0, 1, 4, 5, 8, 9]
-    assert counts[at].min() > 150  # 200 each expected; this is 3.9 standard deviations  # type: ignore[index]
+    assert counts[at].min() > 150  # type: ignore[index]  # 200 each expected; this is 3.9 standard deviations
 
 
 def test_clip_covs_share_is_of_all_trained_tokens() -> None:

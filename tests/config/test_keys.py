@@ -31,7 +31,7 @@ def test_every_key_has_a_docstring_of_a_sentence(key: Any, field: Any) -> None:
     )
 
 
-def test_describe_has_every_key_with_type_and_default() -> Iterator[Any]:  # type: ignore[return]
+def test_describe_has_every_key_with_type_and_default() -> None:
     described = {key: (kind, default) for key, kind, default, _ in recipe.describe()}
     assert list(described) == [key for key, _ in recipe.all_keys()]
 
@@ -56,7 +56,7 @@ def test_describe_has_every_key_with_type_and_default() -> Iterator[Any]:  # typ
 def test_the_defaults_are_a_configuration_and_survive_json() -> None:
     assert Config.model_validate(Config().model_dump(mode="json")) == Config()
     with pytest.raises(ValidationError):
-        Config().name = "other"  # frozen  # type: ignore[misc]
+        Config().name = "other"  # type: ignore[misc]  # frozen
 
 
 counts = st.integers(1, 40)

@@ -59,9 +59,9 @@ def plain_model(case: Any, folder: str) -> Any:
         torch.manual_seed(config_of(case).trainer.seed + 1)
         settings = LoraConfig(
             r=RANK,
-            lora_alpha=ALPHA,
+            lora_alpha=ALPHA,  # type: ignore[arg-type]
             target_modules="all-linear",
-            task_type="CAUSAL_LM",  # type: ignore[arg-type]
+            task_type="CAUSAL_LM",
         )
         return get_peft_model(loaded(case, folder), settings).double()
 

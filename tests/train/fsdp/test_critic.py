@@ -183,7 +183,7 @@ def test_a_truncated_response_ends_in_its_value_where_that_is_asked_for(folder: 
     config = config_of(algorithm={"adv_estimator": "gae", "bootstrap_truncated": True})
     engine = engine_of(folder, config)
     with torch.no_grad():
-        critic_of(engine).head.bias.fill_(0.4)  # and a weight of 0: every value is 0.4  # type: ignore[operator]
+        critic_of(engine).head.bias.fill_(0.4)  # type: ignore[operator]  # and a weight of 0: every value is 0.4
     group = sample(
         0, trajectory(-2.0, -2.0, score=1.0), trajectory(-2.0, -2.0, score=9.0, stop=Stop.LENGTH)
     )
