@@ -176,7 +176,7 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
     queue = SampleQueue(ledger, deadline_s=600)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
     params = SamplingParams(max_tokens=64)
-    roller = SampleRoller(lambda prompt: SingleTurn(), InstantReward(), str, params, n, seed=0)
+    roller = SampleRoller(lambda prompt: SingleTurn(), InstantReward(), str, params, n, seed=0)  # type: ignore[arg-type]
     rollouter = Rollouter(queue, Prompts(), RolloutPool([rollouts]), roller)
     loop = asyncio.get_running_loop()
     observer = Nothing()
@@ -195,9 +195,9 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
     trainer = Trainer(
         queue,
         rollouter,
-        InstantTrainer(),
+        InstantTrainer(),  # type: ignore[arg-type]
         Turns(),
-        InstantSync(rollouts),
+        InstantSync(rollouts),  # type: ignore[arg-type]
         observer,
         Stopwatch(loop.time),
     )

@@ -127,7 +127,7 @@ def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
         for name, arm in itertools.product(options.recipes, ARMS):
             recipe = f"algorithms/{name}"
             plan.append(
-                (
+                (  # type: ignore[arg-type]
                     {"part": "recipes", "name": name, "arm": arm, "seed": seed},
                     recipe,
                     [*ARMS[arm], f"rollout.test_freq={options.every}"],
@@ -136,7 +136,7 @@ def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
         for name in STALE if options.stale else ():
             overrides = [*EIGHT_OLD, *STALE[name], f"rollout.test_freq={2 * options.every}"]
             plan.append(
-                (
+                (  # type: ignore[arg-type]
                     {"part": "stale", "name": name, "arm": "async", "seed": seed},
                     "quickstart",
                     overrides,

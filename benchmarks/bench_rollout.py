@@ -235,7 +235,8 @@ def main() -> None:
     quick = quick_jobs(rng)
     quick_arms = {f"{slots} slots": EngineArm(own, slots, 16) for slots in (64, 128, 256)}
     rates = measure(
-        {name: (lambda a=a: a.run(quick)) for name, a in quick_arms.items()}, options.repeats * 3
+        {name: (lambda a=a: a.run(quick)) for name, a in quick_arms.items()},  # type: ignore[misc]
+        options.repeats * 3,
     )
     mean = statistics.mean(length for _, length in quick)
     out["quick"] = report(

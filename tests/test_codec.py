@@ -1,5 +1,7 @@
 """What crosses a process or a checkpoint comes back exactly: any JSON data, integers of any size included."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -48,14 +50,16 @@ def same_prompt(a: Prompt, b: Prompt) -> bool:
 
 
 @given(JSON)
-def test_plain_data_is_the_same_as_msgpack_and_as_json(value):
+def test_plain_data_is_the_same_as_msgpack_and_as_json(value: Any) -> None:
     assert same(codec.decoder(Any).decode(codec.pack(value)), value)
     assert same(codec.from_json(codec.to_json(value), Any), value)
     assert same(plain(value), value)
 
 
 @given(JSON, OBJECTS, OBJECTS)
-def test_a_sample_is_the_same_in_another_process_and_in_a_checkpoint(truth, extra, columns):
+def test_a_sample_is_the_same_in_another_process_and_in_a_checkpoint(
+    truth: Any, extra: Any, columns: Any
+) -> None:
     sample = Sample(prompt_of(truth, extra, columns), (Trajectory(score=Score(0.5)),))
     there = codec.decoder(Sample).decode(codec.pack(sample))
     assert there == sample and same_prompt(there.prompt, sample.prompt)
@@ -66,7 +70,7 @@ def test_a_sample_is_the_same_in_another_process_and_in_a_checkpoint(truth, extr
 
 
 @given(JSON, OBJECTS, OBJECTS)
-def test_a_call_of_a_reward_is_the_same_in_the_worker(truth, extra, columns):
+def test_a_call_of_a_reward_is_the_same_in_the_worker(truth: Any, extra: Any, columns: Any) -> None:
     call = Call(1, "text", "source", truth, extra, columns, ["a response"])
     (payload,) = Frames().feed(frame([call]))
     (there,) = calls_decoder.decode(payload)
@@ -75,12 +79,12 @@ def test_a_call_of_a_reward_is_the_same_in_the_worker(truth, extra, columns):
         assert same(getattr(there, name), getattr(call, name))
 
 
-def test_other_extensions_are_refused():
+def test_other_extensions_are_refused() -> None:
     with pytest.raises(ValueError, match="extension of type 7"):
         codec.decoder(Any).decode(b"\xd4\x07\x00")
 
 
-def test_a_row_of_reasoning_gym_with_a_large_integer_crosses_every_wire():
+def test_a_row_of_reasoning_gym_with_a_large_integer_crosses_every_wire() -> None:
     shown = problem(load_source("reasoning_gym:codeio?size=150&seed=1", seed=0), 83)
     prompt = prompt_of(shown.ground_truth, shown.extra_info, shown.columns)
     assert any(n < -(2**63) for n in integers_in([prompt.extra_info, prompt.columns]))
@@ -97,7 +101,7 @@ def integers_in(value: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("column", ["answer", "extra"])
-def test_an_integer_that_json_cannot_hold_is_a_bad_row(column):
+def test_an_integer_that_json_cannot_hold_is_a_bad_row(column: str) -> None:
     row = {"prompt": "a", column: 10**5000}
     rows = Rows((Part("source", "source", 1, lambda i: row, generated=True),), (1,))
     with pytest.raises(DataError, match="4300 digits"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -22,15 +24,21 @@ SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=5)
 """Sequences, some empty, of ((new, old), advantage, trained, selected, weight in the sum)."""
 
 
-def aggregate(loss, mask, sequence_ids, mode, *, scale=1.0, **counts):
+def aggregate(
+    loss: Any, mask: Any, sequence_ids: Any, mode: str, *, scale: Any = 1.0, **counts: Any
+) -> Any:
     """The weighted sum of token losses, as the train engine takes it."""
     weights = token_weights(
-        mode, sequence_ids=sequence_ids, scale=scale, dtype=loss.dtype, **counts
+        mode,  # type: ignore[arg-type]
+        sequence_ids=sequence_ids,
+        scale=scale,
+        dtype=loss.dtype,
+        **counts,
     )
     return (loss.masked_fill(mask == 0, 0.0) * weights).sum()
 
 
-def build(sequences, dtype=torch.float64):
+def build(sequences: Any, dtype: Any = torch.float64) -> Any:
     """The LossInput, its log_probs a leaf, and the weights of its tokens."""
     rows = [token for sequence in sequences for token in sequence]
     floats = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
@@ -48,7 +56,7 @@ def build(sequences, dtype=torch.float64):
     return inputs, floats([row[4] for row in rows])
 
 
-def check(loss_function, inputs, weights, options, reference):
+def check(loss_function: Any, inputs: Any, weights: Any, options: Any, reference: Any) -> None:
     """Loss, gradient of its weighted sum, and statistics agree with `reference(mode's inputs)`, which gives all five."""
     loss, stats = loss_function(inputs, options)
     (loss * weights).sum().backward()
@@ -68,10 +76,10 @@ def check(loss_function, inputs, weights, options, reference):
     assert not any(value.requires_grad for value in stats.values())
 
 
-def by_token(rule):
+def by_token(rule: Any) -> Any:
     """A reference of whole inputs from a rule for one trained token: its loss, slope and three statistics."""
 
-    def reference(inputs, weights, options):
+    def reference(inputs: Any, weights: Any, options: Any) -> Any:
         columns = (
             inputs.log_probs.detach(),
             inputs.old_log_probs,
@@ -91,12 +99,12 @@ def by_token(rule):
     return reference
 
 
-def clamped(new, old):
+def clamped(new: Any, old: Any) -> Any:
     """log rho and its slope."""
     return float(np.clip(new - old, -20, 20)), float(abs(new - old) <= 20)
 
 
-def surrogate(ratio, slope, adv, options):
+def surrogate(ratio: Any, slope: Any, adv: Any, options: Any) -> Any:
     """max of the plain and the clipped surrogate, its slope, whether the clip won."""
     plain, bounded = (
         -adv * ratio,
@@ -105,7 +113,7 @@ def surrogate(ratio, slope, adv, options):
     return (bounded, 0.0, 1.0) if bounded > plain else (plain, -adv * slope, 0.0)
 
 
-def vanilla(new, old, adv, selected, options):
+def vanilla(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     d, inside = clamped(new, old)
     loss, slope, clipped = surrogate(np.exp(d), np.exp(d) * inside, adv, options)
     if adv < 0 and loss > -adv * options.clip_c:
@@ -113,17 +121,17 @@ def vanilla(new, old, adv, selected, options):
     return loss, slope, clipped, 0.0, d
 
 
-def reinforce(new, old, adv, selected, options):
+def reinforce(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     return -adv * new, -adv, 0.0, 0.0, 0.0
 
 
-def cispo(new, old, adv, selected, options):
+def cispo(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     d, _ = clamped(new, old)
     weight = np.clip(np.exp(d), 1 - options.clip_low, 1 + options.clip_high)
     return -weight * adv * new, -weight * adv, float(adv != 0 and weight != np.exp(d)), 0.0, d
 
 
-def sapo(new, old, adv, selected, options):
+def sapo(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     d, inside = clamped(new, old)
     tau = options.tau_pos if adv > 0 else options.tau_neg
     fall = np.exp(-tau * (np.exp(d) - 1))
@@ -136,18 +144,18 @@ def sapo(new, old, adv, selected, options):
     )
 
 
-def dro(new, old, adv, selected, options):
+def dro(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     loss = -(adv * new - options.dro_beta / 2 * (new - old) ** 2)
     return loss, -adv + options.dro_beta * (new - old), 0.0, 0.0, clamped(new, old)[0]
 
 
-def clip_cov(new, old, adv, selected, options):
+def clip_cov(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     d, inside = clamped(new, old)
     loss, slope, clipped = surrogate(np.exp(d), np.exp(d) * inside, adv, options)
     return (0.0, 0.0, 1.0, 0.0, d) if selected else (loss, slope, clipped, 0.0, d)
 
 
-def kl_cov(new, old, adv, selected, options):
+def kl_cov(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
     d, inside = clamped(new, old)
     loss, slope = -adv * np.exp(d), -adv * np.exp(d) * inside
     if selected:
@@ -158,8 +166,8 @@ def kl_cov(new, old, adv, selected, options):
     return loss, slope, 0.0, 0.0, d
 
 
-def dppo(kept):
-    def rule(new, old, adv, selected, options):
+def dppo(kept: Any) -> Any:
+    def rule(new: Any, old: Any, adv: Any, selected: Any, options: Any) -> Any:
         d, _ = clamped(new, old)
         if not kept(new, old, adv, options):
             return 0.0, 0.0, float(adv != 0), 0.0, d
@@ -175,12 +183,12 @@ def dppo(kept):
     return rule
 
 
-def within_tv(new, old, adv, options):
+def within_tv(new: Any, old: Any, adv: Any, options: Any) -> Any:
     shift = np.exp(new) - np.exp(old)
     return shift <= options.clip_high if adv > 0 else shift >= -options.clip_low
 
 
-def within_kl(new, old, adv, options):
+def within_kl(new: Any, old: Any, adv: Any, options: Any) -> Any:
     p_old, rest_old, rest = np.exp(old), max(-np.expm1(old), 1e-8), max(-np.expm1(new), 1e-8)
     kl = p_old * np.clip(old - new, -20, 20) + rest_old * np.log(rest_old / rest)
     if adv > 0:

@@ -1,5 +1,10 @@
 """Outcome advantages against NumPy in float64, and their exact zeros."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,19 +21,19 @@ ROWS = st.lists(st.tuples(st.integers(-3, 5), REWARD, st.integers(0, 9)), max_si
 """Group, reward, length; groups of any size in any order."""
 
 
-def members(groups):
+def members(groups: list[int]) -> dict[int, list[int]]:
     return {g: [i for i, x in enumerate(groups) if x == g] for g in set(groups)}
 
 
-def differ(r):
+def differ(r: np.ndarray) -> bool:
     return len(set(r.tolist())) > 1
 
 
-def reference_grpo(r, norm_by_std, eps=1e-6):
+def reference_grpo(r: np.ndarray, norm_by_std: bool, eps: float = 1e-6) -> np.ndarray:
     return (r - r.mean()) / ((r.std(ddof=1) + eps) if norm_by_std else 1.0)
 
 
-def reference_passk(r, norm_by_std, eps=1e-6):
+def reference_passk(r: np.ndarray, norm_by_std: bool, eps: float = 1e-6) -> np.ndarray:
     second, first = sorted(r.tolist())[-2:]
     result = np.zeros(len(r))
     result[r.tolist().index(first)] = (first - second) / (
@@ -37,15 +42,15 @@ def reference_passk(r, norm_by_std, eps=1e-6):
     return result
 
 
-def reference_rloo(r):
+def reference_rloo(r: np.ndarray) -> np.ndarray:
     return np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
 
 
-def reference_opo(r, lengths):
+def reference_opo(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return r - (r * lengths).sum() / lengths.sum() if lengths.sum() else np.zeros(len(r))
 
 
-def by_group(rows, function):
+def by_group(rows: list[tuple[int, float, int]], function: Callable[..., Any]) -> np.ndarray:
     """`function` of the rewards and lengths of each group in which rewards differ, 0 in the others."""
     result = np.zeros(len(rows))
     for at in members([g for g, _, _ in rows]).values():
@@ -55,7 +60,7 @@ def by_group(rows, function):
     return result
 
 
-def tensors(rows):
+def tensors(rows: list[tuple[int, float, int]]) -> tuple[torch.Tensor, ...]:
     return (
         torch.tensor([r for _, r, _ in rows], dtype=torch.float64),
         torch.tensor([g for g, _, _ in rows], dtype=torch.long),
@@ -63,14 +68,16 @@ def tensors(rows):
     )
 
 
-def close(got, expected):
+def close(got: torch.Tensor, expected: np.ndarray) -> None:
     assert got.dtype == torch.float64 and not got.requires_grad
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 @CALM
 @given(ROWS, st.booleans())
-def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(rows, norm_by_std):
+def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(
+    rows: list[tuple[int, float, int]], norm_by_std: bool
+) -> None:
     rewards, groups, _ = tensors(rows)
     close(
         grpo(rewards, groups, norm_by_std=norm_by_std),
@@ -80,7 +87,7 @@ def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(rows, norm_by_st
 
 @CALM
 @given(ROWS, st.booleans())
-def test_passk_matches_numpy(rows, norm_by_std):
+def test_passk_matches_numpy(rows: list[tuple[int, float, int]], norm_by_std: bool) -> None:
     rewards, groups, _ = tensors(rows)
     close(
         grpo_passk(rewards, groups, norm_by_std=norm_by_std),
@@ -90,21 +97,21 @@ def test_passk_matches_numpy(rows, norm_by_std):
 
 @CALM
 @given(ROWS)
-def test_rloo_is_the_reward_less_the_mean_of_the_others(rows):
+def test_rloo_is_the_reward_less_the_mean_of_the_others(rows: list[tuple[int, float, int]]) -> None:
     rewards, groups, _ = tensors(rows)
     close(rloo(rewards, groups), by_group(rows, lambda r, _: reference_rloo(r)))
 
 
 @CALM
 @given(ROWS)
-def test_opo_matches_numpy(rows):
+def test_opo_matches_numpy(rows: list[tuple[int, float, int]]) -> None:
     rewards, groups, lengths = tensors(rows)
     close(opo(rewards, groups, lengths), by_group(rows, reference_opo))
 
 
 @CALM
 @given(ROWS)
-def test_gpg_matches_numpy(rows):
+def test_gpg_matches_numpy(rows: list[tuple[int, float, int]]) -> None:
     rewards, groups, _ = tensors(rows)
     valid = sum(
         len(at)
@@ -117,7 +124,9 @@ def test_gpg_matches_numpy(rows):
 
 @CALM
 @given(ROWS, st.booleans(), st.floats(-2, 2))
-def test_gdpo_adds_the_weighted_grpo_of_each_component(rows, norm_by_std, weight):
+def test_gdpo_adds_the_weighted_grpo_of_each_component(
+    rows: list[tuple[int, float, int]], norm_by_std: bool, weight: float
+) -> None:
     rewards, groups, lengths = tensors(rows)
     parts = {"right": rewards, "short": lengths.double()}
     swapped = [(g, float(n), 0) for g, _, n in rows]
@@ -126,23 +135,23 @@ def test_gdpo_adds_the_weighted_grpo_of_each_component(rows, norm_by_std, weight
     close(gdpo(parts, groups, weights={"short": weight}, norm_by_std=norm_by_std), expected)
 
 
-def opo_of_ones(rewards, groups):
+def opo_of_ones(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return opo(rewards, groups, torch.ones_like(groups))
 
 
-def gdpo_of_one(rewards, groups):
+def gdpo_of_one(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return gdpo({"one": rewards}, groups, weights={"one": 3.0}, norm_by_std=True)
 
 
-def plain_grpo(rewards, groups):
+def plain_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return grpo(rewards, groups, norm_by_std=True)
 
 
-def plain_passk(rewards, groups):
+def plain_passk(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return grpo_passk(rewards, groups, norm_by_std=True)
 
 
-def dr_grpo(rewards, groups):
+def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return grpo(rewards, groups, norm_by_std=False)
 
 
@@ -156,13 +165,17 @@ ALL = [plain_grpo, dr_grpo, plain_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
     n=st.integers(1, 20),
     reward=st.one_of(st.sampled_from([0.1, 0.3, 0.7, 1 / 3]), st.floats(-5, 5)),
 )
-def test_equal_rewards_give_exactly_zero(estimator, dtype, n, reward):
+def test_equal_rewards_give_exactly_zero(
+    estimator: Callable[..., Any], dtype: torch.dtype, n: int, reward: float
+) -> None:
     got = estimator(torch.full((n,), reward, dtype=dtype), torch.zeros(n, dtype=torch.long))
     assert got.tolist() == [0.0] * n and got.dtype == dtype
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_seven_times_point_three_gives_zero_and_leaves_other_groups_alone(estimator):
+def test_seven_times_point_three_gives_zero_and_leaves_other_groups_alone(
+    estimator: Callable[..., Any],
+) -> None:
     rewards = torch.tensor([0.0] + [0.3] * 7 + [1.0], dtype=torch.float64)
     groups = torch.tensor([1] + [4] * 7 + [1])
     got = estimator(rewards, groups)
@@ -171,18 +184,18 @@ def test_seven_times_point_three_gives_zero_and_leaves_other_groups_alone(estima
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_a_group_of_one_has_no_baseline_and_gives_zero(estimator):
+def test_a_group_of_one_has_no_baseline_and_gives_zero(estimator: Callable[..., Any]) -> None:
     assert estimator(torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 7, 7])).tolist()[0] == 0.0
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_no_trajectories_give_none(estimator):
+def test_no_trajectories_give_none(estimator: Callable[..., Any]) -> None:
     empty = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert estimator(*empty).shape == (0,)
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_bad_rewards_are_refused(estimator):
+def test_bad_rewards_are_refused(estimator: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="not finite"):
         estimator(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="must both be"):
@@ -190,26 +203,26 @@ def test_bad_rewards_are_refused(estimator):
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_rewards_of_any_real_dtype_give_float32(estimator):
+def test_rewards_of_any_real_dtype_give_float32(estimator: Callable[..., Any]) -> None:
     assert (
         estimator(torch.tensor([1, 0, 0]), torch.zeros(3, dtype=torch.long)).dtype == torch.float32
     )
 
 
-def test_passk_gives_a_shared_best_nothing():
+def test_passk_gives_a_shared_best_nothing() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
     got = grpo_passk(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), norm_by_std=False)
     assert got.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
 
 
-def test_gpg_counts_groups_without_a_gradient_and_not_rewards_of_zero():
+def test_gpg_counts_groups_without_a_gradient_and_not_rewards_of_zero() -> None:
     groups = torch.tensor([0, 0, 1, 1])
     assert gpg(torch.tensor([1.0, -1.0, -1.0, -1.0]), groups).tolist() == [2.0, -2.0, 0.0, 0.0]
     assert gpg(torch.tensor([1.0, 0.0, 0.0, 1.0]), groups).tolist() == [0.5, -0.5, -0.5, 0.5]
     assert gpg(torch.zeros(4), groups).tolist() == [0.0] * 4
 
 
-def test_opo_defines_what_has_no_tokens():
+def test_opo_defines_what_has_no_tokens() -> None:
     rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
     assert opo(rewards, groups, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
     assert opo(rewards, groups, torch.tensor([3, 0])).tolist() == [0.0, -1.0]
@@ -217,7 +230,7 @@ def test_opo_defines_what_has_no_tokens():
         opo(rewards, groups, torch.tensor([1]))
 
 
-def test_gdpo_refuses_what_it_cannot_weigh():
+def test_gdpo_refuses_what_it_cannot_weigh() -> None:
     groups = torch.tensor([0, 0])
     with pytest.raises(ValueError, match=r"unknown names in weights: \['b'\]"):
         gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0}, norm_by_std=True)

@@ -1,5 +1,9 @@
 """Loss aggregation: against NumPy, and the same however a mini-batch is cut."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +24,7 @@ SEQUENCES = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_si
 SCALE = 7.0
 
 
-def reference(sequences, mode):
+def reference(sequences: Any, mode: str) -> Any:
     sums = [sum(x for x, m in s if m) for s in sequences]
     counts = [sum(m for _, m in s) for s in sequences]
     n = max(len(sequences), 1)
@@ -33,7 +37,7 @@ def reference(sequences, mode):
     }[mode]
 
 
-def flat(sequences):
+def flat(sequences: Any) -> Any:
     loss = torch.tensor([x for s in sequences for x, _ in s], dtype=torch.float64)
     mask = torch.tensor([float(m) for s in sequences for _, m in s])
     ids = torch.tensor([i for i, s in enumerate(sequences) for _ in s], dtype=torch.long)
@@ -54,7 +58,9 @@ def flat(sequences):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lengths", [[3, 7], [16_777_217, 33_554_433]])
-def test_factors_have_the_precision_of_the_loss_whatever_counts_are(mode, dtype, lengths):
+def test_factors_have_the_precision_of_the_loss_whatever_counts_are(
+    mode: str, dtype: torch.dtype, lengths: list[int]
+) -> None:
     sequences, tokens = len(lengths), sum(lengths)
     exact = {
         "token-mean": [1 / tokens] * sequences,
@@ -65,7 +71,7 @@ def test_factors_have_the_precision_of_the_loss_whatever_counts_are(mode, dtype,
     }[mode]
     for counts in (torch.tensor(lengths), torch.tensor(lengths, dtype=torch.float64)):
         factors = token_weights(
-            mode,
+            mode,  # type: ignore[arg-type]
             sequence_ids=torch.arange(sequences),
             sequence_lengths=counts,
             total_tokens=tokens,
@@ -81,7 +87,7 @@ def test_factors_have_the_precision_of_the_loss_whatever_counts_are(mode, dtype,
 
 @pytest.mark.parametrize("mode", MODES)
 @given(sequences=SEQUENCES)
-def test_aggregate_matches_numpy(mode, sequences):
+def test_aggregate_matches_numpy(mode: str, sequences: Any) -> None:
     loss, mask, ids, counts = flat(sequences)
     x = loss.requires_grad_()
     value = aggregate(x, mask, ids, mode, **counts)
@@ -96,7 +102,9 @@ def test_aggregate_matches_numpy(mode, sequences):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(sequences=SEQUENCES, seed=st.integers(0, 1000), parts=st.integers(1, 5))
-def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(mode, sequences, seed, parts):
+def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(
+    mode: str, sequences: Any, seed: int, parts: Any
+) -> None:
     loss, mask, ids, counts = flat(sequences)
     part = torch.from_numpy(np.random.default_rng(seed).integers(0, parts, len(loss)))
     shares = [
@@ -107,7 +115,7 @@ def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(mode, sequen
     np.testing.assert_allclose(sum(shares), whole, rtol=1e-6, atol=1e-9)
 
 
-def test_a_masked_token_may_be_infinite():
+def test_a_masked_token_may_be_infinite() -> None:
     value = aggregate(
         torch.tensor([1.0, torch.inf]),
         torch.tensor([1, 0]),
@@ -121,7 +129,7 @@ def test_a_masked_token_may_be_infinite():
     assert value.item() == 1.0
 
 
-def test_unknown_modes_and_scales_are_refused():
+def test_unknown_modes_and_scales_are_refused() -> None:
     loss, mask, ids, counts = flat([[(1.0, True)]])
     with pytest.raises(ValueError, match="token-mean"):
         aggregate(loss, mask, ids, "mean", **counts)

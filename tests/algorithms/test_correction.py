@@ -1,6 +1,9 @@
 """Rollout correction against NumPy in float64: weights, what is kept, and every metric."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,16 +46,16 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def double(values):
+def double(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def batch(sequences):
+def batch(sequences: Any) -> Any:
     """(a, b, include) for each token of each sequence; a token with no `b` has equal policies."""
     return [[(a, a if b is None else b, inc) for a, b, inc in s] for s in sequences]
 
 
-def run(sequences, options, dtype=torch.float64):
+def run(sequences: Any, options: Any, dtype: Any = torch.float64) -> Any:
     tokens = [t for s in sequences for t in s]
     a, b = (torch.tensor([t[i] for t in tokens], dtype=dtype) for i in range(2))
     made = correction_options(
@@ -73,11 +76,11 @@ def run(sequences, options, dtype=torch.float64):
 # The reference: plain loops, from the definitions.
 
 
-def clamp(x):
+def clamp(x: Any) -> Any:
     return min(max(x, -20.0), 20.0)
 
 
-def statistic(name, ls):
+def statistic(name: str, ls: Any) -> Any:
     """Of a token's log-ratio (one element), or of those of a sequence."""
     each = {"k1": lambda l: l, "k2": lambda l: l * l / 2, "k3": lambda l: math.expm1(l) - l}[
         name[-2:]
@@ -89,12 +92,12 @@ def statistic(name, ls):
     return math.exp(clamp(value)) if name.endswith("k1") else value
 
 
-def outside(value, low, high):
+def outside(value: Any, low: Any, high: Any) -> Any:
     """(below, above) in ratio space, with a slack well under what the random values can tell apart."""
     return value < low * (1 - 1e-12), value > high * (1 + 1e-12)
 
 
-def reference(sequences, options):
+def reference(sequences: Any, options: Any) -> Any:
     """Weights, keep and metrics; sequences are lists of (a, b, include)."""
     cut = options["rollout_is_threshold"]
     low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
@@ -102,10 +105,10 @@ def reference(sequences, options):
         [a - b if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences
     ]
     logs = [[None if l is None else clamp(l) for l in s] for s in raw_logs]
-    metrics, verdicts = {}, {}
+    metrics, verdicts = {}, {}  # type: ignore[var-annotated]
     whole = [bool(s) and None not in s for s in logs]
 
-    def everywhere(flags):
+    def everywhere(flags: Any) -> Any:
         return [[flag] * len(s) for flag, s in zip(flags, logs, strict=True)]
 
     verdicts["nonfinite"] = (
@@ -116,7 +119,7 @@ def reference(sequences, options):
     if (veto := options["rollout_token_veto_threshold"]) is not None:
         verdicts["token_veto"] = everywhere(
             [
-                ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s)
+                ok and not any(outside(math.exp(l), veto, math.inf)[0] for l in s)  # type: ignore[arg-type]
                 for ok, s in zip(whole, logs, strict=True)
             ]
         )
@@ -162,12 +165,14 @@ def reference(sequences, options):
     )
 
 
-def weigh(logs, whole, keep, cut, bounds, options, metrics):
+def weigh(
+    logs: Any, whole: Any, keep: Any, cut: Any, bounds: Any, options: Any, metrics: Any
+) -> Any:
     mode = options["rollout_is"]
     if mode is None:
         return [[float(k) for k in s] for s in keep]
 
-    def applied(ratio):
+    def applied(ratio: Any) -> Any:
         if isinstance(cut, tuple):
             return 0.0 if any(outside(ratio, *cut)) else ratio
         return min(ratio, cut)
@@ -186,7 +191,7 @@ def weigh(logs, whole, keep, cut, bounds, options, metrics):
             [math.exp(clamp(sum(s)))] * len(s) if ok else [None] * len(s)
             for s, ok in zip(logs, whole, strict=True)
         ]
-        units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]
+        units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]  # type: ignore[misc]
         kept = [applied(s[0]) for s, ks in zip(ratios, keep, strict=True) if any(ks)]
     weights = [
         [applied(r) if k else 0.0 for r, k in zip(s, ks, strict=True)]
@@ -218,7 +223,7 @@ def weigh(logs, whole, keep, cut, bounds, options, metrics):
     return weights
 
 
-def drift_reference(sequences):
+def drift_reference(sequences: Any) -> dict[str, Any]:
     rows = [[(a, b) for a, b, *_ in s if math.isfinite(a - b)] for s in sequences]
     rows = [s for s in rows if s]
     pairs = [pair for s in rows for pair in s]
@@ -242,11 +247,11 @@ def drift_reference(sequences):
     }
 
 
-def mean(values):
+def mean(values: Any) -> Any:
     return sum(values) / len(values) if values else 0.0
 
 
-def spread(values):
+def spread(values: Any) -> dict[str, Any]:
     return {
         "mean": mean(values),
         "max": max(values, default=0.0),
@@ -257,7 +262,7 @@ def spread(values):
 
 @settings(max_examples=100, deadline=None)
 @given(SEQUENCES, OPTIONS)
-def test_weights_keep_and_every_metric_match_the_definitions(sequences, options):
+def test_weights_keep_and_every_metric_match_the_definitions(sequences: Any, options: Any) -> None:
     sequences = batch(sequences)
     got = run(sequences, options)
     weights, keep, metrics = reference(sequences, options)
@@ -272,7 +277,7 @@ def test_weights_keep_and_every_metric_match_the_definitions(sequences, options)
 
 @given(SEQUENCES, OPTIONS)
 @settings(max_examples=40, deadline=None)
-def test_what_is_not_included_might_as_well_not_be_there(sequences, options):
+def test_what_is_not_included_might_as_well_not_be_there(sequences: Any, options: Any) -> None:
     sequences = batch(sequences)
     got, without = (
         run(sequences, options),
@@ -287,20 +292,22 @@ def test_what_is_not_included_might_as_well_not_be_there(sequences, options):
 
 @given(SEQUENCES, OPTIONS)
 @settings(max_examples=40, deadline=None)
-def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(sequences, options):
+def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(
+    sequences: Any, options: Any
+) -> None:
     got = run(batch(sequences), options, dtype=torch.float32)
     assert got.weights.dtype == torch.float32
     assert torch.isfinite(got.weights).all() and not got.weights[~got.keep].any()
     assert all(math.isfinite(value) for value in got.metrics.values())
 
 
-def seqs(*sequences):
+def seqs(*sequences: Any) -> Any:
     """Sequences of ratios, all included."""
     return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
-def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name):
+def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name: str) -> None:
     """verl would keep 0.2 to 2 here."""
     ratios = [0.3, 0.5 - 1e-9, 0.5, 1.0, 3.0, 5.0, 5.0 + 1e-8, 6.0]
     within = [False, False, True, True, True, True, False, False]
@@ -315,7 +322,9 @@ def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name):
 
 
 @given(st.floats(-30, 0), st.sampled_from([0.5, 5.0, 0.3, 1 / 3, 2.0]))
-def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(b, edge):
+def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(
+    b: Any, edge: Any
+) -> None:
     tokens = [[(b + math.log(edge), b, True)]]
     for bounds in ((edge, 9.0), (0.1, edge)):
         assert run(tokens, {"rollout_rs": [("token_k1", *bounds)]}).keep.all()
@@ -323,7 +332,7 @@ def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(b, edg
     assert run(tokens, {"rollout_token_veto_threshold": edge}).keep.all()
 
 
-def test_weights_are_cut_before_they_are_normalised():
+def test_weights_are_cut_before_they_are_normalised() -> None:
     ratios = seqs([0.5, 1.0, 8.0], [4.0])
     truncated = run(
         ratios,
@@ -345,7 +354,7 @@ def test_weights_are_cut_before_they_are_normalised():
     assert band.keep.all() and band.metrics["rollout_corr/rollout_is_oob_ratio"] == 0.25
 
 
-def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token():
+def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token() -> None:
     ratios = seqs([1.0, 1.0, 1.5], [0.5], [0.25, 0.1])
     got = run(
         ratios,
@@ -360,7 +369,7 @@ def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token():
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", None])
-def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode):
+def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode: str) -> None:
     for options in (
         {"rollout_rs": [("token_k1", 2.0, 3.0)]},
         {"rollout_token_veto_threshold": 2.0},
@@ -377,7 +386,9 @@ def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode
         )
 
 
-def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequences_are_looked_at():
+def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequences_are_looked_at() -> (
+    None
+):
     tokens = [
         [(-1.0, -1.0, True), (-math.inf, -1.0, True)],
         [(-1.0, -1.0, True), (-1.0, math.nan, False)],
@@ -395,7 +406,7 @@ def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequence
         assert got.weights.tolist() == [0.0, 0.0, 1.0, 0.0], options
 
 
-def test_extreme_ratios_are_clamped_to_e_20():
+def test_extreme_ratios_are_clamped_to_e_20() -> None:
     tokens = [[(0.0, -1000.0, True), (0.0, -1000.0, True)]]
     for mode in ("token", "sequence"):
         got = run(
@@ -406,7 +417,7 @@ def test_extreme_ratios_are_clamped_to_e_20():
     assert got.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(100))
 
 
-def test_no_gradient_flows_through_a_correction():
+def test_no_gradient_flows_through_a_correction() -> None:
     a = double([-1.0, -2.0]).requires_grad_()
     got = correct(
         a, double([-1.5, -1.0]), torch.tensor([2]), correction_options(rollout_is="token")
@@ -414,12 +425,12 @@ def test_no_gradient_flows_through_a_correction():
     assert not got.weights.requires_grad
 
 
-def test_the_number_of_operations_does_not_grow_with_sequences_or_tokens():
+def test_the_number_of_operations_does_not_grow_with_sequences_or_tokens() -> None:
     options = correction_options(
         rollout_is="sequence", rollout_rs=parse_rules("token_k1,seq_max_k3", "2.0,1.0")
     )
 
-    def operations(num_sequences):
+    def operations(num_sequences: Any) -> Any:
         b = -torch.ones(3 * num_sequences)
         with torch.autograd.profiler.profile() as profile:
             correct(b + 0.1, b, torch.full((num_sequences,), 3), options)
@@ -428,7 +439,7 @@ def test_the_number_of_operations_does_not_grow_with_sequences_or_tokens():
     assert operations(2000) == pytest.approx(operations(20), rel=0.1)
 
 
-def test_options_out_of_range_and_shapes_that_differ_are_refused():
+def test_options_out_of_range_and_shapes_that_differ_are_refused() -> None:
     for options, said in (
         ({"rollout_is": "seq"}, "rollout_is"),
         ({"rollout_is_threshold": 0.0}, "0 <= lower <= upper"),
@@ -439,19 +450,19 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused():
     ):
         with pytest.raises(ValueError, match=said):
             correction_options(**options)
-    two, lengths, options = torch.zeros(2), torch.tensor([2]), correction_options()
+    two, lengths, options = torch.zeros(2), torch.tensor([2]), correction_options()  # type: ignore[assignment]
     for args, kwargs, said in (
         ((two, torch.zeros(3), lengths, options), {}, "must all be"),
         ((two, two, torch.tensor([3]), options), {}, "add up to 3"),
         ((two, two, lengths, options), {"include": torch.ones(2)}, "bool"),
     ):
         with pytest.raises(ValueError, match=said):
-            correct(*args, **kwargs)
+            correct(*args, **kwargs)  # type: ignore[arg-type]
 
 
 @given(SEQUENCES)
 @settings(max_examples=40, deadline=None)
-def test_drift_alone_is_what_correct_reports(sequences):
+def test_drift_alone_is_what_correct_reports(sequences: Any) -> None:
     sequences = batch(sequences)
     tokens = [t for s in sequences for t in s]
     a, b, include = (
@@ -464,7 +475,7 @@ def test_drift_alone_is_what_correct_reports(sequences):
 
 
 @given(WEIGHTS)
-def test_effective_sample_size_matches_its_definition(rows):
+def test_effective_sample_size_matches_its_definition(rows: Any) -> None:
     weights, mask = (
         double([w for w, _ in rows]),
         torch.tensor([m for _, m in rows], dtype=torch.bool),
@@ -477,7 +488,7 @@ def test_effective_sample_size_matches_its_definition(rows):
         assert got == pytest.approx(1 / np.mean((kept / kept.mean()) ** 2), rel=1e-6)
 
 
-def test_effective_sample_size_at_its_ends():
+def test_effective_sample_size_at_its_ends() -> None:
     assert effective_sample_size(double([2.0, 2.0, 2.0])).item() == pytest.approx(1.0)
     assert effective_sample_size(double([0.0, 0.0, 9.0, 0.0])).item() == pytest.approx(0.25)
     assert effective_sample_size(double([])).item() == 0.0

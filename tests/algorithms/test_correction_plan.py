@@ -1,5 +1,9 @@
 """Where a correction is made follows from what it is and which policy it is made with."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
@@ -12,7 +16,7 @@ WEIGHTS = {"rollout_is": "token"}
 NORMALISED = WEIGHTS | {"rollout_is_batch_normalize": True}
 
 
-def plan(proximal, *, age=None, before=False, **keys):
+def plan(proximal: Any, *, age: Any = None, before: Any = False, **keys: Any) -> CorrectionPlan:
     return CorrectionPlan(
         options=correction_options(**keys),
         proximal=proximal,
@@ -22,7 +26,7 @@ def plan(proximal, *, age=None, before=False, **keys):
 
 
 @pytest.mark.parametrize("keys", [WEIGHTS, NORMALISED, RULE, VETO, WEIGHTS | RULE])
-def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys):
+def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys: Any) -> None:
     assert plan(Proximal.RECOMPUTED, **keys).place is Place.ARRIVAL
 
 
@@ -38,11 +42,13 @@ def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys):
         (WEIGHTS | VETO, Place.MINI_BATCH),
     ],
 )
-def test_else_it_is_made_in_passing_where_it_is_of_single_sequences(proximal, keys, place):
+def test_else_it_is_made_in_passing_where_it_is_of_single_sequences(
+    proximal: Any, keys: Any, place: Any
+) -> None:
     assert plan(proximal, **keys).place is place
 
 
-def test_baselines_without_rejected_sequences_need_it_at_arrival():
+def test_baselines_without_rejected_sequences_need_it_at_arrival() -> None:
     assert plan(Proximal.ROLLOUT, before=True, **RULE).place is Place.ARRIVAL
 
 
@@ -50,7 +56,7 @@ def test_baselines_without_rejected_sequences_need_it_at_arrival():
     ("proximal", "place"),
     [(Proximal.RECOMPUTED, Place.ARRIVAL), (Proximal.ROLLOUT, Place.NOWHERE)],
 )
-def test_a_limit_on_age_is_active_without_weights_or_rejection(proximal, place):
+def test_a_limit_on_age_is_active_without_weights_or_rejection(proximal: Any, place: Any) -> None:
     shown = plan(proximal, age=2)
     assert shown.active and not shown.weighs and shown.place is place
     assert not plan(proximal).active and plan(proximal).place is Place.NOWHERE

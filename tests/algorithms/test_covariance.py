@@ -1,5 +1,9 @@
 """Which tokens clip_cov and kl_cov take: against NumPy, from the whole mini-batch, the same every time."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,17 +16,17 @@ TOKENS = st.lists(st.tuples(st.floats(-10, 0), st.floats(-3, 3), st.booleans()),
 BAND = {"ratio": 0.1, "lower": 0.5, "upper": 4.0}
 
 
-def tensors(rows):
+def tensors(rows: Any) -> Any:
     log_probs = torch.tensor([r[0] for r in rows], dtype=torch.float64)
     advantages = torch.tensor([r[1] for r in rows], dtype=torch.float64)
     return log_probs, advantages, torch.tensor([r[2] for r in rows], dtype=torch.bool)
 
 
-def seeded(seed=0):
+def seeded(seed: int = 0) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def reference(rows):
+def reference(rows: Any) -> Any:
     """{position: covariance} of trained tokens."""
     kept = [i for i, r in enumerate(rows) if r[2]]
     n = max(len(kept), 1)
@@ -31,7 +35,7 @@ def reference(rows):
 
 
 @given(TOKENS)
-def test_covariances_are_about_the_means_of_all_trained_tokens(rows):
+def test_covariances_are_about_the_means_of_all_trained_tokens(rows: Any) -> None:
     got, want = covariances(*tensors(rows)), reference(rows)
     for i, row in enumerate(rows):
         assert (
@@ -43,7 +47,7 @@ def test_covariances_are_about_the_means_of_all_trained_tokens(rows):
 
 @settings(max_examples=60)
 @given(TOKENS, st.sampled_from([2e-4, 0.1, 0.5, 1.0]))
-def test_kl_cov_takes_the_largest_covariances(rows, ratio):
+def test_kl_cov_takes_the_largest_covariances(rows: Any, ratio: Any) -> None:
     got = kl_cov_tokens(*tensors(rows), ratio=ratio)
     cov = reference(rows)
     taken = set(got.nonzero().squeeze(-1).tolist())
@@ -55,11 +59,11 @@ def test_kl_cov_takes_the_largest_covariances(rows, ratio):
 
 @settings(max_examples=60)
 @given(TOKENS, st.sampled_from([2e-4, 0.1, 1.0]), st.integers(0, 3))
-def test_clip_cov_draws_from_the_band_and_repeats_itself(rows, ratio, seed):
+def test_clip_cov_draws_from_the_band_and_repeats_itself(rows: Any, ratio: Any, seed: int) -> None:
     cov = reference(rows)
     assume(all(abs(c - edge) > 1e-9 for c in cov.values() for edge in (0.5, 4.0)))
 
-    def draw():
+    def draw() -> Any:
         return clip_cov_tokens(*tensors(rows), **(BAND | {"ratio": ratio}), generator=seeded(seed))
 
     got = draw()
@@ -70,7 +74,7 @@ def test_clip_cov_draws_from_the_band_and_repeats_itself(rows, ratio, seed):
     assert torch.equal(got, draw())
 
 
-def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely():
+def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
     # Covariances 1, 1, -1, -1, 1, 1, ...: means are 0.
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 3]
     for lower, upper in ((1.0, 2.0), (-1.0, 1.0)):
@@ -87,10 +91,10 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely():
     assert counts.sum() == 1200
     at = (counts > 0).nonzero().squeeze(-1).tolist()
     assert at == [0, 1, 4, 5, 8, 9]
-    assert counts[at].min() > 150  # 200 each expected; this is 3.9 standard deviations
+    assert counts[at].min() > 150  # type: ignore[index]  # 200 each expected; this is 3.9 standard deviations
 
 
-def test_clip_covs_share_is_of_all_trained_tokens():
+def test_clip_covs_share_is_of_all_trained_tokens() -> None:
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 5]
     # 0.2 of the 20 trained tokens, not of the 10 in the band.
     assert (
@@ -99,7 +103,7 @@ def test_clip_covs_share_is_of_all_trained_tokens():
     )
 
 
-def test_clip_cov_passes_over_tokens_that_are_clipped_already():
+def test_clip_cov_passes_over_tokens_that_are_clipped_already() -> None:
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)]]
     clipped = torch.tensor([True, False, False, False])
     got = clip_cov_tokens(
@@ -108,21 +112,21 @@ def test_clip_cov_passes_over_tokens_that_are_clipped_already():
     assert got.tolist() == [False, True, False, False]
 
 
-def test_of_equal_covariances_kl_cov_takes_the_first():
+def test_of_equal_covariances_kl_cov_takes_the_first() -> None:
     rows = [(-1.0, -1.0, True), (1.0, 1.0, True)] * 10
     assert kl_cov_tokens(*tensors(rows), ratio=0.2).nonzero().squeeze(-1).tolist() == [0, 1, 2, 3]
 
 
-def test_masked_tokens_are_not_looked_at():
+def test_masked_tokens_are_not_looked_at() -> None:
     rows = [(-2.0, 1.0, True), (-1.0, 2.0, True), (np.nan, np.inf, False)]
     assert kl_cov_tokens(*tensors(rows), ratio=1.0).tolist() == [True, True, False]
     assert covariances(*tensors(rows))[:2].tolist() == [0.25, 0.25]
 
 
-def test_no_trained_tokens_give_none_and_bad_shares_are_refused():
+def test_no_trained_tokens_give_none_and_bad_shares_are_refused() -> None:
     for rows in ([], [(-1.0, 1.0, False)]):
         assert not kl_cov_tokens(*tensors(rows), ratio=0.5).any()
-        assert not clip_cov_tokens(*tensors(rows), **BAND, generator=seeded()).any()
+        assert not clip_cov_tokens(*tensors(rows), **BAND, generator=seeded()).any()  # type: ignore[arg-type]
     for ratio in (0.0, 1.5):
         with pytest.raises(ValueError, match="ratio"):
             kl_cov_tokens(*tensors([(-1.0, 1.0, True)]), ratio=ratio)

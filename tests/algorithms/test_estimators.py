@@ -1,6 +1,9 @@
 """`estimate` against NumPy, estimator by estimator, and what holds for all of them."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +46,7 @@ RELATIVE = [
 PLAIN = advantage_options()
 
 
-def make(rows, seed, token_rewards=False):
+def make(rows: Any, seed: int, token_rewards: Any = False) -> AdvantageBatch:
     rng = np.random.default_rng(seed)
     n, t = len(rows), sum(length for _, length, _, _ in rows)
     probs = rng.uniform(0.05, 0.95, t)
@@ -66,14 +69,14 @@ def make(rows, seed, token_rewards=False):
     )
 
 
-def for_name(batch, name):
+def for_name(batch: Any, name: str) -> Any:
     return dataclasses.replace(batch, token_rewards=None) if name == "gdpo" else batch
 
 
 class Reference:
     """One trajectory after the other, in lists."""
 
-    def __init__(self, batch, options):
+    def __init__(self, batch: Any, options: Any) -> None:
         self.o = options
         self.n = [int(x) for x in batch.lengths]
         self.g = [int(x) for x in batch.groups]
@@ -87,10 +90,10 @@ class Reference:
             r[len(r) - 1 :] += 0.0 if cut and options.bootstrap_truncated else s
         self.b = batch
 
-    def split(self, x):
+    def split(self, x: Any) -> Any:
         return np.split(x.double().numpy(), np.cumsum(self.n)[:-1]) if self.n else []
 
-    def to_go(self, gamma=1.0):
+    def to_go(self, gamma: Any = 1.0) -> Any:
         return [
             np.array(
                 [sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
@@ -98,7 +101,7 @@ class Reference:
             for r in self.r
         ]
 
-    def relative(self, s, function):
+    def relative(self, s: Any, function: Any) -> Any:
         out = np.zeros(len(s))
         for g in set(self.g):
             at = [i for i, x in enumerate(self.g) if x == g]
@@ -106,29 +109,29 @@ class Reference:
                 out[at] = function(s[at], np.array(self.n)[at])
         return out
 
-    def scaled(self, s):
+    def scaled(self, s: Any) -> Any:
         return self.relative(
             s, lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1)
         )
 
-    def tokens(self, scalars):
+    def tokens(self, scalars: Any) -> Any:
         return np.repeat(scalars, self.n)
 
     @staticmethod
-    def flat(parts):
+    def flat(parts: Any) -> np.ndarray:
         return np.concatenate([np.zeros(0), *parts])
 
     @staticmethod
-    def whiten(x):
+    def whiten(x: Any) -> Any:
         if len(set(x.tolist())) < 2:
             return np.zeros(len(x))
         return (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
 
-    def grpo(self):
+    def grpo(self) -> Any:
         return self.tokens(self.scaled(self.s))
 
-    def grpo_passk(self):
-        def gap(r, _):
+    def grpo_passk(self) -> Any:
+        def gap(r: Any, _: Any) -> np.ndarray:
             low, high = np.sort(r)[-2:]
             return np.where(
                 r == high, (high - low) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1), 0.0
@@ -136,33 +139,33 @@ class Reference:
 
         return self.tokens(self.relative(self.s, gap))
 
-    def rloo(self):
+    def rloo(self) -> Any:
         return self.tokens(
             self.relative(self.s, lambda r, _: (r - r.mean()) * len(r) / (len(r) - 1))
         )
 
-    def opo(self):
+    def opo(self) -> Any:
         return self.tokens(
             self.relative(self.s, lambda r, n: r - (r * n).sum() / n.sum() if n.sum() else 0 * r)
         )
 
-    def gpg(self):
+    def gpg(self) -> Any:
         centered = self.relative(self.s, lambda r, _: r - r.mean())
         valid = self.relative(self.s, lambda r, _: np.ones(len(r))).sum()
         return self.tokens(centered * len(self.s) / max(valid, 1))
 
-    def gdpo(self):
+    def gdpo(self) -> Any:
         w = self.o.component_weights or {}
         parts = [w.get(k, 1.0) * self.scaled(x.numpy()) for k, x in self.b.components.items()]
         return self.whiten(self.tokens(sum(parts)))
 
-    def reinforce_plus_plus(self):
+    def reinforce_plus_plus(self) -> Any:
         return self.whiten(self.flat(self.to_go(self.o.gamma)))
 
-    def reinforce_plus_plus_baseline(self):
+    def reinforce_plus_plus_baseline(self) -> Any:
         return self.whiten(self.tokens(self.relative(self.s, lambda r, _: r - r.mean())))
 
-    def raw_gae(self):
+    def raw_gae(self) -> Any:
         out = []
         for r, v, cut in zip(
             self.r, self.split(self.b.values), self.b.truncated.tolist(), strict=True
@@ -178,13 +181,13 @@ class Reference:
             out.append(a)
         return self.flat(out)
 
-    def gae(self):
+    def gae(self) -> Any:
         return self.whiten(self.raw_gae()) if self.o.whiten else self.raw_gae()
 
-    def remax(self):
+    def remax(self) -> Any:
         return self.flat(self.to_go()) - self.tokens(self.b.greedy_scores.numpy())
 
-    def optimal_token_baseline(self):
+    def optimal_token_baseline(self) -> Any:
         g, fields = self.to_go(), (self.b.log_probs, self.b.sum_pi_squared, self.b.weights)
         w = [
             np.cumsum((1 - 2 * np.exp(a) + b) * c**2)
@@ -214,7 +217,9 @@ OPTIONS = st.builds(
 @pytest.mark.parametrize("name", ESTIMATORS)
 @CALM
 @given(rows=ROWS, seed=SEED, options=OPTIONS, token_rewards=st.booleans())
-def test_estimates_match_numpy(name, rows, seed, options, token_rewards):
+def test_estimates_match_numpy(
+    name: str, rows: Any, seed: int, options: Any, token_rewards: Any
+) -> None:
     if name != "gae":
         options = dataclasses.replace(options, bootstrap_truncated=False)
     batch = for_name(make(rows, seed, token_rewards), name)
@@ -229,7 +234,7 @@ def test_estimates_match_numpy(name, rows, seed, options, token_rewards):
         assert got.returns is None
 
 
-def pick(batch, trajectories, tokens):
+def pick(batch: Any, trajectories: Any, tokens: Any) -> Any:
     """The batch of these trajectories and tokens, by index or by mask."""
     return dataclasses.replace(
         batch,
@@ -246,7 +251,7 @@ def pick(batch, trajectories, tokens):
 @pytest.mark.parametrize("name", ESTIMATORS)
 @CALM
 @given(rows=ROWS, seed=SEED)
-def test_what_is_not_kept_is_as_if_it_were_not_there(name, rows, seed):
+def test_what_is_not_kept_is_as_if_it_were_not_there(name: str, rows: Any, seed: int) -> None:
     batch = for_name(make(rows, seed, token_rewards=True), name)
     keep = torch.tensor(np.random.default_rng(seed).random(len(rows)) < 0.6)
     tokens = torch.repeat_interleave(keep, batch.lengths)
@@ -255,13 +260,13 @@ def test_what_is_not_kept_is_as_if_it_were_not_there(name, rows, seed):
     alone = estimate(name, pick(batch, keep, tokens), PLAIN)
     assert torch.equal(got.tokens[tokens], alone.tokens) and not got.tokens[~tokens].any()
     if alone.returns is not None:
-        assert torch.equal(got.returns[tokens], alone.returns) and not got.returns[~tokens].any()
+        assert torch.equal(got.returns[tokens], alone.returns) and not got.returns[~tokens].any()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @CALM
 @given(rows=ROWS, seed=SEED)
-def test_the_order_of_trajectories_does_not_matter(name, rows, seed):
+def test_the_order_of_trajectories_does_not_matter(name: str, rows: Any, seed: int) -> None:
     batch = for_name(make(rows, seed, token_rewards=True), name)
     order = torch.tensor(np.random.default_rng(seed).permutation(len(rows)), dtype=torch.long)
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
@@ -276,7 +281,7 @@ def test_the_order_of_trajectories_does_not_matter(name, rows, seed):
 
 @pytest.mark.parametrize("name", RELATIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_groups_of_equal_rewards_give_exactly_zero(name, dtype):
+def test_groups_of_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     rows = [(4, 3, 0.3, False)] * 7 + [(9, 2, 0.7, False)]
     batch = make(rows, 0)
     batch = dataclasses.replace(
@@ -288,7 +293,9 @@ def test_groups_of_equal_rewards_give_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg"])
-def test_a_group_has_no_variance_where_scores_and_token_rewards_add_up_to_the_same(name):
+def test_a_group_has_no_variance_where_scores_and_token_rewards_add_up_to_the_same(
+    name: str,
+) -> None:
     batch = AdvantageBatch(
         scores=torch.tensor([1.0, 0.5, 0.0, 0.25]),
         groups=torch.tensor([0, 0, 1, 1]),
@@ -299,7 +306,7 @@ def test_a_group_has_no_variance_where_scores_and_token_rewards_add_up_to_the_sa
     assert estimate(name, dataclasses.replace(batch, token_rewards=None), PLAIN).tokens.any()
 
 
-def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group():
+def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group() -> None:
     batch = AdvantageBatch(
         scores=torch.tensor([1.0, 0.0]), groups=torch.tensor([5, 5]), lengths=torch.tensor([2, 0])
     )
@@ -310,7 +317,7 @@ def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group():
     assert estimate("rloo", batch, PLAIN).tokens.tolist() == [1.0, 1.0]
 
 
-def test_the_score_of_a_truncated_trajectory_does_not_count_when_its_value_does():
+def test_the_score_of_a_truncated_trajectory_does_not_count_when_its_value_does() -> None:
     batch = AdvantageBatch(
         scores=torch.tensor([-5.0, 1.0]),
         groups=torch.tensor([0, 0]),
@@ -325,7 +332,7 @@ def test_the_score_of_a_truncated_trajectory_does_not_count_when_its_value_does(
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_each_needed_field_is_asked_for_by_name(name):
+def test_each_needed_field_is_asked_for_by_name(name: str) -> None:
     batch = for_name(make([(0, 2, 1.0, False), (0, 1, 0.0, False)], 0), name)
     optional = {
         "components",
@@ -343,7 +350,7 @@ def test_each_needed_field_is_asked_for_by_name(name):
             estimate(name, dataclasses.replace(bare, **{field: None}), PLAIN)
 
 
-def test_what_cannot_be_estimated_is_refused():
+def test_what_cannot_be_estimated_is_refused() -> None:
     batch = make([(0, 2, 1.0, False)], 0, token_rewards=True)
     with pytest.raises(ValueError, match="unknown advantage estimator 'ppo'; known: gae, gdpo"):
         estimate("ppo", batch, PLAIN)

@@ -1,6 +1,9 @@
 """The KL estimators against NumPy in float64, values and gradients, and the adaptive coefficient."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,12 @@ LOG_PROB = st.floats(-30, 0)
 PAIRS = st.lists(st.tuples(LOG_PROB, LOG_PROB), max_size=30)
 
 
-def k3_value(d):
+def k3_value(d: Any) -> Any:
     x = min(max(-d, -20.0), 20.0)
     return min(max(math.expm1(x) - x, -10.0), 10.0)
 
 
-def k3_slope(d):
+def k3_slope(d: Any) -> Any:
     return 1 - math.exp(-d) if abs(d) <= 20 and math.expm1(-d) + d <= 10 else 0.0
 
 
@@ -32,13 +35,13 @@ BASE = {
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def double(values, **kwargs):
+def double(values: Any, **kwargs: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, **kwargs)
 
 
 @pytest.mark.parametrize("name", sorted(kl.KL))
 @given(rows=PAIRS)
-def test_kl_estimators_match_numpy_in_value_and_gradient(name, rows):
+def test_kl_estimators_match_numpy_in_value_and_gradient(name: str, rows: Any) -> None:
     new, ref = double([n for n, _ in rows], requires_grad=True), double([r for _, r in rows])
     base = name.removesuffix("+")
     value, slope = BASE[ALIASES.get(base, base)]
@@ -54,27 +57,27 @@ def test_kl_estimators_match_numpy_in_value_and_gradient(name, rows):
     )
 
 
-def test_every_name_of_verl_is_there():
+def test_every_name_of_verl_is_there() -> None:
     bases = {"kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"}
     assert set(kl.KL) == bases | {f"{name}+" for name in bases}
     assert kl.KL["kl"] is kl.k1 and kl.KL["mse"] is kl.k2 and kl.KL["low_var_kl"] is kl.k3
 
 
-def test_k3_is_clamped_and_keeps_small_differences():
+def test_k3_is_clamped_and_keeps_small_differences() -> None:
     assert kl.k3(torch.tensor([-50.0]), torch.tensor([0.0])).item() == 10.0
     assert kl.k3(double([0.0]), double([1e-6])).item() == pytest.approx(5e-13, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(kl.KL))
-def test_extreme_differences_stay_finite_in_float32_and_no_tokens_give_none(name):
+def test_extreme_differences_stay_finite_in_float32_and_no_tokens_give_none(name: str) -> None:
     x = torch.tensor([0.0, -1000.0, -1000.0], requires_grad=True)
     value = kl.KL[name](x, torch.tensor([-1000.0, 0.0, -1000.0]))
     value.sum().backward()
-    assert torch.isfinite(value).all() and torch.isfinite(x.grad).all()
+    assert torch.isfinite(value).all() and torch.isfinite(x.grad).all()  # type: ignore[arg-type]
     assert kl.KL[name](torch.zeros(0), torch.zeros(0)).shape == (0,)
 
 
-def test_where_k3_is_clamped_only_the_plus_variant_pulls_back():
+def test_where_k3_is_clamped_only_the_plus_variant_pulls_back() -> None:
     for name, pull in (("k3", 0.0), ("k3+", -50.0)):
         x = double([-50.0], requires_grad=True)
         kl.KL[name](x, double([0.0])).sum().backward()
@@ -88,7 +91,9 @@ def test_where_k3_is_clamped_only_the_plus_variant_pulls_back():
     st.floats(10, 1e6),
     st.integers(0, 49),
 )
-def test_the_coefficient_follows_the_error_clipped_to_a_fifth(coef, value, target, horizon, count):
+def test_the_coefficient_follows_the_error_clipped_to_a_fifth(
+    coef: Any, value: Any, target: Any, horizon: Any, count: Any
+) -> None:
     got = kl.adapt(coef, value, target, horizon, count)
     assert got == pytest.approx(
         coef * (1 + np.clip(value / target - 1, -0.2, 0.2) * count / horizon), rel=1e-12
@@ -96,14 +101,14 @@ def test_the_coefficient_follows_the_error_clipped_to_a_fifth(coef, value, targe
     assert got > 0
 
 
-def test_the_coefficient_rises_over_the_target_falls_under_it_and_rests_on_it():
+def test_the_coefficient_rises_over_the_target_falls_under_it_and_rests_on_it() -> None:
     assert kl.adapt(0.1, 0.5, 0.1, 1000, 100) == pytest.approx(0.1 * 1.02)
     assert kl.adapt(0.1, 0.0, 0.1, 1000, 100) == pytest.approx(0.1 * 0.98)
     assert kl.adapt(0.1, 0.1, 0.1, 1000, 100) == pytest.approx(0.1)
     assert kl.adapt(0.1, 9.0, 0.1, 1000, 0) == 0.1
 
 
-def test_what_would_ruin_the_coefficient_is_refused():
+def test_what_would_ruin_the_coefficient_is_refused() -> None:
     with pytest.raises(ValueError, match="kl is nan"):
         kl.adapt(0.1, float("nan"), 0.1, 1000, 100)
     with pytest.raises(ValueError, match="over 0"):
@@ -112,7 +117,7 @@ def test_what_would_ruin_the_coefficient_is_refused():
         kl.adapt(0.1, 0.1, 0.1, 100, 500)
 
 
-def test_k3_is_clamped_where_its_docstring_says():
+def test_k3_is_clamped_where_its_docstring_says() -> None:
     x = torch.tensor([2.610, 2.612, -10.9999, -11.001], dtype=torch.float64, requires_grad=True)
     value = kl.k3(-x, torch.zeros_like(x))
     value.sum().backward()

@@ -1,6 +1,9 @@
 """The policy losses against NumPy in float64, values, gradients and statistics, and what holds for all of them."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +29,11 @@ from tests.algorithms.options import loss_options
 MODES = sorted(POLICY_LOSSES)
 
 
-def run(mode, inputs, options=OPTIONS[0]):
+def run(mode: str, inputs: Any, options: Any = OPTIONS[0]) -> Any:
     return POLICY_LOSSES[mode](inputs, options)
 
 
-def one_token(mode, log_ratio, advantage, options):
+def one_token(mode: str, log_ratio: Any, advantage: Any, options: Any) -> Any:
     """Loss, gradient and statistics of one trained token of the given log-ratio and old log-prob -1."""
     inputs, _ = build([[((log_ratio - 1.0, -1.0), advantage, True, False, 1.0)]])
     loss, stats = run(mode, inputs, options)
@@ -45,14 +48,16 @@ def one_token(mode, log_ratio, advantage, options):
 @pytest.mark.parametrize("mode", sorted(TOKEN_RULES))
 @settings(max_examples=40)
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_token_losses_match_numpy_in_value_gradient_and_statistics(mode, sequences, options):
+def test_token_losses_match_numpy_in_value_gradient_and_statistics(
+    mode: str, sequences: Any, options: Any
+) -> None:
     inputs, weights = build(sequences)
     check(POLICY_LOSSES[mode], inputs, weights, options, by_token(TOKEN_RULES[mode]))
 
 
 @settings(max_examples=60)
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_ppo_clip_is_vanilla_times_constant_weights(sequences, options):
+def test_ppo_clip_is_vanilla_times_constant_weights(sequences: Any, options: Any) -> None:
     inputs, weights = build(sequences)
     inputs = replace(inputs, mask=torch.ones_like(inputs.mask))
     bounds = {
@@ -81,11 +86,11 @@ def test_ppo_clip_is_vanilla_times_constant_weights(sequences, options):
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=20)
 @given(sequences=SEQUENCES)
-def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
+def test_what_masked_tokens_hold_changes_nothing(mode: str, sequences: Any) -> None:
     inputs, weights = build(sequences)
     kept = inputs.mask
 
-    def sums(x):
+    def sums(x: Any) -> Any:
         leaf = x.log_probs.detach().requires_grad_()
         loss, stats = run(mode, replace(x, log_probs=leaf))
         (loss.masked_fill(~kept, 0.0) * weights).sum().backward()
@@ -113,14 +118,16 @@ def test_what_masked_tokens_hold_changes_nothing(mode, sequences):
 @pytest.mark.parametrize("aggregation", ["default", "token-mean"])
 @settings(max_examples=12)
 @given(sequences=SEQUENCES, cut=st.integers(0, 5))
-def test_micro_batches_add_up_to_the_mini_batch(mode, aggregation, sequences, cut):
+def test_micro_batches_add_up_to_the_mini_batch(
+    mode: str, aggregation: str, sequences: Any, cut: Any
+) -> None:
     agg = default_aggregation(mode) if aggregation == "default" else aggregation
     totals = {
         "total_tokens": sum(t[2] for s in sequences for t in s),
         "total_sequences": len(sequences),
     }
 
-    def share(part):
+    def share(part: Any) -> Any:
         inputs, _ = build(part)
         loss, _ = run(mode, inputs)
         lengths = torch.tensor([float(sum(t[2] for t in s)) for s in part], dtype=torch.float64)
@@ -144,7 +151,7 @@ def test_micro_batches_add_up_to_the_mini_batch(mode, aggregation, sequences, cu
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=20)
 @given(sequences=SEQUENCES)
-def test_on_policy_every_mode_has_the_policy_gradient(mode, sequences):
+def test_on_policy_every_mode_has_the_policy_gradient(mode: str, sequences: Any) -> None:
     # One advantage per sequence, for geo_mean; no tokens selected, for clip_cov.
     same = [
         [((old, old), s[0][1], trained, False, w) for (_, old), _, trained, _, w in s]
@@ -171,7 +178,7 @@ def test_on_policy_every_mode_has_the_policy_gradient(mode, sequences):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("far", [1000.0, 1e4])
-def test_extreme_log_ratios_stay_finite_in_float32(mode, far):
+def test_extreme_log_ratios_stay_finite_in_float32(mode: str, far: float) -> None:
     pairs = [(0.0, -far), (-far, 0.0), (-far, -far), (0.0, 0.0), (-far, -far / 2)]
     sequences = [[(pair, adv, True, True, 1.0)] for pair in pairs for adv in (-3.0, 0.0, 3.0)]
     inputs, _ = build([*sequences, [t for s in sequences for t in s]], torch.float32)
@@ -186,8 +193,8 @@ def test_extreme_log_ratios_stay_finite_in_float32(mode, far):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_tokens_and_no_sequences_give_empty_losses(mode):
-    for sequences in ([], [[], []]):
+def test_no_tokens_and_no_sequences_give_empty_losses(mode: str) -> None:
+    for sequences in ([], [[], []]):  # type: ignore[var-annotated]
         inputs, _ = build(sequences)
         loss, stats = run(mode, inputs)
         loss.sum().backward()
@@ -196,7 +203,7 @@ def test_no_tokens_and_no_sequences_give_empty_losses(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_sets_say_what_a_mode_reads(mode):
+def test_the_sets_say_what_a_mode_reads(mode: str) -> None:
     inputs, _ = build(
         [[((-1.0, -1.1), 1.0, True, True, 1.0), ((-0.5, -0.9), -1.0, True, False, 1.0)]]
     )
@@ -220,14 +227,16 @@ def test_the_sets_say_what_a_mode_reads(mode):
     assert default_aggregation(mode) == ("seq-mean-token-mean" if per_sequence else "token-mean")
 
 
-def _flat(result):
+def _flat(result: Any) -> Any:
     return [result[0], *result[1].values()]
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "clip_cov", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [np.log(1.3), np.log(0.7)])
-def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage, log_ratio):
+def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(
+    mode: str, advantage: float, log_ratio: Any
+) -> None:
     # For ratios between 1/2 and 2 both |ratio - 1| and 1 +- that are exact.
     ratio = torch.tensor((log_ratio - 1.0) - -1.0, dtype=torch.float64).exp().item()
     edge = abs(ratio - 1)
@@ -244,7 +253,7 @@ def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(mode, advantage
     assert (grad == 0.0) == (pushed_out and mode != "cispo")
 
 
-def test_a_ratio_on_the_dual_clip_keeps_its_gradient():
+def test_a_ratio_on_the_dual_clip_keeps_its_gradient() -> None:
     d = np.log(3.0)
     ratio = torch.tensor((d - 1.0) - -1.0, dtype=torch.float64).exp().item()
     loss, grad, stats = one_token("vanilla", d, -2.0, loss_options(clip_c=ratio))
@@ -258,7 +267,7 @@ def test_a_ratio_on_the_dual_clip_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("advantage, log_ratio", [(1.0, 0.3), (-1.0, -0.3)])
-def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage, log_ratio):
+def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage: float, log_ratio: float) -> None:
     new = torch.tensor(log_ratio - 1.0, dtype=torch.float64)
     shift = abs(new.exp() - torch.tensor(-1.0, dtype=torch.float64).exp()).item()
     for bound, kept in ((shift, True), (np.nextafter(shift, 0), False)):
@@ -268,7 +277,7 @@ def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage, log_ratio):
         assert (grad != 0.0) == kept and stats["clipped"] == float(not kept)
 
 
-def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones():
+def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones() -> None:
     # In float32 a sure token has log-prob 0: its binary KL must not be infinite.
     sure, _ = build([[((0.0, -1e-6), 1.0, True, False, 1.0)]], torch.float32)
     loss, stats = run("dppo_kl", sure)
@@ -286,7 +295,7 @@ def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones():
     assert run("dppo_kl", unsure)[1]["clipped"].tolist() == [1.0, 0.0]  # the second moves back
 
 
-def test_dro_and_kl_cov_pull_back_from_any_distance():
+def test_dro_and_kl_cov_pull_back_from_any_distance() -> None:
     options = loss_options(dro_beta=0.1, ppo_kl_coef=0.5)
     inputs, _ = build([[((-1.0, -101.0), 0.0, True, True, 1.0)]])
     for mode, pull in (("dro", 10.0), ("kl_cov", 0.5)):
@@ -295,7 +304,7 @@ def test_dro_and_kl_cov_pull_back_from_any_distance():
         assert inputs.log_probs.grad.item() == pytest.approx(pull)
 
 
-def test_options_and_shapes_out_of_range_are_refused():
+def test_options_and_shapes_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="clip_c"):
         ppo_clip(
             torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, clip_c=1.0

@@ -1,5 +1,9 @@
 """The interpolated proximal policy, and decoupled PPO made of the parts that are there."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +17,11 @@ TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 12)), max_size=30
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 
 
-def double(values, **kwargs):
+def double(values: Any, **kwargs: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, **kwargs)
 
 
-def columns(rows):
+def columns(rows: Any) -> Any:
     return (
         double([r[0] for r in rows]),
         double([r[1] for r in rows]),
@@ -26,7 +30,7 @@ def columns(rows):
 
 
 @given(TOKENS)
-def test_interpolate_matches_the_share_of_versions_gone(rows):
+def test_interpolate_matches_the_share_of_versions_gone(rows: Any) -> None:
     mu, theta, versions = columns(rows)
     got = interpolate(mu, theta.requires_grad_(), versions, 12)
     # v_prox = 12 is live, v_theta = 13 comes next.
@@ -35,7 +39,7 @@ def test_interpolate_matches_the_share_of_versions_gone(rows):
     assert not got.requires_grad
 
 
-def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy():
+def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy() -> None:
     got = interpolate(double([-1.0] * 4), double([-2.0] * 4), torch.tensor([7, 6, 4, 9]), 7)
     assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # 9: no version is ahead of the live one
     empty = interpolate(double([]), double([]), torch.zeros(0, dtype=torch.long), 7)
@@ -43,13 +47,13 @@ def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy():
 
 
 @given(st.floats(0.1, 3.0), st.integers(1, 6))
-def test_where_log_probs_move_evenly_the_guess_is_exact(step, age):
+def test_where_log_probs_move_evenly_the_guess_is_exact(step: Any, age: Any) -> None:
     drawn, proximal, current = -9.0, -9.0 + age * step, -9.0 + (age + 1) * step
     got = interpolate(double([drawn]), double([current]), torch.tensor([10 - age]), 10)
     assert got.item() == pytest.approx(proximal, rel=1e-9)
 
 
-def test_dtype_is_that_of_the_policy_under_training():
+def test_dtype_is_that_of_the_policy_under_training() -> None:
     got = interpolate(double([-1.0]), torch.tensor([-2.0]), torch.tensor([0]), 1)
     assert got.dtype == torch.float32 and got.item() == -1.5
 
@@ -60,7 +64,9 @@ def test_dtype_is_that_of_the_policy_under_training():
         max_size=20,
     )
 )
-def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_over_rollout(rows):
+def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_over_rollout(
+    rows: Any,
+) -> None:
     theta, prox, mu, adv = (double([r[i] for r in rows]) for i in range(4))
     x = theta.requires_grad_()
     loss, _ = ppo_clip(x, prox, adv, weights=(prox - mu).exp(), **BOUNDS)
@@ -73,10 +79,10 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_ov
         if a < 0 and want > -3 * a:
             want, slope = -3 * a, 0.0
         assert loss[i].item() == pytest.approx(w * want, rel=1e-6, abs=1e-9)
-        assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)
+        assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)  # type: ignore[index]
 
 
-def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient():
+def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> None:
     """pi / pi_prox times pi_prox / mu is pi / mu, whatever the proximal policy: it only places the trust region."""
     theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
     prox = interpolate(mu, theta, torch.tensor([3, 1]), 3)

@@ -1,6 +1,9 @@
 """Rejection rules: how they are spelled, what they refuse, and what each accepts by hand. test_correction.py has the numbers."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +16,11 @@ from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_t
 from tests.algorithms.options import correction_options
 
 
-def double(values):
+def double(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def accepted(rule, *sequences):
+def accepted(rule: Any, *sequences: Any) -> Any:
     """Of sequences of ratios."""
     logs = double([math.log(r) for s in sequences for r in s])
     return accept(
@@ -43,7 +46,7 @@ def accepted(rule, *sequences):
         ("0_5", (0.0, 5.0)),
     ],
 )
-def test_a_threshold_is_a_number_or_a_pair(text, value):
+def test_a_threshold_is_a_number_or_a_pair(text: Any, value: Any) -> None:
     assert parse_threshold(text) == value
 
 
@@ -67,12 +70,12 @@ def test_a_threshold_is_a_number_or_a_pair(text, value):
         "0_0",
     ],
 )
-def test_what_is_no_threshold_is_refused_and_shown(text):
+def test_what_is_no_threshold_is_refused_and_shown(text: Any) -> None:
     with pytest.raises(ValueError, match=r"threshold|0 <= lower <= upper"):
         parse_threshold(text)
 
 
-def test_rules_are_spelled_as_in_verl():
+def test_rules_are_spelled_as_in_verl() -> None:
     assert parse_rules(None, None) == parse_rules("", None) == parse_rules([], None) == ()
     assert parse_rules("token_k1", "0.5_5.0") == (RejectionRule("token_k1", 0.5, 5.0),)
     assert parse_rules("token_k1, seq_mean_k3", "0.5_2.0, 0.01") == (
@@ -89,7 +92,7 @@ def test_rules_are_spelled_as_in_verl():
 
 
 @pytest.mark.parametrize("spec", [4.0, "4.0", 4])
-def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec):
+def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec: float | str) -> None:
     assert parse_rules("seq_sum_k1", spec) == (RejectionRule("seq_sum_k1", 0.25, 4.0),)
 
 
@@ -111,14 +114,16 @@ def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec):
         ("token_k1,seq_mean_k3", "0.5_2.0", ["seq_mean_k3", "0.5_2.0"]),
     ],
 )
-def test_a_mistake_is_answered_with_the_value_the_rule_and_the_fix(rules, thresholds, said):
+def test_a_mistake_is_answered_with_the_value_the_rule_and_the_fix(
+    rules: Any, thresholds: Any, said: Any
+) -> None:
     with pytest.raises(ValueError) as error:
         parse_rules(rules, thresholds)
     for part in said:
         assert part in str(error.value), str(error.value)
 
 
-def test_a_rule_refuses_bounds_that_are_none():
+def test_a_rule_refuses_bounds_that_are_none() -> None:
     for name, lower, upper in (
         ("k1", 0.5, 2.0),
         ("token_k1", None, 2.0),
@@ -155,7 +160,7 @@ def test_a_rule_refuses_bounds_that_are_none():
         ),
     ],
 )
-def test_rules_by_hand(rule, keep, mean):
+def test_rules_by_hand(rule: Any, keep: Any, mean: Any) -> None:
     got, metrics = accepted(rule, [2.0, 4.0, 0.5], [1.0, 0.25])
     assert got.tolist() == keep
     assert metrics["mean"].item() == pytest.approx(mean)
@@ -169,8 +174,8 @@ def test_rules_by_hand(rule, keep, mean):
 )
 @settings(max_examples=60, deadline=None)
 def test_wider_bounds_accept_more_and_a_sequence_rule_takes_a_sequence_whole(
-    sequences, name, upper, more
-):
+    sequences: Any, name: str, upper: Any, more: Any
+) -> None:
     lower = 1 / upper if name.endswith("k1") else None
     tight, _ = accepted(RejectionRule(name, lower, upper), *sequences)
     wide, _ = accepted(RejectionRule(name, lower and lower / more, upper * more), *sequences)
@@ -180,7 +185,7 @@ def test_wider_bounds_accept_more_and_a_sequence_rule_takes_a_sequence_whole(
             assert part.all() or not part.any()
 
 
-def test_upper_bounds_of_k2_and_k3_are_inclusive():
+def test_upper_bounds_of_k2_and_k3_are_inclusive() -> None:
     for ratio in (1.1, 0.7, 5.0):
         l = math.log(ratio)
         for kind, value in (("k2", l * l / 2), ("k3", math.expm1(l) - l)):
@@ -191,10 +196,12 @@ def test_upper_bounds_of_k2_and_k3_are_inclusive():
                 )[0].any()
 
 
-def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_are_that_close():
+def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_are_that_close() -> (
+    None
+):
     b = -torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 20
 
-    def kept(shift, upper):
+    def kept(shift: Any, upper: Any) -> Any:
         return accept(
             RejectionRule("token_k1", 0.1, upper),
             Ratios.of(b + math.log(upper) + shift, b, torch.tensor([1000]), None),
@@ -209,13 +216,13 @@ def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_ar
 SEQUENCES = st.lists(st.lists(st.floats(-60, 60), min_size=1, max_size=6), min_size=1, max_size=5)
 
 
-def ratios_of_sequences(sequences):
+def ratios_of_sequences(sequences: Any) -> Any:
     logs = double([log for s in sequences for log in s])
     return logs, torch.zeros_like(logs), torch.tensor([len(s) for s in sequences])
 
 
 @given(SEQUENCES)
-def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences):
+def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences: Any) -> None:
     """The clamp is of the product: a token of e^30 and one of e^-25 make e^5."""
     logs, zeros, lengths = ratios_of_sequences(sequences)
     products = np.clip([np.sum(np.float64(s)) for s in sequences], -20, 20)

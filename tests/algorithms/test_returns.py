@@ -1,5 +1,9 @@
 """Estimators of tokens against loops in NumPy, written from the definitions."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +25,7 @@ CALM = settings(deadline=None, max_examples=60)
 SEED = st.integers(0, 2**32 - 1)
 
 
-def split(flat, lengths):
+def split(flat: Any, lengths: Any) -> Any:
     """The values of each trajectory."""
     return (
         np.split(np.asarray(flat, dtype=np.float64), np.cumsum(lengths)[:-1])
@@ -30,31 +34,31 @@ def split(flat, lengths):
     )
 
 
-def flat(parts):
+def flat(parts: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0), *parts])
 
 
-def random(seed, lengths, fields):
+def random(seed: int, lengths: Any, fields: Any) -> Any:
     """`fields` times [T] float64."""
     return np.random.default_rng(seed).normal(size=(fields, sum(lengths)))
 
 
-def to_go(r, gamma):
+def to_go(r: Any, gamma: Any) -> np.ndarray:
     return np.array([sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))])
 
 
-def close(got, expected):
+def close(got: Any, expected: Any) -> None:
     assert got.dtype == torch.float64 and not got.requires_grad
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-def ints(x):
+def ints(x: Any) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.long)
 
 
 @CALM
 @given(LENGTHS, SEED, DISCOUNT)
-def test_discounted_sums_match_numpy(lengths, seed, gamma):
+def test_discounted_sums_match_numpy(lengths: Any, seed: int, gamma: Any) -> None:
     (r,) = random(seed, lengths, 1)
     close(
         discounted_sums(torch.tensor(r), ints(lengths), gamma),
@@ -64,7 +68,7 @@ def test_discounted_sums_match_numpy(lengths, seed, gamma):
 
 @CALM
 @given(LENGTHS, SEED, st.booleans())
-def test_scores_sit_on_the_last_token(lengths, seed, with_token_rewards):
+def test_scores_sit_on_the_last_token(lengths: Any, seed: int, with_token_rewards: Any) -> None:
     (r,) = random(seed, lengths, 1) * with_token_rewards
     scores = np.arange(1.0, len(lengths) + 1)
     parts = [x.copy() for x in split(r, lengths)]
@@ -74,7 +78,7 @@ def test_scores_sit_on_the_last_token(lengths, seed, with_token_rewards):
     close(place_scores(torch.tensor(scores), ints(lengths), given_rewards), flat(parts))
 
 
-def reference_gae(r, v, gamma, lam, truncated):
+def reference_gae(r: Any, v: Any, gamma: Any, lam: Any, truncated: Any) -> np.ndarray:
     """A_t as the sum of what lies ahead, not as the recursion."""
     n = len(r)
     after = np.append(v[1:], v[-1] if truncated else 0.0) if n else v
@@ -87,8 +91,8 @@ def reference_gae(r, v, gamma, lam, truncated):
 @CALM
 @given(LENGTHS, SEED, DISCOUNT, DISCOUNT, st.booleans())
 def test_gae_matches_numpy_and_its_targets_are_advantages_plus_values(
-    lengths, seed, gamma, lam, bootstrap
-):
+    lengths: Any, seed: int, gamma: Any, lam: Any, bootstrap: Any
+) -> None:
     r, v = random(seed, lengths, 2)
     cut = np.random.default_rng(seed).random(len(lengths)) < 0.5
     truncated = torch.tensor(cut) if bootstrap else None
@@ -101,7 +105,7 @@ def test_gae_matches_numpy_and_its_targets_are_advantages_plus_values(
     close(targets, expected + v)
 
 
-def test_gae_without_discount_is_the_reward_to_go_less_the_value():
+def test_gae_without_discount_is_the_reward_to_go_less_the_value() -> None:
     lengths, r, v = (
         ints([3, 0, 2]),
         torch.tensor([0, 0, 1.0, 0, -1]),
@@ -114,7 +118,7 @@ def test_gae_without_discount_is_the_reward_to_go_less_the_value():
     assert one_step.tolist() == pytest.approx([0.1, 0.1, 0.7, 0.1, -1.5])
 
 
-def test_a_truncated_end_has_the_value_of_its_last_state():
+def test_a_truncated_end_has_the_value_of_its_last_state() -> None:
     r, v = torch.zeros(4), torch.tensor([0.5, 0.8, 0.5, 0.8])
     got, targets = gae(
         r, v, ints([2, 2]), gamma=1.0, lam=1.0, truncated=torch.tensor([True, False])
@@ -125,14 +129,16 @@ def test_a_truncated_end_has_the_value_of_its_last_state():
 
 @CALM
 @given(LENGTHS, SEED)
-def test_remax_is_the_reward_to_go_less_the_greedy_score(lengths, seed):
+def test_remax_is_the_reward_to_go_less_the_greedy_score(lengths: Any, seed: int) -> None:
     (r,) = random(seed, lengths, 1)
     greedy = np.arange(len(lengths)) / 4.0
     expected = flat([to_go(x, 1.0) - b for x, b in zip(split(r, lengths), greedy, strict=True)])
     close(remax(torch.tensor(r), ints(lengths), torch.tensor(greedy)), expected)
 
 
-def reference_otb(r, lengths, groups, log_probs, squares, weights):
+def reference_otb(
+    r: Any, lengths: Any, groups: Any, log_probs: Any, squares: Any, weights: Any
+) -> Any:
     parts = [split(x, lengths) for x in (r, log_probs, squares, weights)]
     g = [to_go(x, 1.0) for x in parts[0]]
     w = [
@@ -151,14 +157,14 @@ def reference_otb(r, lengths, groups, log_probs, squares, weights):
 
 @CALM
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(-2, 1)), max_size=8), SEED, st.booleans())
-def test_the_optimal_token_baseline_matches_numpy(rows, seed, weighted):
+def test_the_optimal_token_baseline_matches_numpy(rows: Any, seed: int, weighted: Any) -> None:
     lengths, groups = [n for n, _ in rows], [g for _, g in rows]
     r, x, y, z = random(seed, lengths, 4)
     probs = 1 / (1 + np.exp(-x))
     squares = probs**2 + (1 - probs) ** 2 / (1 + np.abs(y))
     weights = np.exp(z / 2) if weighted else np.ones_like(z)
     args = [torch.tensor(a) for a in (np.log(probs), squares)]
-    got = optimal_token_baseline(
+    got = optimal_token_baseline(  # type: ignore[call-arg]
         torch.tensor(r),
         ints(lengths),
         ints(groups),
@@ -168,7 +174,7 @@ def test_the_optimal_token_baseline_matches_numpy(rows, seed, weighted):
     close(got, reference_otb(r, lengths, groups, np.log(probs), squares, weights))
 
 
-def otb(lengths, groups, scores, prob=0.5):
+def otb(lengths: Any, groups: Any, scores: Any, prob: Any = 0.5) -> Any:
     t = sum(lengths)
     log_probs = torch.full((t,), prob).log()
     return optimal_token_baseline(
@@ -180,7 +186,7 @@ def otb(lengths, groups, scores, prob=0.5):
     )
 
 
-def test_a_token_without_a_peer_at_its_position_gets_zero():
+def test_a_token_without_a_peer_at_its_position_gets_zero() -> None:
     assert otb([3], [0], [0.3]).tolist() == [0.0] * 3
     got = otb([4, 2], [0, 0], [1.0, 0.0])
     assert got.tolist() == pytest.approx([0.5, 0.5, 0.0, 0.0, -0.5, -0.5])
@@ -193,11 +199,13 @@ def test_a_token_without_a_peer_at_its_position_gets_zero():
     st.sampled_from([0.1, 0.3, 0.7]),
     st.sampled_from([0.2, 1.0]),
 )
-def test_equal_scores_give_an_optimal_token_baseline_of_exactly_zero(lengths, score, prob):
+def test_equal_scores_give_an_optimal_token_baseline_of_exactly_zero(
+    lengths: Any, score: Any, prob: Any
+) -> None:
     assert not otb(lengths, [3] * len(lengths), [score] * len(lengths), prob).any()
 
 
-def test_a_policy_that_is_sure_of_every_token_has_the_plain_mean_for_a_baseline():
+def test_a_policy_that_is_sure_of_every_token_has_the_plain_mean_for_a_baseline() -> None:
     assert otb([1, 1, 1], [0, 0, 0], [1.0, 0.0, 0.5], prob=1.0).tolist() == pytest.approx(
         [0.5, -0.5, 0.0]
     )
@@ -205,7 +213,7 @@ def test_a_policy_that_is_sure_of_every_token_has_the_plain_mean_for_a_baseline(
 
 @CALM
 @given(st.lists(st.floats(-100, 100), max_size=30))
-def test_whitening_matches_numpy(values):
+def test_whitening_matches_numpy(values: Any) -> None:
     x = np.array(values)
     flat_values = len(x) < 2 or len(set(values)) == 1
     expected = np.zeros(len(x)) if flat_values else (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
@@ -218,12 +226,12 @@ def test_whitening_matches_numpy(values):
     st.sampled_from([0.1, 0.3, 0.7, 1e9]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_equal_values_are_whitened_to_exactly_zero(n, value, dtype):
+def test_equal_values_are_whitened_to_exactly_zero(n: Any, value: Any, dtype: Any) -> None:
     got = whiten(torch.full((n,), value, dtype=dtype))
     assert got.tolist() == [0.0] * n and got.dtype == dtype
 
 
-def test_nothing_here_has_a_gradient():
+def test_nothing_here_has_a_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
     lengths = ints([2, 1])
     assert not any(a.requires_grad for a in gae(x, x, lengths, gamma=1.0, lam=1.0))

@@ -1,5 +1,9 @@
 """gspo and geo_mean against NumPy in float64, and against the objectives of their papers."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,13 +23,13 @@ from tests.algorithms.loss_cases import (
 from tests.algorithms.options import loss_options
 
 
-def trained_of(inputs, sequence):
+def trained_of(inputs: Any, sequence: Any) -> Any:
     return [
         t for t in range(len(inputs.mask)) if inputs.mask[t] and inputs.sequence_ids[t] == sequence
     ]
 
 
-def columns(inputs):
+def columns(inputs: Any) -> Any:
     return (
         inputs.log_probs.detach().numpy(),
         inputs.old_log_probs.numpy(),
@@ -33,7 +37,7 @@ def columns(inputs):
     )
 
 
-def gspo_reference(inputs, weights, options):
+def gspo_reference(inputs: Any, weights: Any, options: Any) -> Any:
     new, old, adv = columns(inputs)
     out = np.zeros((5, len(weights)))
     for sequence in range(inputs.num_sequences):
@@ -46,7 +50,7 @@ def gspo_reference(inputs, weights, options):
     return out
 
 
-def geo_mean_reference(inputs, weights, options):
+def geo_mean_reference(inputs: Any, weights: Any, options: Any) -> Any:
     new, old, adv = columns(inputs)
     out = np.zeros((5, len(weights)))
     for sequence in range(inputs.num_sequences):
@@ -72,19 +76,21 @@ def geo_mean_reference(inputs, weights, options):
 
 @settings(max_examples=100)
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_gspo_matches_numpy_in_value_gradient_and_statistics(sequences, options):
+def test_gspo_matches_numpy_in_value_gradient_and_statistics(sequences: Any, options: Any) -> None:
     inputs, weights = build(sequences)
     check(gspo, inputs, weights, options, gspo_reference)
 
 
 @settings(max_examples=100)
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(sequences, options):
+def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(
+    sequences: Any, options: Any
+) -> None:
     inputs, weights = build(sequences)
     check(geo_mean, inputs, weights, options, geo_mean_reference)
 
 
-def objective(loss_function, inputs, options):
+def objective(loss_function: Any, inputs: Any, options: Any) -> Any:
     """The aggregated loss and its gradient."""
     lengths = torch.bincount(
         inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences
@@ -105,7 +111,7 @@ def objective(loss_function, inputs, options):
 
 @settings(max_examples=60)
 @given(sequences=SEQUENCES)
-def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences):
+def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences: Any) -> None:
     """Plain GSPO: clip s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i), differentiated through all tokens."""
     same = [[(pair, s[0][1], trained, sel, w) for pair, _, trained, sel, w in s] for s in sequences]
     inputs, _ = build(same)
@@ -123,7 +129,7 @@ def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences):
     np.testing.assert_allclose(grad.numpy(), leaf.grad.numpy(), rtol=1e-6, atol=1e-12)
 
 
-def test_geo_mean_is_the_mean_over_sequences_however_long():
+def test_geo_mean_is_the_mean_over_sequences_however_long() -> None:
     """Two sequences, lengths 1 and 3, rejected tokens left out of the mean: -(A_1 g_1 + A_2 g_2) / 2."""
     token = lambda d, a, trained=True: ((d - 2.0, -2.0), a, trained, False, 1.0)  # noqa: E731
     inputs, _ = build(
@@ -139,7 +145,7 @@ def test_geo_mean_is_the_mean_over_sequences_however_long():
 
 
 @pytest.mark.parametrize("advantage, sign", [(1.0, 1.0), (-1.0, -1.0)])
-def test_a_log_ratio_on_geo_means_edge_is_inside(advantage, sign):
+def test_a_log_ratio_on_geo_means_edge_is_inside(advantage: float, sign: float) -> None:
     # 0.25 and -1 are exact in binary, so the log-ratio is exactly the edge.
     for edge, clipped in ((0.25, 0.0), (np.nextafter(0.25, 0), 1.0)):
         inputs, _ = build([[((-1.0 + sign * 0.25, -1.0), advantage, True, False, 1.0)]])
@@ -149,7 +155,7 @@ def test_a_log_ratio_on_geo_means_edge_is_inside(advantage, sign):
         assert (inputs.log_probs.grad.item() == 0.0) == bool(clipped)
 
 
-def test_gspo_keeps_the_digits_of_a_small_clip_in_float32():
+def test_gspo_keeps_the_digits_of_a_small_clip_in_float32() -> None:
     """4,000 tokens whose log-ratios nearly cancel: the sequence's ratio is 1 + 2e-4, inside a clip of 3e-4."""
     n = 4000
     old = -torch.arange(n, dtype=torch.float32) / 400

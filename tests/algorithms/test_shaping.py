@@ -1,6 +1,9 @@
 """The soft overlong punishment of DAPO."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +16,7 @@ LIMITS = st.integers(1, 1000).flatmap(
 )
 
 
-def reference(length, max_length, buffer, factor):
+def reference(length: Any, max_length: Any, buffer: Any, factor: Any) -> Any:
     """Case by case, as in the paper, with its punishment of 1 as `factor`."""
     if length <= max_length - buffer:
         return 0.0
@@ -23,14 +26,14 @@ def reference(length, max_length, buffer, factor):
 
 
 @given(st.integers(0, 3000), LIMITS, st.floats(0, 10))
-def test_the_penalty_matches_the_paper(length, limits, factor):
+def test_the_penalty_matches_the_paper(length: Any, limits: Any, factor: Any) -> None:
     max_length, buffer = limits
     got = overlong_penalty(length, max_length=max_length, buffer=buffer, factor=factor)
     assert got == pytest.approx(reference(length, max_length, buffer, factor), rel=1e-6)
     assert -factor <= got <= 0
 
 
-def test_it_falls_from_the_expected_length_to_the_limit_and_no_further():
+def test_it_falls_from_the_expected_length_to_the_limit_and_no_further() -> None:
     got = [
         overlong_penalty(n, max_length=20, buffer=4, factor=2.0)
         for n in (0, 16, 17, 18, 20, 21, 100)
@@ -50,6 +53,6 @@ def test_it_falls_from_the_expected_length_to_the_limit_and_no_further():
         {"length": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(changes):
+def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         overlong_penalty(**({"length": 1, "max_length": 20, "buffer": 4, "factor": 1.0} | changes))

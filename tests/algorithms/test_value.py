@@ -1,5 +1,9 @@
 """The value loss against NumPy in float64, value and gradient."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,23 +16,23 @@ VALUE = st.floats(-5, 5)
 TOKENS = st.lists(st.tuples(VALUE, VALUE, VALUE), max_size=30)
 
 
-def double(values, **kwargs):
+def double(values: Any, **kwargs: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, **kwargs)
 
 
-def reference(v, old, target, c):
+def reference(v: Any, old: Any, target: Any, c: Any) -> Any:
     near = min(max(v, old - c), old + c)
     plain, bounded = (v - target) ** 2, (near - target) ** 2
     return (bounded / 2, 0.0, 1.0) if bounded > plain else (plain / 2, v - target, 0.0)
 
 
 @given(TOKENS, st.sampled_from([0.1, 0.5, 2.0]))
-def test_value_loss_matches_numpy_in_value_gradient_and_statistics(rows, c):
+def test_value_loss_matches_numpy_in_value_gradient_and_statistics(rows: Any, c: Any) -> None:
     v = double([row[0] for row in rows], requires_grad=True)
     old, target = (double([row[i] for row in rows]).requires_grad_() for i in (1, 2))
     loss, stats = value_loss(v, old, target, cliprange=c)
     loss.sum().backward()
-    want = np.array([reference(*row, c) for row in rows]).reshape(-1, 3).T
+    want = np.array([reference(*row, c) for row in rows]).reshape(-1, 3).T  # type: ignore[call-arg]
     np.testing.assert_allclose(loss.detach().numpy(), want[0], rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(v.grad.numpy(), want[1], rtol=1e-6, atol=1e-12)
     assert stats["clipped"].tolist() == want[2].tolist() and not stats["clipped"].requires_grad
@@ -36,7 +40,9 @@ def test_value_loss_matches_numpy_in_value_gradient_and_statistics(rows, c):
 
 
 @pytest.mark.parametrize("side", [1.0, -1.0])
-def test_a_value_on_the_edge_is_inside_and_one_beyond_has_no_gradient_towards_its_return(side):
+def test_a_value_on_the_edge_is_inside_and_one_beyond_has_no_gradient_towards_its_return(
+    side: float,
+) -> None:
     for v, grad, clipped in ((0.5, 0.5 - 3.0, 0.0), (0.75, 0.75 - 3.0, 1.0)):
         x = double([side * v], requires_grad=True)
         # The return lies further out, so the clipped side is the larger one.
@@ -47,7 +53,7 @@ def test_a_value_on_the_edge_is_inside_and_one_beyond_has_no_gradient_towards_it
         assert loss.item() == 0.5 * 2.5**2
 
 
-def test_no_tokens_give_none_and_an_empty_range_is_refused():
+def test_no_tokens_give_none_and_an_empty_range_is_refused() -> None:
     loss, stats = value_loss(double([], requires_grad=True), double([]), double([]), cliprange=0.5)
     loss.sum().backward()
     assert loss.shape == stats["clipped"].shape == (0,)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,7 +65,9 @@ def check(expected: dict, code: int, out: str, err: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
-def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, capfd):
+def test_it_is_refused_with_key_value_rule_and_fix(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, expected, arguments = prepare(case, tmp_path)
     if Path(expected.get("unless", "/nowhere")).exists():
         pytest.skip(f"this machine has {expected['unless']}")
@@ -79,7 +82,7 @@ def test_it_is_refused_with_key_value_rule_and_fix(case, tmp_path, monkeypatch, 
         monkeypatch.setattr(console, "_printed", False)
         with pytest.raises(SystemExit) as exit_:
             main()
-        code, (out, err) = exit_.value.code, capfd.readouterr()
+        code, (out, err) = exit_.value.code, capfd.readouterr()  # type: ignore[assignment]
     seconds = time.perf_counter() - start
     if "--json" in arguments:
         told = json.loads(out)

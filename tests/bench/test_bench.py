@@ -85,7 +85,7 @@ def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(
     mode: str, expected: range
 ) -> None:
     layers = [{"async_training": {"staleness_threshold": 2.5}}, {"mode": mode}]
-    schedule = recipe.parse(recipe.resolve(layers)).schedule
+    schedule = recipe.parse(recipe.resolve(layers)).schedule  # type: ignore[arg-type]
     assert counted(9 * schedule.window, 2, schedule) == expected
     least = (expected.stop - 1) * schedule.window + schedule.capacity
     assert (

@@ -1,5 +1,7 @@
 """The doctor asks for what pyproject.toml asks for."""
 
+from __future__ import annotations
+
 import re
 import tomllib
 from pathlib import Path
@@ -16,11 +18,11 @@ def least(requirements: list[str]) -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-def test_the_packages_that_a_run_needs_are_those_of_pyproject():
+def test_the_packages_that_a_run_needs_are_those_of_pyproject() -> None:
     assert least(PROJECT["dependencies"]) == checkup._NEEDED
 
 
-def test_the_optional_packages_are_those_of_the_extras():
+def test_the_optional_packages_are_those_of_the_extras() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = least([line for name in ("ray", "vllm", "lora") for line in extras[name]])
     assert wanted == {name: version for name, (version, *_) in checkup._OPTIONAL.items()}

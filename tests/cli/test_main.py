@@ -6,7 +6,9 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,7 +32,7 @@ SMALL = [
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs `millrace ARGUMENTS` in an empty folder, in this process: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -40,22 +42,24 @@ def run(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(console, "_printed", False)
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        return ended.value.code or 0, *capfd.readouterr()
+        return ended.value.code or 0, *capfd.readouterr()  # type: ignore[return-value]
 
     return run
 
 
-def test_version(run):
+def test_version(run: Callable[..., Any]) -> None:
     assert run("--version") == (0, f"millrace {__version__}\n", "")
 
 
-def test_the_command_is_installed():
+def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "millrace"
     done = subprocess.run([command, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"millrace {__version__}\n", "")
 
 
-def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
+def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(
+    run: Callable[..., Any],
+) -> None:
     code, out, _ = run("--help")
     assert code == 0
     for part in (
@@ -70,12 +74,12 @@ def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(run):
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "ledger", "doctor"])
-def test_every_command_has_help(run, command):
+def test_every_command_has_help(run: Callable[..., Any], command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0 and f"millrace {command}" in out and "--json" in out
 
 
-def test_help_config_prints_every_key(run):
+def test_help_config_prints_every_key(run: Callable[..., Any]) -> None:
     code, out, _ = run("train", "--help-config")
     shown = {line.split()[0] for line in out.splitlines() if line.strip()}
     assert code == 0 and {key for key, _ in recipe.all_keys()} <= shown
@@ -87,7 +91,9 @@ def test_help_config_prints_every_key(run):
     )
 
 
-def test_a_dry_run_prints_the_configuration_and_every_derived_number(run, tmp_path):
+def test_a_dry_run_prints_the_configuration_and_every_derived_number(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
     code, out, err = run(
         "train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json"
     )
@@ -112,7 +118,9 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(run, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(run, tmp_path):
+def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
     code, out, _ = run("train", QUICKSTART, *SMALL, "--dry-run")
     lines = out.splitlines()
     title = next(n for n, line in enumerate(lines) if line.strip() == "derived")
@@ -121,14 +129,14 @@ def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(run, tmp_pat
     assert ["capacity", "96"] in [line.split() for line in lines[title:]]
 
 
-def test_a_dry_run_checks_the_data_too(run):
+def test_a_dry_run_checks_the_data_too(run: Callable[..., Any]) -> None:
     code, out, err = run("train", QUICKSTART, "data.train_files=[nowhere.jsonl]", "--dry-run")
     assert (code, out) == (2, "") and err.startswith(
         "error: data.train_files = 'nowhere.jsonl': no such file"
     )
 
 
-def test_a_command_without_arguments_says_what_is_missing(run):
+def test_a_command_without_arguments_says_what_is_missing(run: Callable[..., Any]) -> None:
     code, _, err = run("train")
     assert code == 2 and "RECIPE is missing, for example quickstart" in err
     assert run("ledger")[0] == 2
@@ -136,14 +144,14 @@ def test_a_command_without_arguments_says_what_is_missing(run):
     assert run("train", QUICKSTART, "--no-such-option")[0] == 2
 
 
-def test_sft_without_steps_is_refused(run):
+def test_sft_without_steps_is_refused(run: Callable[..., Any]) -> None:
     code, _, err = run("sft", QUICKSTART, "sft.steps=0")
     assert (
         code == 2 and err == "error: sft.steps = 0: the warm-up has no steps. Fix: sft.steps=200.\n"
     )
 
 
-def test_a_ledger_of_what_is_no_run_is_refused(run, tmp_path):
+def test_a_ledger_of_what_is_no_run_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     for folder in ("nowhere", "."):
         code, out, err = run("ledger", folder)
         assert (code, out) == (2, "")
@@ -169,7 +177,9 @@ def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ())
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(run, tmp_path):
+def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
     write_history(tmp_path, [0, 1], [2, 3])
     code, out, _ = run("ledger", ".", "--json")
     found = json.loads(out)
@@ -185,7 +195,7 @@ def test_a_ledger_that_adds_up_exits_with_0_and_one_that_does_not_with_1(run, tm
     assert code == 1 and found["trained_twice"] == 1
 
 
-def test_the_doctor_reports_as_json_and_as_a_table(run):
+def test_the_doctor_reports_as_json_and_as_a_table(run: Callable[..., Any]) -> None:
     code, out, _ = run("doctor", "--json")
     report = json.loads(out)
     names = {check["name"] for check in report["checks"]}
@@ -201,7 +211,9 @@ def test_the_doctor_reports_as_json_and_as_a_table(run):
     assert again == code and "Python" in table
 
 
-def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
+def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no such luck")
 
@@ -212,7 +224,7 @@ def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(run, monkeypatch):
     )
 
 
-def test_the_first_cause_of_a_group_is_no_mere_cancellation():
+def test_the_first_cause_of_a_group_is_no_mere_cancellation() -> None:
     import asyncio
 
     cause = ValueError("it")
@@ -222,7 +234,7 @@ def test_the_first_cause_of_a_group_is_no_mere_cancellation():
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
-def test_an_address_runs_on_that_ray_cluster(run, command):
+def test_an_address_runs_on_that_ray_cluster(run: Callable[..., Any], command: str) -> None:
     code, out, _ = run(
         command, QUICKSTART, *SMALL, "--address", "10.0.0.1:6379", "--dry-run", "--json"
     )
@@ -231,12 +243,14 @@ def test_an_address_runs_on_that_ray_cluster(run, command):
 
 
 @pytest.mark.parametrize("command", ["sync", "modes"])
-def test_benchmarks_take_an_address_too(run, command):
+def test_benchmarks_take_an_address_too(run: Callable[..., Any], command: str) -> None:
     code, _, err = run("bench", command, QUICKSTART, *SMALL, "--address", "ray://head:10001")
     assert code == 2 and "trainer.ray_address = 'ray://head:10001'" in err
 
 
-def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(run):
+def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(
+    run: Callable[..., Any],
+) -> None:
     _, out, _ = run("train", "--help-config")
     lines = [line.strip() for line in out.splitlines()]
     assert "critic.optim.lr <float> = 1e-05" in lines and "actor.optim.lr <float> = 1e-06" in lines
@@ -246,7 +260,7 @@ def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_t
     )
 
 
-def test_with_json_a_failure_is_an_object_too(run):
+def test_with_json_a_failure_is_an_object_too(run: Callable[..., Any]) -> None:
     code, out, err = run("train", QUICKSTART, "rollout.n=0", "--json")
     told = json.loads(out)
     assert (code, told["complete"], told["exit_code"]) == (2, False, 2)
@@ -270,29 +284,35 @@ def test_with_json_a_failure_is_an_object_too(run):
         ("trainer.seed=99999999999999999999", "trainer.seed = 99999999999999999999"),
     ],
 )
-def test_what_users_of_other_systems_write_is_refused_with_a_fix_that_is_one(run, said, fix):
+def test_what_users_of_other_systems_write_is_refused_with_a_fix_that_is_one(
+    run: Callable[..., Any], said: Any, fix: Any
+) -> None:
     code, _, err = run("train", QUICKSTART, said, "--dry-run")
     assert code == 2 and fix in err, err
 
 
 @pytest.mark.parametrize("command", ["modes", "sync", "train"])
-def test_measuring_commands_have_a_dry_run_that_needs_no_devices(run, command):
+def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
+    run: Callable[..., Any], command: str
+) -> None:
     shape = str(Path(QUICKSTART).parent / "shapes" / "qwen2_7b.yaml")
     code, out, err = run("bench", command, shape, "--dry-run", "--json")
     assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
 
 
-def test_what_models_and_folders_are_called_is_no_markup():
+def test_what_models_and_folders_are_called_is_no_markup() -> None:
     """A run whose model says [/b] ends as any other."""
     odd = "[/b] \\[x = 0\\] [red]"
     result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
     console = Console(file=io.StringIO(), width=300)
     summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
-    printed = console.file.getvalue()
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count(odd) == 8 and f"run         {odd}\n" in printed
 
 
-def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
+def test_the_doctor_prints_commands_as_they_are_typed(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")]
     )
@@ -300,7 +320,9 @@ def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
     assert "missing [a]" in out and "pip install 'y[z]'" in out
 
 
-def test_an_export_to_where_nothing_can_be_written_is_refused(run, tmp_path, monkeypatch):
+def test_an_export_to_where_nothing_can_be_written_is_refused(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exporting, "_whole", lambda path: (path, 0))
     code, _, err = run("export", str(tmp_path), "/proc/x")
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err

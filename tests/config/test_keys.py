@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -14,14 +16,14 @@ from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
 
-def make(**sections) -> Config:
+def make(**sections: Any) -> Config:
     return recipe.parse(sections)
 
 
 @pytest.mark.parametrize(
     ("key", "field"), list(recipe.all_keys()), ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_every_key_has_a_docstring_of_a_sentence(key, field):
+def test_every_key_has_a_docstring_of_a_sentence(key: Any, field: Any) -> None:
     assert (
         field.description
         and field.description.strip().endswith(".")
@@ -29,11 +31,11 @@ def test_every_key_has_a_docstring_of_a_sentence(key, field):
     )
 
 
-def test_describe_has_every_key_with_type_and_default():
+def test_describe_has_every_key_with_type_and_default() -> None:
     described = {key: (kind, default) for key, kind, default, _ in recipe.describe()}
     assert list(described) == [key for key, _ in recipe.all_keys()]
 
-    def leaves(tree, prefix=""):
+    def leaves(tree: Any, prefix: Any = "") -> Iterator[Any]:
         for key, value in tree.items():
             yield from (
                 leaves(value, f"{prefix}{key}.")
@@ -51,10 +53,10 @@ def test_describe_has_every_key_with_type_and_default():
     assert described["model.path"] == ("str", '""')
 
 
-def test_the_defaults_are_a_configuration_and_survive_json():
+def test_the_defaults_are_a_configuration_and_survive_json() -> None:
     assert Config.model_validate(Config().model_dump(mode="json")) == Config()
     with pytest.raises(ValidationError):
-        Config().name = "other"  # frozen
+        Config().name = "other"  # type: ignore[misc]  # frozen
 
 
 counts = st.integers(1, 40)
@@ -72,8 +74,16 @@ counts = st.integers(1, 40)
     n=st.integers(2, 16),
 )
 def test_derived_numbers_follow_from_the_keys(
-    mini, require, trigger, staleness, samples, epochs, passes, rows, n
-):
+    mini: Any,
+    require: Any,
+    trigger: Any,
+    staleness: Any,
+    samples: Any,
+    epochs: Any,
+    passes: Any,
+    rows: Any,
+    n: Any,
+) -> None:
     config = make(
         actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs},
         async_training={
@@ -106,7 +116,9 @@ def test_derived_numbers_follow_from_the_keys(
     }  # fmt: skip
 
 
-def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_it_is_given():
+def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_it_is_given() -> (
+    None
+):
     stale = {"staleness_threshold": 0.5}
     assert make(async_training=stale).schedule.lookahead == 32
     assert make(async_training=stale | {"lookahead": 3}).schedule.lookahead == 3
@@ -125,7 +137,9 @@ def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_
         ((1, 2), (3, 2), 4, 3),
     ],
 )
-def test_nodes_are_shared_where_both_sides_fit(train, rollout, in_node, nodes):
+def test_nodes_are_shared_where_both_sides_fit(
+    train: Any, rollout: Any, in_node: Any, nodes: Any
+) -> None:
     config = make(
         trainer={"nnodes": train[0], "n_gpus_per_node": train[1], "gpus_in_node": in_node},
         rollout={"nnodes": rollout[0], "n_gpus_per_node": rollout[1]},
@@ -136,19 +150,21 @@ def test_nodes_are_shared_where_both_sides_fit(train, rollout, in_node, nodes):
     )
 
 
-def test_colocated_sides_are_on_the_same_nodes():
+def test_colocated_sides_are_on_the_same_nodes() -> None:
     side = {"nnodes": 2, "n_gpus_per_node": 8}
     config = make(trainer=side, rollout=side, async_training={"placement": "colocated"})
     assert config.sides.nodes_needed == 2
 
 
-def test_either_test_freq_counts():
+def test_either_test_freq_counts() -> None:
     assert make(trainer={"test_freq": 5}).test_freq == make(rollout={"test_freq": 5}).test_freq == 5
     assert make(trainer={"test_freq": 5}, rollout={"test_freq": 5}).test_freq == 5
 
 
 @given(prompt=st.integers(1, 4096), response=st.integers(1, 4096), room=st.integers(1, 9000))
-def test_a_micro_batch_holds_the_longest_trajectory_or_is_refused(prompt, response, room):
+def test_a_micro_batch_holds_the_longest_trajectory_or_is_refused(
+    prompt: Any, response: Any, room: Any
+) -> None:
     sections = {
         "rollout": {"max_prompt_length": prompt, "max_response_length": response},
         "actor": {"ppo_max_token_len_per_gpu": room},
@@ -164,7 +180,7 @@ def test_a_micro_batch_holds_the_longest_trajectory_or_is_refused(prompt, respon
 
 
 @given(heads=st.integers(1, 12), groups=st.integers(1, 12), size=st.integers(1, 12))
-def test_shapes_with_whole_even_heads_are_taken(heads, groups, size):
+def test_shapes_with_whole_even_heads_are_taken(heads: Any, groups: Any, size: Any) -> None:
     shape = {
         "hidden_size": heads * size,
         "num_attention_heads": heads,
@@ -178,7 +194,7 @@ def test_shapes_with_whole_even_heads_are_taken(heads, groups, size):
 
 
 @given(batch=st.integers(1, 300), mini=st.integers(1, 16), mode=st.sampled_from(sorted(MODES)))
-def test_a_train_batch_is_the_window_or_refused(batch, mini, mode):
+def test_a_train_batch_is_the_window_or_refused(batch: Any, mini: Any, mode: str) -> None:
     tree = {
         "mode": mode,
         "data": {"train_batch_size": batch},
@@ -191,14 +207,14 @@ def test_a_train_batch_is_the_window_or_refused(batch, mini, mode):
             recipe.parse(recipe.resolve([tree]))
 
 
-def test_one_rollout_is_allowed_where_nothing_is_divided_by_its_std():
+def test_one_rollout_is_allowed_where_nothing_is_divided_by_its_std() -> None:
     make(rollout={"n": 1}, algorithm={"norm_adv_by_std_in_grpo": False})
     with pytest.raises(ConfigError, match=r"rollout\.n = 1"):
         make(rollout={"n": 1})
 
 
 @given(st.floats())
-def test_only_finite_numbers_are_numbers(value):
+def test_only_finite_numbers_are_numbers(value: Any) -> None:
     assume(not 0 <= value < float("inf"))
     with pytest.raises(ConfigError):
         make(actor={"optim": {"lr": value}})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +20,7 @@ QUICKSTART = Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.ya
 
 
 @pytest.fixture
-def write(tmp_path):
+def write(tmp_path: Path) -> Any:
     def write(text: str, name: str = "r.yaml") -> Path:
         path = tmp_path / name
         path.write_text(text)
@@ -74,7 +76,7 @@ TABLE = {
 """DESIGN's table of modes."""
 
 
-def test_the_table_has_every_mode():
+def test_the_table_has_every_mode() -> None:
     assert set(TABLE) == set(MODES)
 
 
@@ -83,7 +85,9 @@ def test_the_table_has_every_mode():
     "before",
     ["name: r", *(f"mode: {mode}" for mode in TABLE), "async_training: {partial_rollout: true}"],
 )
-def test_a_mode_is_the_tables_row_whatever_the_recipe_said_before(write, before, mode):
+def test_a_mode_is_the_tables_row_whatever_the_recipe_said_before(
+    write: Callable[..., Any], before: Any, mode: str
+) -> None:
     config = recipe.load(write(before), [f"mode={mode}"])
     placement, on_sync, fits = TABLE[mode]
     schedule = config.async_training
@@ -96,7 +100,7 @@ def test_a_mode_is_the_tables_row_whatever_the_recipe_said_before(write, before,
     assert not schedule.partial_rollout
 
 
-def test_one_step_off_trains_each_sample_one_version_later(write):
+def test_one_step_off_trains_each_sample_one_version_later(write: Callable[..., Any]) -> None:
     schedule = recipe.load(write("mode: one_step_off")).schedule
     assert schedule.lookahead == 1 and schedule.lag_bound == 1
 
@@ -114,7 +118,9 @@ OTHER = {
 @pytest.mark.parametrize("mode", TABLE)
 @pytest.mark.parametrize("key", OTHER)
 @pytest.mark.parametrize("where", ["recipe", "command line"])
-def test_every_key_of_a_mode_can_be_overridden_beside_it(write, mode, key, where):
+def test_every_key_of_a_mode_can_be_overridden_beside_it(
+    write: Callable[..., Any], mode: str, key: str, where: str
+) -> None:
     beside = (
         f"mode: {mode}\nasync_training: {{{key}: {OTHER[key]}}}" if where == "recipe" else "name: r"
     )
@@ -127,7 +133,7 @@ def test_every_key_of_a_mode_can_be_overridden_beside_it(write, mode, key, where
     }
 
 
-def test_a_mode_keeps_what_it_says_nothing_of(write):
+def test_a_mode_keeps_what_it_says_nothing_of(write: Callable[..., Any]) -> None:
     text = "mode: async_partial\nasync_training: {trigger_parameter_sync_step: 3, staleness_threshold: 0.75, require_batches: 2}"
     schedule = recipe.load(write(text), ["mode=async_swap"]).async_training
     assert (
@@ -138,7 +144,7 @@ def test_a_mode_keeps_what_it_says_nothing_of(write):
     assert recipe.load(write(text), ["mode=on_policy_pipeline"]).schedule.capacity == 64
 
 
-def test_partial_rollout_means_interrupt(write):
+def test_partial_rollout_means_interrupt(write: Callable[..., Any]) -> None:
     for spelled in ("true", "false"):
         config = recipe.load(
             write("mode: async_staleness"), [f"async_training.partial_rollout={spelled}"]
@@ -154,7 +160,7 @@ def test_partial_rollout_means_interrupt(write):
 
 
 @pytest.mark.parametrize("mode", ["colocate_sync", "one_step_off"])
-def test_the_train_batch_sets_the_trigger(write, mode):
+def test_the_train_batch_sets_the_trigger(write: Callable[..., Any], mode: str) -> None:
     text = "actor: {ppo_mini_batch_size: 8}\nasync_training: {require_batches: 2, trigger_parameter_sync_step: 5}"
     config = recipe.load(write(text), [f"mode={mode}", "data.train_batch_size=64"])
     assert config.async_training.trigger_parameter_sync_step == 4
@@ -164,7 +170,7 @@ def test_the_train_batch_sets_the_trigger(write, mode):
 # -- layers
 
 
-def test_later_layers_win_key_by_key(write):
+def test_later_layers_win_key_by_key(write: Callable[..., Any]) -> None:
     write("name: parent\nrollout: {n: 2, temperature: 0.5}\nsft: {steps: 1}", "parent.yaml")
     write("inherits: parent.yaml\nrollout: {n: 3}", "child.yaml")
     config = recipe.load(
@@ -179,18 +185,18 @@ def test_later_layers_win_key_by_key(write):
     )
 
 
-def test_inherits_is_a_path_from_the_recipe(write, tmp_path):
+def test_inherits_is_a_path_from_the_recipe(write: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write("rollout: {n: 3}", "parent.yaml")
     assert recipe.load(write("inherits: ../parent.yaml", "sub/child.yaml")).rollout.n == 3
 
 
-def test_the_file_names_the_run_where_the_recipe_does_not(write):
+def test_the_file_names_the_run_where_the_recipe_does_not(write: Callable[..., Any]) -> None:
     assert recipe.load(write("mode: async_swap", "my run (2).yaml")).name == "my-run-2-"
     assert recipe.load(QUICKSTART).name == "quickstart"
 
 
-def test_an_empty_section_is_no_section(write):
+def test_an_empty_section_is_no_section(write: Callable[..., Any]) -> None:
     assert recipe.load(write("data:\nrollout:\n  n: 3\n")).rollout.n == 3
 
 
@@ -204,7 +210,7 @@ def test_an_empty_section_is_no_section(write):
         "algorithm.adv_estimator",
     ],
 )
-def test_the_prefix_of_verl_is_stripped(write, key):
+def test_the_prefix_of_verl_is_stripped(write: Callable[..., Any], key: str) -> None:
     value = {"actor.optim.lr": "0.5", "model.path": "here", "algorithm.adv_estimator": "grpo"}.get(
         key, "6"
     )
@@ -218,7 +224,7 @@ def test_the_prefix_of_verl_is_stripped(write, key):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), verl.ALIASES.items())
-def test_aliases(write, theirs, ours):
+def test_aliases(write: Callable[..., Any], theirs: Any, ours: Any) -> None:
     numbers = {
         "length": "64",
         "len": "3",
@@ -234,11 +240,11 @@ def test_aliases(write, theirs, ours):
     )
 
 
-def test_verls_resume_mode(write):
+def test_verls_resume_mode(write: Callable[..., Any]) -> None:
     assert recipe.load(write("name: r"), ["trainer.resume_mode=disable"]).trainer.resume == "never"
 
 
-def test_verls_fsdp_size(write):
+def test_verls_fsdp_size(write: Callable[..., Any]) -> None:
     assert (
         recipe.load(
             write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]
@@ -259,7 +265,9 @@ def test_verls_fsdp_size(write):
         ("1", 1.0),
     ],
 )
-def test_numbers_are_numbers_however_they_are_spelled(write, text, value):
+def test_numbers_are_numbers_however_they_are_spelled(
+    write: Callable[..., Any], text: Any, value: Any
+) -> None:
     assert recipe.load(write("name: r"), [f"actor.optim.lr={text}"]).actor.optim.lr == value
     assert recipe.load(write(f"actor: {{optim: {{lr: {text}}}}}")).actor.optim.lr == value
 
@@ -285,7 +293,7 @@ def test_numbers_are_numbers_however_they_are_spelled(write, text, value):
         ("reward.function=a.py:f=g", lambda c: c.reward.function == "a.py:f=g"),
     ],
 )
-def test_overrides_are_read_as_yaml(write, item, read):
+def test_overrides_are_read_as_yaml(write: Callable[..., Any], item: Any, read: Any) -> None:
     assert read(recipe.load(write("name: r"), [item]))
 
 
@@ -319,7 +327,9 @@ settings = st.fixed_dictionaries(
 @given(settings)
 @example({"trainer.run_dir": "0E0"})
 @example({"trainer.run_dir": "+1_0e5", "data.train_files": [".5e1", "", "-", "1:30.5"]})
-def test_a_dumped_configuration_makes_the_same_run(tmp_path_factory, chosen):
+def test_a_dumped_configuration_makes_the_same_run(
+    tmp_path_factory: pytest.TempPathFactory, chosen: Any
+) -> None:
     layer: dict = {}
     for key, value in chosen.items():
         section, _, name = key.rpartition(".")
@@ -334,7 +344,7 @@ def test_a_dumped_configuration_makes_the_same_run(tmp_path_factory, chosen):
     assert recipe.dump(recipe.load(path)) == recipe.dump(config)
 
 
-def test_the_quickstart_dumps_to_itself(write):
+def test_the_quickstart_dumps_to_itself(write: Callable[..., Any]) -> None:
     config = recipe.load(QUICKSTART)
     assert recipe.load(write(recipe.dump(config))) == config
 
@@ -356,7 +366,7 @@ keys = [key for key, _ in recipe.all_keys()]
 
 
 @given(st.dictionaries(st.sampled_from(keys), junk, max_size=4))
-def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen):
+def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any) -> None:
     """Never a crash: each is a Config, or a ConfigError in the one form that all of them have."""
     try:
         layer: dict = {}
@@ -370,13 +380,15 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen):
     assert config.derived(100).window >= 1
 
 
-def test_a_key_that_breaks_a_line_is_shown_escaped():
+def test_a_key_that_breaks_a_line_is_shown_escaped() -> None:
     with pytest.raises(ConfigError, match=re.escape(r"'actor.policy_loss.\n' = None: no such key")):
         recipe.parse({"actor": {"policy_loss": {"\n": None}}})
 
 
 @given(st.text(max_size=80))
-def test_any_text_is_a_recipe_or_refused(tmp_path_factory, text):
+def test_any_text_is_a_recipe_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: Any
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:

@@ -1,7 +1,11 @@
 """The prompt stream: pure in (seed, i), every row once an epoch, and long prompts found before the run."""
 
+from __future__ import annotations
+
 import json
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,17 +21,17 @@ from millrace.types import Prompt
 
 
 @lru_cache
-def chat():
+def chat() -> Chat:
     return Chat(make_tokenizer("chars", ["0123456789>"], 0))
 
 
-def stream(rows, **changes):
+def stream(rows: Any, **changes: Any) -> Any:
     return PromptStream.open(
         rows, chat(), **{"seed": 0, "shuffle": True, "max_prompt_length": 16} | changes
     )
 
 
-def file_rows(tmp_path, *prompts):
+def file_rows(tmp_path: Path, *prompts: Any) -> Any:
     (tmp_path / "t.jsonl").write_text(
         "\n".join(json.dumps({"prompt": p, "answer": "1"}) for p in prompts)
     )
@@ -35,17 +39,17 @@ def file_rows(tmp_path, *prompts):
 
 
 @given(st.integers(1, 600), st.text(max_size=5))
-def test_a_shuffle_is_a_permutation(n, key):
+def test_a_shuffle_is_a_permutation(n: Any, key: Any) -> None:
     assert sorted(shuffled(i, n, key) for i in range(n)) == list(range(n))
 
 
-def test_shuffles_of_small_sets_reach_every_order_about_equally():
+def test_shuffles_of_small_sets_reach_every_order_about_equally() -> None:
     seen = [tuple(shuffled(i, 3, f"{e}") for i in range(3)) for e in range(1200)]
     assert len(set(seen)) == 6
     assert all(140 < seen.count(order) < 260 for order in set(seen))
 
 
-def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(tmp_path):
+def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     rows = file_rows(tmp_path, *(str(i) for i in range(40)))
     shown = stream(rows)
     epochs = [[shown[e * 40 + i].text for i in range(40)] for e in range(3)]
@@ -56,7 +60,7 @@ def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(tmp_path):
     assert [in_order[i].text for i in range(80)] == [str(i) for i in range(40)] * 2
 
 
-def test_any_prompt_can_be_had_again_from_its_index_alone():
+def test_any_prompt_can_be_had_again_from_its_index_alone() -> None:
     first, again = (stream(load_source("task:sort_digits", seed=5)) for _ in range(2))
     there = [first[i] for i in range(30)]
     assert there == [again[i] for i in reversed(range(30))][::-1]
@@ -65,7 +69,7 @@ def test_any_prompt_can_be_had_again_from_its_index_alone():
     assert from_json(to_json(there[0]), Prompt) == there[0]
 
 
-def test_a_long_prompt_of_a_file_is_an_error_at_the_start_or_left_out(tmp_path):
+def test_a_long_prompt_of_a_file_is_an_error_at_the_start_or_left_out(tmp_path: Path) -> None:
     rows = file_rows(tmp_path, "1", "2" * 17, "3", "4" * 20)
     with pytest.raises(DataError, match=r"t\.jsonl row 2: .*17 tokens.*rollout\.max_prompt_length"):
         stream(rows)
@@ -76,12 +80,12 @@ def test_a_long_prompt_of_a_file_is_an_error_at_the_start_or_left_out(tmp_path):
         stream(file_rows(tmp_path, "2" * 17), filter_overlong=True)
 
 
-def test_a_character_without_a_token_is_an_error(tmp_path):
+def test_a_character_without_a_token_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl row 2: 'x'"):
         stream(file_rows(tmp_path, "1", "x"))
 
 
-def test_long_prompts_of_endless_tasks_are_replaced_or_refused():
+def test_long_prompts_of_endless_tasks_are_replaced_or_refused() -> None:
     rows = load_source("task:sort_digits?tail=0.5&tail_digits=30", seed=0)
     shown = stream(rows, filter_overlong=True)
     assert len(shown) == 1_000_000
@@ -90,7 +94,7 @@ def test_long_prompts_of_endless_tasks_are_replaced_or_refused():
         stream(rows)
 
 
-def test_small_generated_sets_are_filtered_and_counted():
+def test_small_generated_sets_are_filtered_and_counted() -> None:
     shown = stream(
         load_source("task:sort_digits?size=200&tail=0.5&tail_digits=30", seed=0),
         filter_overlong=True,

@@ -1,6 +1,10 @@
 """Rows: the columns of verl, TRL and reasoning-gym become one Problem, and every bad row is named."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +14,12 @@ from millrace.data.sources import load_source
 from millrace.errors import DataError
 
 
-def rows_of(tmp_path, *rows):
+def rows_of(tmp_path: Path, *rows: Any) -> Any:
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     return load_source(str(tmp_path / "train.jsonl"), seed=0)
 
 
-def test_verl_columns(tmp_path):
+def test_verl_columns(tmp_path: Path) -> None:
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [
@@ -38,7 +42,7 @@ def test_verl_columns(tmp_path):
     assert shown.columns == {"ability": "math", "prompt": messages}
 
 
-def test_trl_columns(tmp_path):
+def test_trl_columns(tmp_path: Path) -> None:
     rows = rows_of(
         tmp_path,
         {"prompt": "1+1?", "solution": "two", "level": 3},
@@ -55,7 +59,7 @@ def test_trl_columns(tmp_path):
     assert (second.ground_truth, second.answer) == (4, "4")
 
 
-def test_reasoning_gym_columns_from_a_file_and_from_the_source(tmp_path):
+def test_reasoning_gym_columns_from_a_file_and_from_the_source(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
     shown = problem(rows_of(tmp_path, row), 0)
     assert (shown.prompt, shown.ground_truth, shown.extra_info) == (
@@ -67,7 +71,7 @@ def test_reasoning_gym_columns_from_a_file_and_from_the_source(tmp_path):
     assert live.data_source == live.extra_info["reasoning_gym"] == "knights_knaves"
 
 
-def test_a_problem_survives_a_checkpoint_as_it_is():
+def test_a_problem_survives_a_checkpoint_as_it_is() -> None:
     for name in ("chain_sum", "knights_knaves", "spell_backward"):
         shown = problem(load_source(f"reasoning_gym:{name}?size=3", seed=0), 1)
         assert from_json(to_json(shown.extra_info), dict) == shown.extra_info
@@ -99,7 +103,9 @@ def test_a_problem_survives_a_checkpoint_as_it_is():
         ({"prompt": "a"}, "no ground truth"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(tmp_path, row, said):
+def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(
+    tmp_path: Path, row: Any, said: Any
+) -> None:
     rows = rows_of(tmp_path, {"prompt": "fine", "answer": "1"}, row)
     with pytest.raises(DataError) as caught:
         check_rows(rows, need_ground_truth=True)
@@ -110,7 +116,7 @@ def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(tmp_path, row, sai
     message.encode()
 
 
-def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path):
+def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path: Path) -> None:
     assert set("0123456789>") <= set(
         "".join(texts(load_source("task:sort_digits", seed=0), limit=3))
     )

@@ -1,9 +1,12 @@
 """Sources: every kind loads, and every fault is named before a model loads."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,7 @@ def write(path: Path, rows: list) -> str:
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
 
-def test_all_file_formats_hold_the_same_rows(tmp_path):
+def test_all_file_formats_hold_the_same_rows(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -35,7 +38,7 @@ def test_all_file_formats_hold_the_same_rows(tmp_path):
         assert rows.locate(0)[0].name == name[0]
 
 
-def test_sources_follow_one_another_and_max_rows_cuts_the_whole(tmp_path):
+def test_sources_follow_one_another_and_max_rows_cuts_the_whole(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one.jsonl", ROWS), write(tmp_path / "two.jsonl", ROWS)
     rows = load_sources((one, two, "task:copy?size=4"), seed=0)
     assert len(rows) == 14
@@ -46,7 +49,7 @@ def test_sources_follow_one_another_and_max_rows_cuts_the_whole(tmp_path):
         rows[14]
 
 
-def test_row_numbers_count_blank_lines(tmp_path):
+def test_row_numbers_count_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
     assert load_source(str(tmp_path / "t.jsonl"), seed=0).describe(1) == "t.jsonl row 3"
 
@@ -73,7 +76,7 @@ def test_row_numbers_count_blank_lines(tmp_path):
         ("/no/such/folder/a.jsonl", "does not exist"),
     ],
 )
-def test_a_bad_spec_names_key_value_rule_and_fix(spec, said):
+def test_a_bad_spec_names_key_value_rule_and_fix(spec: Any, said: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         load_source(spec, seed=0, key="data.val_files")
     message = str(caught.value)
@@ -82,14 +85,14 @@ def test_a_bad_spec_names_key_value_rule_and_fix(spec, said):
     assert ". Fix: " in message
 
 
-def test_a_missing_file_names_the_files_that_are_there(tmp_path):
+def test_a_missing_file_names_the_files_that_are_there(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"has train\.jsonl\. Fix: .*train\.jsonl"):
         load_source(str(tmp_path / "trian.jsonl"), seed=0)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_an_empty_file_is_refused(tmp_path, suffix):
+def test_an_empty_file_is_refused(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"t.{suffix}").write_text("\n")
     with pytest.raises(ConfigError, match="has no rows"):
         load_source(str(tmp_path / f"t.{suffix}"), seed=0)
@@ -103,7 +106,7 @@ def test_an_empty_file_is_refused(tmp_path, suffix):
         (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "t.jsonl row 2"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, content, said):
+def test_a_bad_line_is_named(tmp_path: Path, content: Any, said: Any) -> None:
     (tmp_path / "t.jsonl").write_bytes(content)
     with pytest.raises(DataError) as caught:
         load_source(str(tmp_path / "t.jsonl"), seed=0)
@@ -111,14 +114,14 @@ def test_a_bad_line_is_named(tmp_path, content, said):
     assert "Fix: " in str(caught.value)
 
 
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_text("not parquet")
     with pytest.raises(DataError, match=r"t\.parquet.*not readable as parquet"):
         load_source(str(tmp_path / "t.parquet"), seed=0)
 
 
-def test_reasoning_gym_rows_depend_on_seed_and_split():
-    def first(**kwargs):
+def test_reasoning_gym_rows_depend_on_seed_and_split() -> None:
+    def first(**kwargs: Any) -> Any:
         return load_source("reasoning_gym:chain_sum?size=20", **kwargs)[3]["prompt"]
 
     assert first(seed=1) == first(seed=1)
@@ -127,7 +130,7 @@ def test_reasoning_gym_rows_depend_on_seed_and_split():
     assert fixed[3] == load_source("reasoning_gym:chain_sum?size=20&seed=7", seed=2)[3]
 
 
-def test_importing_data_and_rewards_is_light():
+def test_importing_data_and_rewards_is_light() -> None:
     heavy = "torch transformers datasets pyarrow reasoning_gym math_verify tokenizers"
     code = f"""
 import sys, pkgutil, importlib, millrace.data, millrace.rewards

@@ -1,7 +1,11 @@
 """Tasks and demonstrations: pure functions of the seed and the row, disjoint splits, wrong answers that are wrong."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +15,7 @@ from millrace.data.sources import load_source
 from millrace.data.tasks import TASKS, SortDigits, corrupt_answer
 
 
-def test_a_row_depends_on_nothing_but_seed_parameters_and_place():
+def test_a_row_depends_on_nothing_but_seed_parameters_and_place() -> None:
     forward, backward = (
         load_source("task:sort_digits", seed=3),
         load_source("task:sort_digits", seed=3),
@@ -23,7 +27,7 @@ def test_a_row_depends_on_nothing_but_seed_parameters_and_place():
     assert there[7]["prompt"] == load_source("task:sort_digits?seed=3", seed=0)[7]["prompt"]
 
 
-def test_no_training_problem_is_a_validation_problem():
+def test_no_training_problem_is_a_validation_problem() -> None:
     train = {
         row["prompt"] for row in load_source("task:sort_digits?size=4000&max_digits=4", seed=0)
     }
@@ -35,14 +39,14 @@ def test_no_training_problem_is_a_validation_problem():
         assert not train & held_out
 
 
-def test_sort_digits_is_what_it_says():
+def test_sort_digits_is_what_it_says() -> None:
     for row in load_source("task:sort_digits?size=300", seed=0):
         digits = row["prompt"].removesuffix(">")
         assert 4 <= len(digits) <= 6
         assert row["answer"] == "".join(sorted(digits))
 
 
-def test_the_tail_is_long_and_clipped():
+def test_the_tail_is_long_and_clipped() -> None:
     lengths = [
         len(r["prompt"]) - 1
         for r in load_source("task:sort_digits?size=2000&tail=0.2&tail_digits=40", seed=0)
@@ -52,7 +56,7 @@ def test_the_tail_is_long_and_clipped():
     assert min(lengths) == 4
 
 
-def test_every_task_stays_in_its_alphabet():
+def test_every_task_stays_in_its_alphabet() -> None:
     for name in TASKS:
         rows = load_source(f"task:{name}?size=100", seed=0)
         allowed = set(rows.parts[0].task.alphabet())
@@ -60,7 +64,7 @@ def test_every_task_stays_in_its_alphabet():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6))
-def test_a_corrupted_answer_is_wrong(seed, digits):
+def test_a_corrupted_answer_is_wrong(seed: int, digits: Any) -> None:
     rng, task = Random(seed), SortDigits(min_digits=digits, max_digits=digits)
     prompt, answer = task.problem(rng)
     assert task.corrupt(rng, prompt, answer) != answer
@@ -68,11 +72,11 @@ def test_a_corrupted_answer_is_wrong(seed, digits):
 
 @given(st.integers(0, 10**6), st.text(max_size=20), st.text(max_size=20))
 @settings(deadline=None)
-def test_any_answer_can_be_corrupted(seed, answer, other):
+def test_any_answer_can_be_corrupted(seed: int, answer: Any, other: Any) -> None:
     assert corrupt_answer(Random(seed), answer, other) != answer
 
 
-def test_messiness_is_the_share_of_wrong_demonstrations():
+def test_messiness_is_the_share_of_wrong_demonstrations() -> None:
     for spec in ("task:sort_digits", "reasoning_gym:chain_sum?size=40"):
         shown = Demonstrations(load_source(spec, seed=0), seed=0, messiness=0.6)
         drawn = [shown[i] for i in range(400)]
@@ -83,7 +87,7 @@ def test_messiness_is_the_share_of_wrong_demonstrations():
     assert not any(clean[i].messy for i in range(100))
 
 
-def test_a_wrong_answer_from_another_row_is_one_of_the_same_data_source(tmp_path):
+def test_a_wrong_answer_from_another_row_is_one_of_the_same_data_source(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{name} {i}", "answer": f"{name}{i % 7}", "data_source": name}
         for name in "abc"

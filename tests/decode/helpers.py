@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -40,7 +41,7 @@ def folder(shape: ModelShape = SHAPE) -> Path:
 
 
 def qwen(seed: int = 0, dtype: str = "float32", shape: ModelShape = SHAPE) -> PreTrainedModel:
-    return load_model(folder(shape), seed=seed, dtype=dtype)
+    return load_model(folder(shape), seed=seed, dtype=dtype)  # type: ignore[arg-type]
 
 
 def llama() -> PreTrainedModel:
@@ -53,18 +54,18 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def engine(model: PreTrainedModel | None = None, **changes) -> TorchRolloutEngine:
+def engine(model: PreTrainedModel | None = None, **changes: Any) -> TorchRolloutEngine:
     settings = {"eos_ids": (EOS,), "slots": 8, "max_len": 96}
     return TorchRolloutEngine(model or qwen(), **{**settings, **changes})
 
 
-def prompt(seed: int, length: int | None = None):
+def prompt(seed: int, length: int | None = None) -> Any:
     """Token ids without EOS, 1 to 20 of them if `length` is not given."""
     draw = random.Random(seed)
     return tokens_of(draw.randrange(2, VOCABULARY) for _ in range(length or draw.randrange(1, 21)))
 
 
-def long(max_tokens: int = 60, **changes) -> SamplingParams:
+def long(max_tokens: int = 60, **changes: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **changes)
 
 
@@ -74,7 +75,7 @@ def full_log_probs(
     context: Sequence[int],
     response: Sequence[int],
     temperature: float = 1.0,
-):
+) -> Any:
     """float32 [response]: log p of every response token in one forward pass over everything."""
     ids = torch.tensor([[*context, *response]])
     log_probs = torch.log_softmax(

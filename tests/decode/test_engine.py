@@ -1,5 +1,9 @@
+from __future__ import annotations
+
 import asyncio
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +31,7 @@ from tests.decode.helpers import (
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread() -> Iterator[Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,8 +41,8 @@ def one_thread():
 @pytest.mark.parametrize(
     "changes", [{}, {"deterministic": True}, {"slots": 1}, {"kv_on_swap": "recompute", "slots": 3}]
 )
-def test_the_engine_conforms_to_its_port(changes):
-    async def make():
+def test_the_engine_conforms_to_its_port(changes: dict[str, Any]) -> None:
+    async def make() -> Any:
         return engine(**changes)
 
     asyncio.run(check_replica(make))
@@ -46,11 +50,13 @@ def test_the_engine_conforms_to_its_port(changes):
 
 @pytest.mark.parametrize("make_model", [qwen, llama])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(make_model, deterministic):
+def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(
+    make_model: Any, deterministic: bool
+) -> None:
     """Forty requests of all lengths through eight slots, at temperatures 1 and 0.7, greedy among them."""
     model, reference = make_model(), make_model()
 
-    async def one(eng, i):
+    async def one(eng: Any, i: Any) -> Any:
         temperature = (1.0, 0.7, 0.0)[i % 3]
         params = SamplingParams(max_tokens=1 + (7 * i) % 40, seed=i, temperature=temperature)
         await turns(i % 5)
@@ -61,15 +67,15 @@ def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(make_mode
             assert logits[len(prompt(i)) - 1 : -1].argmax(-1).tolist() == segment.tokens.tolist()
         return error(reference, prompt(i), segment, temperature or 1.0)
 
-    async def run():
+    async def run() -> Any:
         eng = engine(model, deterministic=deterministic)
         return await asyncio.gather(*(one(eng, i) for i in range(40)))
 
     assert max(asyncio.run(run())) < 1e-5
 
 
-def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass():
-    async def run():
+def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass() -> None:
+    async def run() -> Any:
         eng = engine(qwen(dtype="bfloat16"))
         got = await asyncio.gather(
             *(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12))
@@ -79,7 +85,7 @@ def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass(
     assert asyncio.run(run()) < 0.05
 
 
-def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone():
+def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone() -> None:
     model, ids = qwen(), torch.tensor([[*prompt(1, 12)], [*prompt(2, 12)]])
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -90,12 +96,12 @@ def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone
         assert torch.equal(before, model(ids, attention_mask=mask).logits)
 
 
-def test_samples_follow_the_models_distribution():
+def test_samples_follow_the_models_distribution() -> None:
     model = qwen()
     with torch.inference_mode():
         expected = torch.softmax(model(torch.tensor([[*prompt(3, 6)]])).logits[0, -1] / 0.8, -1)
 
-    async def run():
+    async def run() -> torch.Tensor:
         eng = engine(model, slots=64)
         calls = (
             eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s")
@@ -107,12 +113,12 @@ def test_samples_follow_the_models_distribution():
     assert (found - expected).abs().max() < 0.025  # three standard deviations at p = 0.5
 
 
-def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs():
-    async def run():
+def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs() -> None:
+    async def run() -> Any:
         eng = engine()
         cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
         return await asyncio.gather(
-            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))
+            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))  # type: ignore[arg-type]
         )
 
     for i, (segment,) in enumerate(asyncio.run(run())):
@@ -131,8 +137,8 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs():
         }[i % 5]
 
 
-def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored():
-    async def run():
+def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored() -> None:
+    async def run() -> Any:
         eng = engine()
         calls = [
             eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s")
@@ -151,11 +157,11 @@ def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored():
     assert any(s.stop is Stop.EOS for (s,) in results)
 
 
-def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it():
-    def decode(tokens):
+def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it() -> None:
+    def decode(tokens: Any) -> Any:
         return "".join(chr(97 + t) for t in tokens)
 
-    async def run():
+    async def run() -> Any:
         eng = engine(decode=decode, max_len=90)
         plain = await asyncio.gather(
             *(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8))
@@ -188,8 +194,8 @@ def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it():
     assert rest[0].stop is Stop.STRING and len(rest[0].tokens) == 1
 
 
-def test_a_response_ends_where_the_engine_has_no_more_room():
-    async def run():
+def test_a_response_ends_where_the_engine_has_no_more_room() -> None:
+    async def run() -> Any:
         eng = engine(max_len=32)
         return await asyncio.gather(
             *(eng.generate(prompt(0, n), long(1000), "s") for n in (1, 20, 31))
@@ -208,20 +214,22 @@ def test_a_response_ends_where_the_engine_has_no_more_room():
         (prompt(0, 4), long(0), "max_tokens"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(tokens, params, words):
+def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(
+    tokens: Any, params: Any, words: Any
+) -> None:
     with pytest.raises(MillraceError, match=words) as caught:
         asyncio.run(engine(max_len=32).generate(tokens, params, "s"))
     assert isinstance(caught.value, DataError) or words == "max_tokens"
 
 
-def test_queued_requests_are_served_in_order_of_arrival():
+def test_queued_requests_are_served_in_order_of_arrival() -> None:
     done = []
 
-    async def one(eng, i):
+    async def one(eng: Any, i: Any) -> None:
         await eng.generate(prompt(i), long(5), "s")
         done.append(i)
 
-    async def run():
+    async def run() -> None:
         eng = engine(slots=4)
         await asyncio.gather(*(one(eng, i) for i in range(22)))
         stats = await eng.stats()
@@ -233,11 +241,11 @@ def test_queued_requests_are_served_in_order_of_arrival():
     assert done == sorted(done)
 
 
-def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so():
+def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so() -> None:
     """Under keep, log-probs after the swap are of new weights over old K and V: neither model's own, but those behind the draw."""
     old, new = qwen(0), qwen(1)
 
-    async def run(kv_on_swap):
+    async def run(kv_on_swap: Any) -> Any:
         eng = engine(qwen(0), kv_on_swap=kv_on_swap, slots=4, version=3)
         tasks = [
             asyncio.create_task(eng.generate(prompt(i), long(40, seed=i), "s")) for i in range(6)
@@ -266,7 +274,7 @@ def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so():
 
 
 @torch.inference_mode()
-def mixed_error(old, new, context, segment) -> float:
+def mixed_error(old: Any, new: Any, context: Any, segment: Any) -> float:
     """Error against a forward pass of `new` whose K and V of `context` but its last token are those of `old`."""
     cache = old(torch.tensor([[*context[:-1]]]), use_cache=True).past_key_values
     ids = torch.tensor([[context[-1], *segment.tokens]])
@@ -275,8 +283,8 @@ def mixed_error(old, new, context, segment) -> float:
     return (expected - torch.tensor(segment.log_probs)).abs().max().item()
 
 
-def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment():
-    async def run():
+def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment() -> None:
+    async def run() -> Any:
         eng = engine()
         task = asyncio.create_task(eng.generate(prompt(0), long(20), "s"))
         await turns(6)
@@ -287,7 +295,7 @@ def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment():
     assert [s.version for s in asyncio.run(run())] == [0, 2]
 
 
-def test_a_swap_that_does_not_fit_raises_and_copies_nothing():
+def test_a_swap_that_does_not_fit_raises_and_copies_nothing() -> None:
     eng = engine()
     staged = {name: tensor.clone() + 1 for name, tensor in eng.weights().items()}
     before = {name: tensor.clone() for name, tensor in eng.weights().items()}
@@ -303,10 +311,10 @@ def test_a_swap_that_does_not_fit_raises_and_copies_nothing():
     assert all(torch.equal(before[name], tensor) for name, tensor in eng.weights().items())
 
 
-def test_interruption_with_a_swap_between_goes_on_under_the_new_weights():
+def test_interruption_with_a_swap_between_goes_on_under_the_new_weights() -> None:
     new = qwen(1)
 
-    async def run():
+    async def run() -> Any:
         eng = engine(slots=4)
         tasks = [
             asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)
@@ -331,16 +339,16 @@ def test_interruption_with_a_swap_between_goes_on_under_the_new_weights():
         assert error(new, prompt(i) + joined(first), rest[0]) < 1e-5
 
 
-def test_an_error_in_the_loop_fails_every_caller_with_that_error():
-    async def run():
+def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
+    async def run() -> None:
         eng = engine(slots=2)
         tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
         await turns(5)
 
-        def broken(*args, **kwargs):
+        def broken(*args: Any, **kwargs: Any) -> None:
             raise FloatingPointError("lost the device")
 
-        eng._decoder._call = broken
+        eng._decoder._call = broken  # type: ignore[assignment, method-assign]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(r) for r in results] == [FloatingPointError] * 5
         with pytest.raises(WorkerError, match="lost the device"):
@@ -349,8 +357,8 @@ def test_an_error_in_the_loop_fails_every_caller_with_that_error():
     asyncio.run(run())
 
 
-def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep():
-    async def run():
+def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep() -> None:
+    async def run() -> None:
         eng = engine()
         task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
         await turns(3)
@@ -373,8 +381,8 @@ def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep():
     asyncio.run(run())
 
 
-def test_cancelled_requests_free_their_slots_at_once_running_or_queued():
-    async def run():
+def test_cancelled_requests_free_their_slots_at_once_running_or_queued() -> None:
+    async def run() -> Any:
         eng = engine(slots=2)
         tasks = [asyncio.create_task(eng.generate(prompt(i), long(60), "s")) for i in range(6)]
         await turns(4)
@@ -389,7 +397,7 @@ def test_cancelled_requests_free_their_slots_at_once_running_or_queued():
     assert max(asyncio.run(run())) < 1e-5
 
 
-def requests_for_bits():
+def requests_for_bits() -> Any:
     draw = random.Random(3)
     return [
         (
@@ -401,20 +409,20 @@ def requests_for_bits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_bits_depend_on_no_other_request(dtype):
+def test_deterministic_bits_depend_on_no_other_request(dtype: str) -> None:
     """The same requests together, in other orders, staggered in time, alone, and with co-runners that are cancelled."""
     model, requests = qwen(dtype=dtype, shape=WIDE), requests_for_bits()
 
-    async def run(order, delay, companions=0):
+    async def run(order: Any, delay: Any, companions: Any = 0) -> Any:
         eng = engine(model, deterministic=True, slots=20)
         noise = [
             asyncio.create_task(eng.generate(prompt(99 + i), long(50, top_p=0.9), "s"))
             for i in range(companions)
         ]
 
-        async def one(i):
+        async def one(i: Any) -> Any:
             await turns(delay(i))
-            (segment,) = await eng.generate(*requests[i], "s")
+            (segment,) = await eng.generate(*requests[i], "s")  # type: ignore[call-arg]
             return i, (segment.tokens.tobytes(), segment.log_probs.tobytes(), segment.stop)
 
         results = dict(await asyncio.gather(*(one(i) for i in order)))
@@ -435,10 +443,10 @@ def test_deterministic_bits_depend_on_no_other_request(dtype):
         assert asyncio.run(run([i], lambda i: 0))[i] == base[i]
 
 
-def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them():
+def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them() -> None:
     """Forty short requests and two long ones in 42 slots: the long ones end up in two rows, their log-probs still exact."""
 
-    async def run():
+    async def run() -> Any:
         eng = engine(slots=42)
         lengths = [60 if i in (17, 41) else 3 + i % 7 for i in range(42)]
         tasks = [
@@ -455,7 +463,7 @@ def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them():
         assert (expected - torch.tensor(segment.log_probs)).abs().max() < 1e-5
 
 
-def test_build_makes_the_engine_that_the_configuration_describes():
+def test_build_makes_the_engine_that_the_configuration_describes() -> None:
     config = Config(
         model=ModelConfig(dtype="bfloat16"),
         trainer=TrainerConfig(device="cpu", seed=2),

@@ -73,7 +73,7 @@ def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def main() -> None:
         source = Source()
-        sender = await IpcSender.join(source, store, 0, AGREED)
+        sender = await IpcSender.join(source, store, 0, AGREED)  # type: ignore[arg-type]
         for version in range(VERSIONS):
             source.tensors = model(version)
             await sender.transfer(version)

@@ -1,4 +1,8 @@
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ SHAPE = ModelShape(
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Any:
     write_shape(
         tmp_path,
         SHAPE,
@@ -30,11 +34,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def same(a, b) -> bool:
+def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_shape_becomes_a_qwen2_folder_without_weights(folder):
+def test_a_shape_becomes_a_qwen2_folder_without_weights(folder: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
     assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (16, 2, 19)
@@ -42,7 +46,9 @@ def test_a_shape_becomes_a_qwen2_folder_without_weights(folder):
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json"]
 
 
-def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_alone(folder):
+def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_alone(
+    folder: Any,
+) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -53,7 +59,9 @@ def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_al
     assert not first.training
 
 
-def test_bfloat16_weights_are_the_float32_ones_rounded_and_rotary_buffers_stay_float32(folder):
+def test_bfloat16_weights_are_the_float32_ones_rounded_and_rotary_buffers_stay_float32(
+    folder: Any,
+) -> None:
     full, half = (load_model(folder, seed=7, dtype=d) for d in ("float32", "bfloat16"))
     assert all(
         torch.equal(x.bfloat16(), y)
@@ -63,7 +71,7 @@ def test_bfloat16_weights_are_the_float32_ones_rounded_and_rotary_buffers_stay_f
     assert half.lm_head.weight is half.model.embed_tokens.weight
 
 
-def test_saved_weights_are_loaded_whatever_the_seed(folder, tmp_path):
+def test_saved_weights_are_loaded_whatever_the_seed(folder: Any, tmp_path: Path) -> None:
     model = load_model(folder, seed=7, dtype="float32")
     model.save_pretrained(tmp_path / "saved")
     again = load_model(tmp_path / "saved", seed=9, dtype="float32")
@@ -71,6 +79,6 @@ def test_saved_weights_are_loaded_whatever_the_seed(folder, tmp_path):
     assert eos_ids(again) == eos_ids(model) == (1, 4)
 
 
-def test_a_folder_without_model_is_an_error_that_names_it(tmp_path):
+def test_a_folder_without_model_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         load_model(tmp_path, seed=0, dtype="float32")

@@ -178,7 +178,7 @@ def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
     assert isinstance(leaf(caught.value), LookupError)
 
 
-def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone():
+def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone() -> None:
     tree = ast.parse(Path(rollouter.__file__).read_text())
     read = {
         node.attr

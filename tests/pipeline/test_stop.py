@@ -124,7 +124,7 @@ async def _run(
         await trainer.begin()
         stop.attach(queue, grace_s, record.abandon_validation)
         if stop_at is not None:
-            loop.call_at(stop_at, lambda: (stop.request(), told.append(loop.time())))
+            loop.call_at(stop_at, lambda: (stop.request(), told.append(loop.time())))  # type: ignore[func-returns-value]
         begin = loop.time()
         trained_all = await run_pipeline(rollouter, trainer)
         complete = await settle(trained_all, trainer, record, stop, save_last=False)

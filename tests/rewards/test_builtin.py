@@ -1,5 +1,9 @@
 """Built-in scorers, on the answers that decide runs."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from millrace.data.rows import problem
@@ -8,7 +12,7 @@ from millrace.errors import RewardError
 from millrace.rewards.builtin import default, exact, math, reasoning_gym
 
 
-def test_exact_ignores_space_around_the_answer_alone():
+def test_exact_ignores_space_around_the_answer_alone() -> None:
     assert [exact("d", text, "12 3", {}) for text in (" 12 3\n", "12 3", "123", "", "12 3.")] == [
         1,
         1,
@@ -35,11 +39,11 @@ def test_exact_ignores_space_around_the_answer_alone():
         ("\\boxed{1,234}", "1234", 1),
     ],
 )
-def test_math_compares_values(said, truth, score):
+def test_math_compares_values(said: Any, truth: Any, score: Any) -> None:
     assert math("d", said, truth, {}) == score
 
 
-def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth():
+def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth() -> None:
     assert math("d", "\\boxed{Tuesday}", "Tuesday", {}) == 1
     with pytest.raises(RewardError, match="bad_ground_truth"):
         math("d", "1", "  ", {})
@@ -48,7 +52,7 @@ def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth():
 @pytest.mark.parametrize(
     "name", ["chain_sum", "knights_knaves", "spell_backward", "arc_agi", "number_sorting"]
 )
-def test_reasoning_gym_rows_are_scored_by_their_own_scorer(name):
+def test_reasoning_gym_rows_are_scored_by_their_own_scorer(name: str) -> None:
     shown = problem(load_source(f"reasoning_gym:{name}?size=3", seed=0), 1)
     right, wrong = (
         default(shown.data_source, text, shown.ground_truth, shown.extra_info)
@@ -58,7 +62,7 @@ def test_reasoning_gym_rows_are_scored_by_their_own_scorer(name):
     assert wrong < 1
 
 
-def test_reasoning_gym_rows_of_a_file_name_their_data_set():
+def test_reasoning_gym_rows_of_a_file_name_their_data_set() -> None:
     row = {"metadata": {"source_dataset": "chain_sum"}}
     assert reasoning_gym("file", "4", "4", row) == 1
     assert default("file", " 4", "4", row) == 1
@@ -76,5 +80,5 @@ def test_reasoning_gym_rows_of_a_file_name_their_data_set():
         ("I think 4. No, 5", "5", 1),
     ],
 )
-def test_math_takes_all_boxes_as_one_answer(said, truth, score):
+def test_math_takes_all_boxes_as_one_answer(said: Any, truth: Any, score: Any) -> None:
     assert math("d", said, truth, {}) == score

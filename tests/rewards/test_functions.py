@@ -1,7 +1,11 @@
 """Reward functions: both signatures, every wrong one refused, and no value that is not a number becomes a score."""
 
+from __future__ import annotations
+
 import asyncio
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +17,7 @@ from millrace.rewards.wire import Call, Frames, calls_decoder, frame
 from millrace.types import Score
 
 
-def call(*completions, **changes):
+def call(*completions: Any, **changes: Any) -> Call:
     given = {
         "prompt": "p",
         "data_source": "d",
@@ -24,12 +28,12 @@ def call(*completions, **changes):
     return Call(id=1, completions=list(completions), **given | changes)
 
 
-def function(tmp_path, code, name="f"):
+def function(tmp_path: Path, code: Any, name: str = "f") -> Any:
     (tmp_path / "reward.py").write_text(code)
     return load_function(f"{tmp_path}/reward.py:{name}")
 
 
-def test_verls_signature(tmp_path):
+def test_verls_signature(tmp_path: Path) -> None:
     f = function(
         tmp_path,
         "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
@@ -40,7 +44,7 @@ def test_verls_signature(tmp_path):
     assert short.run(call("4")) == [Score(0.5)]
 
 
-def test_trls_signature_gets_columns_as_lists(tmp_path):
+def test_trls_signature_gets_columns_as_lists(tmp_path: Path) -> None:
     code = (
         "def f(prompts, completions, level, ground_truth, **kwargs):\n"
         "    assert prompts == ['p', 'p'] and level == [3, 3] and kwargs['index'] == [1, 1]\n"
@@ -49,13 +53,13 @@ def test_trls_signature_gets_columns_as_lists(tmp_path):
     assert function(tmp_path, code).run(call("4", "5")) == [Score(1.0), Score(0.0)]
 
 
-def test_trls_signature_gets_messages_where_the_prompt_is_messages(tmp_path):
+def test_trls_signature_gets_messages_where_the_prompt_is_messages(tmp_path: Path) -> None:
     code = "def f(completions, prompts): return [len(c[0]['content']) + len(p) for c, p in zip(completions, prompts)]"
     messages = [{"role": "user", "content": "p"}]
     assert function(tmp_path, code).run(call("abc", columns={"prompt": messages})) == [Score(4.0)]
 
 
-def test_coroutine_functions_of_both_signatures(tmp_path):
+def test_coroutine_functions_of_both_signatures(tmp_path: Path) -> None:
     verl = function(
         tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1"
     )
@@ -78,12 +82,12 @@ def test_coroutine_functions_of_both_signatures(tmp_path):
         {"score": 1, "x": math.nan},
     ],
 )
-def test_what_is_no_number_is_an_error_never_a_zero(value):
+def test_what_is_no_number_is_an_error_never_a_zero(value: Any) -> None:
     with pytest.raises(RewardError):
         to_score(value)
 
 
-def test_numbers_of_every_kind_are_scores():
+def test_numbers_of_every_kind_are_scores() -> None:
     import numpy
 
     for value in (1, True, 1.0, numpy.float32(1), numpy.int64(1), {"score": True}):
@@ -94,7 +98,7 @@ def test_numbers_of_every_kind_are_scores():
     ("body", "reason"),
     [("[1.0]", "wrong_length"), ("1.0", "not_a_list"), ("[1.0, None]", "not_a_number")],
 )
-def test_a_bad_list_is_an_error(tmp_path, body, reason):
+def test_a_bad_list_is_an_error(tmp_path: Path, body: Any, reason: Any) -> None:
     with pytest.raises(RewardError) as caught:
         function(tmp_path, f"def f(completions, **columns): return {body}").run(call("a", "b"))
     assert caught.value.reason == reason
@@ -113,7 +117,7 @@ def test_a_bad_list_is_an_error(tmp_path, body, reason):
         ("raise SystemExit(3)", "f", "SystemExit: 3"),
     ],
 )
-def test_a_bad_function_is_a_config_error(tmp_path, code, name, said):
+def test_a_bad_function_is_a_config_error(tmp_path: Path, code: Any, name: str, said: Any) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         function(tmp_path, code, name)
     assert str(caught.value).startswith("reward.function = ")
@@ -123,19 +127,19 @@ def test_a_bad_function_is_a_config_error(tmp_path, code, name, said):
     ("spec", "said"),
     [("maths", "Fix: math"), ("no.such.module:f", "No module named"), (":f", "must be")],
 )
-def test_a_bad_spec_is_a_config_error(spec, said):
+def test_a_bad_spec_is_a_config_error(spec: Any, said: Any) -> None:
     with pytest.raises(ConfigError, match=said):
         load_function(spec)
 
 
-def test_a_missing_file_names_the_one_that_is_meant(tmp_path):
+def test_a_missing_file_names_the_one_that_is_meant(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("")
     with pytest.raises(ConfigError, match=r"no such file.*Fix: .*/reward\.py:f"):
         load_function(f"{tmp_path}/rewards.py:f")
 
 
 @given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]))), st.integers(1, 40))
-def test_frames_survive_any_cutting(texts, size):
+def test_frames_survive_any_cutting(texts: Any, size: Any) -> None:
     sent = [call(text) for text in texts]
     data, frames, got = b"".join(frame([c]) for c in sent), Frames(), []
     for at in range(0, len(data), size):

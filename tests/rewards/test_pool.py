@@ -1,5 +1,7 @@
 """The reward pool, with real processes: every call is answered once, whatever its function does to the worker."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
@@ -8,6 +10,7 @@ import sys
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,12 +67,12 @@ async def ascore(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def prompt(**columns):
+def prompt(**columns: Any) -> Prompt:
     return Prompt(0, tokens_of([1]), "p", "d", "4", {}, columns)
 
 
 @asynccontextmanager
-async def pool_of(tmp_path, name="score", **changes):
+async def pool_of(tmp_path: Path, name: str = "score", **changes: Any) -> Any:
     (tmp_path / "functions.py").write_text(CODE)
     pool = RewardPool(
         RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": 10.0} | changes)
@@ -80,7 +83,7 @@ async def pool_of(tmp_path, name="score", **changes):
         await pool.close()
 
 
-async def outcomes(pool, *texts):
+async def outcomes(pool: Any, *texts: Any) -> Any:
     """For each call its score, or the reason of its error."""
     answers = await asyncio.gather(
         *(pool.score(prompt(), [text]) for text in texts), return_exceptions=True
@@ -95,22 +98,22 @@ async def outcomes(pool, *texts):
     ]
 
 
-def alive(pid):
+def alive(pid: Any) -> Any:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{int(pid)}/status").read_text()
     except FileNotFoundError:
         return False
 
 
-def gone(pid, within=5.0):
+def gone(pid: Any, within: Any = 5.0) -> Any:
     deadline = time.monotonic() + within
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pid)
 
 
-def test_scores_come_back_in_order_over_several_workers(tmp_path):
-    async def run():
+def test_scores_come_back_in_order_over_several_workers(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, num_workers=2) as pool:
             answers = await asyncio.gather(
                 *(pool.score(prompt(), ["x" * i, "y"]) for i in range(200))
@@ -122,9 +125,9 @@ def test_scores_come_back_in_order_over_several_workers(tmp_path):
 
 
 def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main_thread(
-    tmp_path, capfd
-):
-    async def run():
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path) as pool:
             assert await outcomes(pool, "print", "main", "torch") == [5, 4, 0]
 
@@ -135,8 +138,8 @@ def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main
 
 
 @pytest.mark.parametrize("name", ["score", "ascore"])
-def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path, name):
-    async def run():
+def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, name: str) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, name) as pool:
             assert await outcomes(pool, "a", "raise x", "none", "sysexit", "bb") == [
                 1,
@@ -156,8 +159,8 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path, name):
     asyncio.run(run())
 
 
-def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path):
-    async def run():
+def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, timeout_s=1.5) as pool:
             assert await outcomes(pool, "a", "stubborn", "bb", "sleep 0.1", "ccc") == [
                 1,
@@ -170,8 +173,8 @@ def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path
     asyncio.run(run())
 
 
-def test_the_clock_of_a_queued_call_starts_when_it_runs(tmp_path):
-    async def run():
+def test_the_clock_of_a_queued_call_starts_when_it_runs(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, timeout_s=1.6) as pool:  # the last is answered after 4 s
             assert await outcomes(pool, *["sleep 0.7"] * 6) == [9] * 6
 
@@ -180,8 +183,10 @@ def test_the_clock_of_a_queued_call_starts_when_it_runs(tmp_path):
 
 @pytest.mark.parametrize("name", ["score", "ascore"])
 @pytest.mark.parametrize("verb", ["exit", "segfault"])
-def test_a_worker_that_dies_fails_one_call_and_loses_none(tmp_path, name, verb):
-    async def run():
+def test_a_worker_that_dies_fails_one_call_and_loses_none(
+    tmp_path: Path, name: str, verb: str
+) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, name) as pool:
             texts = ["a"] * 10 + [verb] + ["bb"] * 10
             assert await outcomes(pool, *texts) == [1] * 10 + ["worker_died"] + [2] * 10
@@ -190,8 +195,8 @@ def test_a_worker_that_dies_fails_one_call_and_loses_none(tmp_path, name, verb):
     asyncio.run(run())
 
 
-def test_the_death_of_a_worker_says_how(tmp_path):
-    async def run():
+def test_the_death_of_a_worker_says_how(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path) as pool:
             for verb, said in (("exit", "exit code 3"), ("segfault", "SIGSEGV")):
                 with pytest.raises(RewardError, match=said):
@@ -200,8 +205,8 @@ def test_the_death_of_a_worker_says_how(tmp_path):
     asyncio.run(run())
 
 
-def test_workers_that_only_die_end_the_pool(tmp_path):
-    async def run():
+def test_workers_that_only_die_end_the_pool(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path) as pool:
             ends = await outcomes(pool, *["exit"] * 8)
             assert ends.count("worker_died") == 5
@@ -212,8 +217,8 @@ def test_workers_that_only_die_end_the_pool(tmp_path):
     asyncio.run(run())
 
 
-def test_coroutines_run_together_up_to_the_limit(tmp_path):
-    async def run():
+def test_coroutines_run_together_up_to_the_limit(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, "ascore", max_concurrency=8) as pool:
             await pool.start()
             assert max(await outcomes(pool, *["crowd 1"] * 16)) == 8
@@ -226,8 +231,8 @@ def test_coroutines_run_together_up_to_the_limit(tmp_path):
     asyncio.run(run())
 
 
-def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path):
-    async def run():
+def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
             (before,) = await outcomes(pool, "pid")
             assert await outcomes(pool, "wait 9", "wait 0.2", "a") == ["timeout", 7, 1]
@@ -236,10 +241,12 @@ def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path):
     asyncio.run(run())
 
 
-def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(tmp_path, monkeypatch):
+def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("millrace.rewards.process.GRACE_S", 0.2)
 
-    async def run():
+    async def run() -> None:
         async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
             assert await outcomes(pool, "wait 0.1", "stubborn", "wait 0.2", "a") == [
                 7,
@@ -251,8 +258,8 @@ def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(tmp_path, mo
     asyncio.run(run())
 
 
-def test_a_cancelled_call_leaves_the_others_alone(tmp_path):
-    async def run():
+def test_a_cancelled_call_leaves_the_others_alone(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path) as pool:
             await pool.start()
             lost = [asyncio.create_task(pool.score(prompt(), ["sleep 0.1"])) for _ in range(3)]
@@ -264,8 +271,8 @@ def test_a_cancelled_call_leaves_the_others_alone(tmp_path):
     asyncio.run(run())
 
 
-def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path):
-    async def run():
+def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path: Path) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, "scores") as pool:
             with pytest.raises(
                 ConfigError, match=r"reward\.function = .*has no 'scores'.*functions\.py:score"
@@ -277,8 +284,8 @@ def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path):
     asyncio.run(run())
 
 
-def test_the_built_in_scorers_run_in_workers():
-    async def run():
+def test_the_built_in_scorers_run_in_workers() -> None:
+    async def run() -> None:
         for function, said in (("", "4"), ("math", "\\boxed{8/2}")):
             pool = RewardPool(RewardConfig(function=function))
             assert await pool.score(prompt(), [said, "5"]) == [Score(1.0), Score(0.0)]
@@ -287,8 +294,8 @@ def test_the_built_in_scorers_run_in_workers():
     asyncio.run(run())
 
 
-def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path):
-    async def run():
+def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path: Path) -> None:
+    async def run() -> Any:
         async with pool_of(tmp_path) as pool:
             worker, child = [int(p) for p in await outcomes(pool, "pid", "child")]
             waiting = asyncio.create_task(pool.score(prompt(), ["sleep 30"]))
@@ -303,8 +310,10 @@ def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("name", ["score", "ascore"])
-def test_a_worker_outlasts_stop_signals_and_what_it_starts_does_not(tmp_path, name):
-    async def run():
+def test_a_worker_outlasts_stop_signals_and_what_it_starts_does_not(
+    tmp_path: Path, name: str
+) -> None:
+    async def run() -> None:
         async with pool_of(tmp_path, name) as pool:
             (worker,) = await outcomes(pool, "pid")
             assert await outcomes(pool, "signal", "terminate", "pid") == [6, 15, worker]
@@ -312,7 +321,7 @@ def test_a_worker_outlasts_stop_signals_and_what_it_starts_does_not(tmp_path, na
     asyncio.run(run())
 
 
-def test_a_killed_parent_leaves_no_worker(tmp_path):
+def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(CODE)
     parent = f'''
 import asyncio

@@ -77,7 +77,7 @@ def episode(
     script: Script, environment: Tool | SingleTurn, max_tokens: int = 10, **more: object
 ) -> Trajectory:
     return asyncio.run(
-        run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more)
+        run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more)  # type: ignore[arg-type]
     )  # type: ignore[arg-type]
 
 
@@ -427,8 +427,8 @@ def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
     async def main() -> None:
         engines: list[Engine] = [Engine(), Engine(), Engine()]
         pool: RolloutEngine = RolloutPool(engines)
-        await pool.sleep(False)
-        for action in (pool.interrupt, pool.sleep, pool.wake_weights, pool.wake, pool.close):
+        await pool.sleep(False)  # type: ignore[attr-defined]
+        for action in (pool.interrupt, pool.sleep, pool.wake_weights, pool.wake, pool.close):  # type: ignore[attr-defined]
             await action()
         assert all(
             e.log

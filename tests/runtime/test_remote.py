@@ -19,7 +19,8 @@ class Answers:
     """A peer that answers by method; an exception is raised."""
 
     def __init__(self, name: str, death: str = "", **answers: Any) -> None:
-        self.name, self.death, self.answers, self.asked = name, death, answers, []
+        self.name, self.death, self.answers = name, death, answers
+        self.asked: list[Any] = []
 
     async def call(self, method: str, args: tuple[object, ...] = (), result: object = None) -> Any:
         self.asked.append(method)

@@ -16,7 +16,7 @@ def reference(pending: dict[int, bool], count: int, lookahead: int) -> list[int]
 
     `pending` says of each sample that is admitted and not taken, in order of admission, if it is finished.
     """
-    left, chosen = dict(pending), []
+    left, chosen = dict(pending), []  # type: ignore[var-annotated]
     while len(chosen) < count and left:
         horizon = min(left) + lookahead
         pick = next((i for i, finished in left.items() if finished and i < horizon), None)

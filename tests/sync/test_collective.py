@@ -142,7 +142,7 @@ async def fleet(
     replicas = [holders(i) for i in range(REPLICAS)]
     joined = await asyncio.gather(
         *(
-            join_sender(source, store, rank, Agreement.of(config))
+            join_sender(source, store, rank, Agreement.of(config))  # type: ignore[arg-type]
             for rank, source in enumerate(sources)
         ),
         *(
@@ -224,7 +224,7 @@ def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_to
     async def main() -> None:
         tensors = model(1)
         sender = Slow(
-            Source(tensors, 0),
+            Source(tensors, 0),  # type: ignore[arg-type]
             None,
             plan(part_of(specs_of(tensors), 0, TRAINERS), 1 << 20),
             torch.device("cpu"),
@@ -329,7 +329,7 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
         return honest(group, tensor)
 
     async def main() -> None:
-        nonlocal broken
+        nonlocal broken  # type: ignore[misc]
         async with fleet() as f:
             broken = f.senders[1]._group
             monkeypatch.setattr(collective, "start_broadcast", flips)
@@ -426,7 +426,8 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
 ) -> None:
     store = dist.HashStore()
     store.set(
-        inbox.PLAN, msgspec.json.encode(specs_of(model(0)))
+        inbox.PLAN,
+        msgspec.json.encode(specs_of(model(0))),  # type: ignore[arg-type]
     )  # the rest of Sender.join waits for the replicas
     with pytest.raises(SyncError, match=message):
         asyncio.run(

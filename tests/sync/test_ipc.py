@@ -83,7 +83,7 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
 
     first, second = asyncio.run(meet())
     made = Pair(
-        IpcSender(source, first, buckets, slots),
+        IpcSender(source, first, buckets, slots),  # type: ignore[arg-type]
         IpcInbox(second, buckets, slots, load, 3),
         source,
         slots,
@@ -217,7 +217,7 @@ def test_what_the_store_says_of_slots_is_read_and_never_run(tmp_path: Path) -> N
 def test_slots_that_are_none_are_a_sync_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "_name", lambda device: "GPU-1")
     store = dist.HashStore()
-    store.set("millrace/sync/ipc/GPU-1", pickle.dumps([1]))
+    store.set("millrace/sync/ipc/GPU-1", pickle.dumps([1]))  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="replica 3: the store has no slots of a trainer rank on"):
         IpcInbox.join(
             specs_of(model(1)), store, CPU, 3, Agreement.of(Config()), lambda weights: None

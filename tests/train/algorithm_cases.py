@@ -198,7 +198,7 @@ def plain_aggregate(rows: list[list[Tensor]], mode: str) -> Tensor:
     """Token losses of each trajectory to one number. A trajectory without any counts nowhere."""
     rows = [row for row in rows if row]
     if mode == "seq-mean-token-mean":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
+        return sum(sum(row) / len(row) for row in rows) / len(rows)  # type: ignore[return-value]
     total, sequences = sum(sum(row) for row in rows), len(rows)
     divisor = {
         "token-mean": sum(len(row) for row in rows),
@@ -206,7 +206,7 @@ def plain_aggregate(rows: list[list[Tensor]], mode: str) -> Tensor:
         "seq-mean-token-sum": sequences,
         "seq-mean-token-sum-norm": sequences * 25,
     }
-    return total / divisor[mode]
+    return total / divisor[mode]  # type: ignore[return-value]
 
 
 def plain_optimizer(module: nn.Module) -> torch.optim.AdamW:

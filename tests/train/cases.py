@@ -1,10 +1,13 @@
 """What the tests of training run at every number of ranks, and the plain single-process training they compare it with."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +72,7 @@ CASES = {
 }
 
 
-def write_models(folder):
+def write_models(folder: Any) -> None:
     for name, tied in (("tied", True), ("untied", False)):
         shape = ModelShape(
             hidden_size=32,
@@ -85,7 +88,7 @@ LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
 """Ranks, and how many share a copy of the model; 0 is all."""
 
 
-def config_of(case, layout="1"):
+def config_of(case: Any, layout: Any = "1") -> Config:
     actor = {k: v for k, v in case.items() if k in type(Config().actor).model_fields}
     return Config(
         trainer={
@@ -105,14 +108,14 @@ def config_of(case, layout="1"):
     )
 
 
-def model_of(case, folder):
+def model_of(case: Any, folder: Any) -> Any:
     """In float64 but for the norms, which transformers computes in float32: differences are then errors, not rounding."""
     return load_model(
         f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
     ).double()
 
 
-def engine_of(case, folder, rank, layout="1"):
+def engine_of(case: Any, folder: Any, rank: Any, layout: Any = "1") -> Any:
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
     sections = (config.model, config.trainer)
     mesh = mesh_of(*sections, world_size, CPU)
@@ -124,7 +127,7 @@ def engine_of(case, folder, rank, layout="1"):
     return engine
 
 
-def batches_of(case):
+def batches_of(case: Any) -> Any:
     counts = case.get("counts", [4, 1, 3, 5, 2, 4, 3])
     return [
         TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i)
@@ -132,7 +135,7 @@ def batches_of(case):
     ]
 
 
-def run_case(case, folder, rank, layout="1"):
+def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, Any]:
     """Weights and metrics after each batch, and log-probs before the first: by the engine."""
     engine = engine_of(case, folder, rank, layout)
     batches = batches_of(case)
@@ -150,7 +153,7 @@ def run_case(case, folder, rank, layout="1"):
 # The plain way -------------------------------------------------------------------------------------------------------
 
 
-def plain_log_probs(model, sample, trajectory, temperature):
+def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) -> Any:
     """(log p, entropy, rollout log p) of each token of the policy, by one forward pass over the whole trajectory."""
     tokens, drawn = list(sample.prompt.tokens), []
     for segment in trajectory.segments:
@@ -164,7 +167,7 @@ def plain_log_probs(model, sample, trajectory, temperature):
     ]
 
 
-def plain_token_loss(new, old, advantage, actor):
+def plain_token_loss(new: Any, old: Any, advantage: Any, actor: Any) -> Any:
     ratio = torch.exp(new - old)
     loss = torch.maximum(
         -advantage * ratio,
@@ -177,7 +180,9 @@ def plain_token_loss(new, old, advantage, actor):
     )
 
 
-def plain_loss(model, mini_batch, advantages, old_log_probs, config):
+def plain_loss(
+    model: Any, mini_batch: Any, advantages: Any, old_log_probs: Any, config: Any
+) -> Any:
     """(PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
     actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
     sequences, entropies = [], []
@@ -192,7 +197,7 @@ def plain_loss(model, mini_batch, advantages, old_log_probs, config):
         )
         entropies.append([e for _, e, _ in rows])
 
-    def agg(values):
+    def agg(values: Any) -> Any:
         sums = [sum(v) for v in values]
         if mode == "token-mean":
             return sum(sums) / max(sum(len(v) for v in values), 1)
@@ -206,7 +211,7 @@ def plain_loss(model, mini_batch, advantages, old_log_probs, config):
     return pg_loss, pg_loss - actor.entropy_coeff * agg(entropies)
 
 
-def plain_advantages(samples, norm_by_std):
+def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
     advantages = {}
     for i, sample in enumerate(samples):
         rewards = np.array([t.score.value for t in sample.trajectories])
@@ -218,7 +223,7 @@ def plain_advantages(samples, norm_by_std):
     return advantages
 
 
-def plain_run(case, folder, model=None):
+def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
     """(weights, per batch: mean PPO loss, mean gradient norm, mean learning rate)."""
     config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -271,7 +276,7 @@ def plain_run(case, folder, model=None):
 # On several ranks ----------------------------------------------------------------------------------------------------
 
 
-def with_bad_log_prob(batch):
+def with_bad_log_prob(batch: Any) -> Any:
     """The batch with a rollout log-prob that is not a number."""
     sample = next(s for s in batch.samples if len(s.trajectories) > 1)
     bad = Trajectory(
@@ -282,14 +287,14 @@ def with_bad_log_prob(batch):
     return replace(batch, samples=(changed, *batch.samples))
 
 
-def demonstrations(n=24):
+def demonstrations(n: Any = 24) -> Any:
     """Prompts of three tokens whose answer is the same three sorted, and the end of the sequence."""
     rng = random.Random(5)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(3)] for _ in range(n)]
     return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
 
 
-def on_ranks(folder, cases, run_case, extras):
+def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
     """Results of every case by layout, then by rank, with that of the layout's function in `extras`. One spawn of four processes for all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -305,7 +310,7 @@ def on_ranks(folder, cases, run_case, extras):
     }
 
 
-def run_rank(rank, folder, cases, run_case, extras):
+def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> None:
     """One of four processes: every case in every layout of several ranks, the smallest first. Results go to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -321,7 +326,7 @@ def run_rank(rank, folder, cases, run_case, extras):
         dist.destroy_process_group()
 
 
-def run_extra(folder, rank):
+def run_extra(folder: Any, rank: Any) -> dict[str, Any]:
     """Supervised steps, a skipped step, a checkpoint, an export, one step beyond the checkpoint."""
     case = CASES["one micro-batch"]
     engine = engine_of(case, folder, rank, "2")
@@ -343,7 +348,7 @@ def run_extra(folder, rank):
     }
 
 
-def run_copies(folder, rank):
+def run_copies(folder: Any, rank: Any) -> dict[str, Any]:
     """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
     case = CASES["one micro-batch"]
     engine = engine_of(case, folder, rank, "2 x 2")
@@ -362,12 +367,12 @@ def run_copies(folder, rank):
     }
 
 
-def exchanges(engine, keeps_whole_gradients):
+def exchanges(engine: Any, keeps_whole_gradients: Any) -> Any:
     """How often a mini-batch of several micro-batches has gradients exchanged between copies."""
     engine.actor.keeps_whole_gradients, engine.actor.limit = keeps_whole_gradients, 12
     honest, calls = dist.all_reduce, []
 
-    def counted(tensor, op=dist.ReduceOp.SUM, group=None, **options):
+    def counted(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
         calls.append(group)
         return honest(tensor, op, group, **options)
 
@@ -387,7 +392,7 @@ def exchanges(engine, keeps_whole_gradients):
     return len(calls)
 
 
-def run_loaded(folder, rank, layout):
+def run_loaded(folder: Any, rank: Any, layout: Any) -> Any:
     """An engine as a user builds it, in float32: what its ranks have of what the first one loads, and a batch."""
     tree = config_of({}, layout).model_dump()
     tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
@@ -403,7 +408,7 @@ def run_loaded(folder, rank, layout):
     return loaded | {"metrics": asyncio.run(built.step(batches_of({})[0])).metrics}
 
 
-def logits_of(folder, tokens):
+def logits_of(folder: Any, tokens: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]

@@ -150,7 +150,7 @@ def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> Fs
     with torch.no_grad():
         for parameter in engine.reference.module.parameters():
             parameter.mul_(1.2)
-        engine.critic.module.head.weight.fill_(0.1)
+        engine.critic.module.head.weight.fill_(0.1)  # type: ignore[operator]
     return engine
 
 

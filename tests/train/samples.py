@@ -1,6 +1,9 @@
 """Ragged samples for the tests of training: several turns, truncation, trajectories without a token of the policy."""
 
+from __future__ import annotations
+
 import random
+from typing import Any
 
 from millrace.types import (
     Author,
@@ -18,14 +21,14 @@ VOCAB = 13
 
 
 def random_sample(rng: random.Random, index: int, n: int, longest: int = 9) -> Sample:
-    def ids(count):
+    def ids(count: Any) -> Any:
         return tokens_of(rng.randrange(VOCAB) for _ in range(count))
 
-    def turn(count, version):
+    def turn(count: Any, version: Any) -> Segment:
         drawn = floats_of(-rng.uniform(1.5, 3.5) for _ in range(count))
         return Segment(ids(count), version=version, log_probs=drawn, stop=Stop.EOS)
 
-    def trajectory():
+    def trajectory() -> Trajectory:
         segments = [turn(rng.randint(1, longest), rng.randint(0, 1))]
         kind = rng.random()
         if kind < 0.3:  # another turn

@@ -1,6 +1,9 @@
 """Metrics by age against NumPy."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,12 @@ LOG_PROB = st.one_of(st.floats(-40, 0), st.sampled_from([-math.inf, math.nan]))
 TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 9)), max_size=30)
 
 
-def run(rows, max_age, dtype=torch.float64):
+def run(rows: Any, max_age: Any, dtype: Any = torch.float64) -> Any:
     a, b = (torch.tensor([row[i] for row in rows], dtype=dtype) for i in range(2))
     return by_age(a, b, torch.tensor([row[2] for row in rows], dtype=torch.long), max_age)
 
 
-def reference(rows, max_age):
+def reference(rows: Any, max_age: Any) -> Any:
     if not rows:
         return {"staleness/token_mean": 0.0, "staleness/token_max": 0.0}
     ages = [age for *_, age in rows]
@@ -41,11 +44,11 @@ def reference(rows, max_age):
 
 @given(TOKENS, st.integers(0, 10))
 @settings(max_examples=100, deadline=None)
-def test_metrics_match_numpy(rows, max_age):
+def test_metrics_match_numpy(rows: Any, max_age: Any) -> None:
     assert run(rows, max_age) == pytest.approx(reference(rows, max_age), rel=1e-6, abs=1e-12)
 
 
-def test_shares_add_up_and_the_last_bin_takes_what_is_older():
+def test_shares_add_up_and_the_last_bin_takes_what_is_older() -> None:
     rows = [(-1.0, -1.0, age) for age in (0, 0, 1, 4, 5, 9)]
     got = run(rows, 4, torch.float32)
     shares = {name: value for name, value in got.items() if "token_share" in name}
@@ -61,7 +64,7 @@ def test_shares_add_up_and_the_last_bin_takes_what_is_older():
     )
 
 
-def test_ages_under_0_and_shapes_that_differ_are_refused():
+def test_ages_under_0_and_shapes_that_differ_are_refused() -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="at least 0"):
         by_age(one, one, torch.tensor([-1]), 4)

@@ -60,7 +60,7 @@ def token_weights(rows: Rows, _: Rows) -> Trained:
 
 def normalised_token_weights(rows: Rows, batch: Rows) -> Trained:
     mean = np.mean([token_weight(t) for row in batch for t in row])
-    return [[(t, t.arrival, token_weight(t) / mean) for t in row] for row in rows]
+    return [[(t, t.arrival, token_weight(t) / mean) for t in row] for row in rows]  # type: ignore[misc]
 
 
 def sequence_weights(rows: Rows, _: Rows) -> Trained:
@@ -106,7 +106,7 @@ def by_current_policy(rows: Rows, _: Rows) -> Trained:
 
     def near(row: list[Token]) -> bool:
         logs = [t.current - t.rollout for t in row]
-        return bool(row) and np.mean([math.exp(x) - 1 - x for x in logs]) <= 0.3
+        return bool(row) and np.mean([math.exp(x) - 1 - x for x in logs]) <= 0.3  # type: ignore[return-value]
 
     return [[(t, t.rollout, 1.0) for t in row] if near(row) else [] for row in rows]
 
@@ -408,7 +408,7 @@ def test_reference_and_critic_make_one_pass_each(
     monkeypatch.setattr(
         Trainable,
         "tokens",
-        lambda self, *a, **o: [calls.append(self.name), tokens(self, *a, **o)][1],
+        lambda self, *a, **o: [calls.append(self.name), tokens(self, *a, **o)][1],  # type: ignore[func-returns-value]
     )
     step(
         engine_of(

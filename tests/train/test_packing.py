@@ -1,5 +1,9 @@
 """Packing: every trained token is predicted once, from its own row, within the limits, and evenly over ranks."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +21,7 @@ CPU = torch.device("cpu")
 COUNTS = st.lists(st.integers(0, 6), max_size=6)
 
 
-def plain_rows(samples):
+def plain_rows(samples: Any) -> Any:
     """(tokens, trained, log-probs) of each trajectory, token by token."""
     rows = []
     for sample in samples:
@@ -40,7 +44,7 @@ def plain_rows(samples):
 
 
 @given(COUNTS, st.integers(0, 99))
-def test_rows_hold_every_token_in_order(counts, seed):
+def test_rows_hold_every_token_in_order(counts: Any, seed: int) -> None:
     samples = random_samples(seed, counts)
     rows, want = rows_of_samples(samples), plain_rows(samples)
     assert rows.first_row.tolist() == np.cumsum([0, *counts]).tolist()
@@ -63,7 +67,9 @@ def test_rows_hold_every_token_in_order(counts, seed):
 
 @settings(max_examples=60)
 @given(COUNTS, st.integers(0, 99), st.sampled_from([21, 40, 1000]), st.integers(1, 4))
-def test_shares_cover_each_trained_row_once_within_the_limit(counts, seed, limit, world_size):
+def test_shares_cover_each_trained_row_once_within_the_limit(
+    counts: Any, seed: int, limit: Any, world_size: Any
+) -> None:
     rows = rows_of_samples(random_samples(seed, counts))
     members = np.arange(len(rows.starts))
     shares = split(rows, members, max_tokens=limit, world_size=world_size)
@@ -79,7 +85,7 @@ def test_shares_cover_each_trained_row_once_within_the_limit(counts, seed, limit
     ]
 
 
-def test_ranks_get_about_the_same_number_of_tokens():
+def test_ranks_get_about_the_same_number_of_tokens() -> None:
     rows = rows_of_samples(random_samples(3, [8] * 32, longest=60))
     for world_size in (1, 2, 3, 8):
         for ranks in split(rows, np.arange(256), max_tokens=1000, world_size=world_size):
@@ -87,7 +93,7 @@ def test_ranks_get_about_the_same_number_of_tokens():
             assert max(loads) - min(loads) <= 70  # about one row
 
 
-def test_a_row_over_the_limit_is_refused():
+def test_a_row_over_the_limit_is_refused() -> None:
     rows = rows_of_samples(random_samples(0, [4]))
     with pytest.raises(ConfigError, match="ppo_max_token_len_per_gpu = 2"):
         split(rows, np.arange(4), max_tokens=2, world_size=1)
@@ -95,7 +101,9 @@ def test_a_row_over_the_limit_is_refused():
 
 @settings(max_examples=60)
 @given(COUNTS, st.integers(0, 99), st.sampled_from([9, 60]), st.booleans())
-def test_micro_batches_give_back_the_rows_and_their_trained_tokens(counts, seed, longest, padded):
+def test_micro_batches_give_back_the_rows_and_their_trained_tokens(
+    counts: Any, seed: int, longest: Any, padded: Any
+) -> None:
     samples = random_samples(seed, counts, longest)
     rows, plain = rows_of_samples(samples), plain_rows(samples)
     ((share,),) = split(rows, np.arange(len(rows.starts)), max_tokens=10**6, world_size=1)
@@ -132,10 +140,10 @@ def test_micro_batches_give_back_the_rows_and_their_trained_tokens(counts, seed,
     assert micro.num_sequences == len(share) and (np.diff(micro.sequence.numpy()) >= 0).all()
 
 
-def test_a_shared_prompt_is_read_once_and_padding_is_small():
+def test_a_shared_prompt_is_read_once_and_padding_is_small() -> None:
     prompt = Prompt(0, tokens_of([1, 2, 3]), "", "test")
 
-    def trajectory(n):
+    def trajectory(n: Any) -> Trajectory:
         return Trajectory((Segment(tokens_of([5] * n), log_probs=floats_of([-1.0] * n)),))
 
     lengths = [2, 4, 4]
@@ -154,7 +162,7 @@ def test_a_shared_prompt_is_read_once_and_padding_is_small():
     assert len(layout.buckets) < 2 * EXACT_LENGTHS
 
 
-def test_demonstrations_train_the_response_alone():
+def test_demonstrations_train_the_response_alone() -> None:
     rows = rows_of_examples(
         [(tokens_of([1, 2]), tokens_of([3, 4])), (tokens_of([5]), tokens_of([6]))]
     )

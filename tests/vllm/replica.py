@@ -83,7 +83,7 @@ class Replica:
         tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
         agreed = Agreement.of(self.config)
         self.sender, self.receiver = await asyncio.gather(
-            Sender.join(self, self.store, 0, agreed),
+            Sender.join(self, self.store, 0, agreed),  # type: ignore[arg-type]
             VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
         )
 

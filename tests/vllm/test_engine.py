@@ -112,7 +112,7 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
     replica: Replica, runner: asyncio.Runner, kv: str
 ) -> None:
     async def main() -> list[tuple[Segment, ...]]:
-        nonlocal read
+        nonlocal read  # type: ignore[misc]
         await replica.publish(20, 1)
         read -= (await replica.engine.stats()).prefill_tokens
         replica.engine._recompute = kv == "recompute"

@@ -1,6 +1,9 @@
 """What the tests of adapters run at every number of ranks."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,7 +24,7 @@ CASES = {
 }
 
 
-def config_of(case, layout="1", **sections):
+def config_of(case: Any, layout: Any = "1", **sections: Any) -> Any:
     tree = train_cases.config_of(case, layout).model_dump()
     tree["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA}
     for section, values in sections.items():
@@ -29,13 +32,13 @@ def config_of(case, layout="1", **sections):
     return Config.model_validate(tree)
 
 
-def loaded(case, folder):
+def loaded(case: Any, folder: str) -> Any:
     return load_model(
         f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
     )
 
 
-def engine_of(case, folder, rank, layout):
+def engine_of(case: Any, folder: str, rank: Any, layout: Any) -> Any:
     """In float64."""
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
     policy = PackedPolicy(
@@ -50,29 +53,32 @@ def engine_of(case, folder, rank, layout):
     return engine
 
 
-def plain_model(case, folder):
+def plain_model(case: Any, folder: str) -> Any:
     """peft's own, in float64: drawn as ours is, from the seed after the model's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config_of(case).trainer.seed + 1)
         settings = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=RANK,
+            lora_alpha=ALPHA,  # type: ignore[arg-type]
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         return get_peft_model(loaded(case, folder), settings).double()
 
 
-def whole(tensor):
+def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def base_of(engine):
+def base_of(engine: Any) -> Any:
     return {name: whole(tensor) for name, tensor in lora.base_weights(engine.policy.model)}
 
 
-def adapters_of(engine):
+def adapters_of(engine: Any) -> Any:
     return {name: whole(tensor) for name, tensor in lora.adapters(engine.policy.model)}
 
 
-def run_case(case, folder, rank, layout="1"):
+def run_case(case: Any, folder: str, rank: Any, layout: Any = "1") -> dict[str, Any]:
     engine = engine_of(case, folder, rank, layout)
     reports = [asyncio.run(engine.step(batch)) for batch in train_cases.batches_of(case)]
     rows = {name: (shape, own.clone()) for name, shape, _, own in engine.adapters()}
@@ -85,7 +91,7 @@ def run_case(case, folder, rank, layout="1"):
     }
 
 
-def with_reference(folder, rank=0, layout="1", **sections):
+def with_reference(folder: str, rank: Any = 0, layout: Any = "1", **sections: Any) -> Any:
     """As a user builds it, with the KL to the reference and a critic, in float32."""
     config = config_of(
         {},
@@ -97,7 +103,7 @@ def with_reference(folder, rank=0, layout="1", **sections):
     return engine
 
 
-def run_extra(folder, rank):
+def run_extra(folder: str, rank: Any) -> dict[str, Any]:
     """What rank 0 loaded alone, a batch, a checkpoint and an export, one batch beyond the checkpoint."""
     engine = with_reference(folder, rank, "2")
     start = {"base": base_of(engine), "adapters": adapters_of(engine)}
@@ -116,7 +122,7 @@ def run_extra(folder, rank):
     }
 
 
-def run_copies(folder, rank):
+def run_copies(folder: str, rank: Any) -> dict[str, Any]:
     """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
     engine = with_reference(folder, rank, "2 x 2")
     asyncio.run(engine.load(f"{folder}/checkpoint"))

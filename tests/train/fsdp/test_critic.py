@@ -164,7 +164,7 @@ def test_value_steps_are_those_of_a_plain_loop(folder: str) -> None:
     )
     engine, samples = engine_of(folder, config), samples_of()
     with torch.no_grad():
-        critic_of(engine).head.weight.fill_(0.1)
+        critic_of(engine).head.weight.fill_(0.1)  # type: ignore[operator]
     metrics = step(engine, samples).metrics
     plain, (losses, clipped, returns, values) = plain_critic_training(folder, samples, 3, cliprange)
     assert metrics["critic/vf_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
@@ -183,7 +183,7 @@ def test_a_truncated_response_ends_in_its_value_where_that_is_asked_for(folder: 
     config = config_of(algorithm={"adv_estimator": "gae", "bootstrap_truncated": True})
     engine = engine_of(folder, config)
     with torch.no_grad():
-        critic_of(engine).head.bias.fill_(0.4)  # and a weight of 0: every value is 0.4
+        critic_of(engine).head.bias.fill_(0.4)  # type: ignore[operator]  # and a weight of 0: every value is 0.4
     group = sample(
         0, trajectory(-2.0, -2.0, score=1.0), trajectory(-2.0, -2.0, score=9.0, stop=Stop.LENGTH)
     )
@@ -285,9 +285,9 @@ def test_critic_and_reference_begin_with_the_policys_weights(folder: str) -> Non
     engine.restart(OPTIM, train_cases.HORIZON)
     policy, critic = weights(engine.policy.model.base_model), critic_of(engine)
     assert (
-        equal(weights(critic.body), policy)
-        and not critic.head.weight.any()
-        and not critic.head.bias.any()
+        equal(weights(critic.body), policy)  # type: ignore[arg-type]
+        and not critic.head.weight.any()  # type: ignore[operator]
+        and not critic.head.bias.any()  # type: ignore[operator]
     )
     assert engine.reference is not None and equal(
         weights(engine.reference.module), weights(engine.policy)

@@ -1,9 +1,12 @@
 """The train engine against plain training, the same at 1, 2 and 3 ranks; checkpoints, exports, supervised steps, faults."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is comp
 
 
 @pytest.fixture(scope="module")
-def ranks(folder):
+def ranks(folder: str) -> Any:
     return train_cases.on_ranks(
         folder,
         train_cases.CASES,
@@ -36,19 +39,19 @@ def ranks(folder):
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
+def plain(folder: str) -> Any:
     return {name: train_cases.plain_run(case, folder) for name, case in CASES.items()}
 
 
-def close(got, want, rtol=1e-6, atol=1e-8):
+def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(
-    name, layout, folder, ranks, plain
-):
+    name: str, layout: Any, folder: str, ranks: Any, plain: Any
+) -> None:
     got = train_cases.run_case(CASES[name], folder, 0) if layout == "1" else ranks[layout][0][name]
     weights, results = plain[name]
     for metrics, (loss, norm, lr) in zip(got["metrics"], results, strict=True):
@@ -62,14 +65,14 @@ def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("layout", ["2", "3", "2 x 2"])
-def test_every_rank_reports_the_same(layout, ranks, folder):
+def test_every_rank_reports_the_same(layout: str, ranks: Any, folder: str) -> None:
     for name in CASES:
         for rank in ranks[layout][1:]:
             assert rank[name]["metrics"] == ranks[layout][0][name]["metrics"]
             assert rank[name]["log_probs"] == ranks[layout][0][name]["log_probs"]
 
 
-def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks):
+def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder: str, ranks: Any) -> None:
     case = CASES["many micro-batches"]
     model = train_cases.model_of(case, folder)
     want = []
@@ -94,7 +97,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder, ranks
             assert a == pytest.approx(b, rel=1e-6, abs=1e-6)
 
 
-def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
+def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder: str) -> None:
     case = CASES["one micro-batch"]
     batch = TrainBatch(train_cases.batches_of(case)[0].samples[:4], 0)
     engine = train_cases.engine_of(case, folder, 0)
@@ -126,7 +129,9 @@ def test_metrics_of_the_sampler_are_those_of_the_log_probs(folder):
 
 
 @pytest.mark.parametrize("layout", ["2", "2 x 2"])
-def test_weights_that_the_first_rank_loads_are_those_of_all(layout, folder, ranks):
+def test_weights_that_the_first_rank_loads_are_those_of_all(
+    layout: str, folder: str, ranks: Any
+) -> None:
     model = load_model(f"{folder}/tied", seed=0, dtype="float32")
     alone = train_cases.run_loaded(folder, 0, "1")["metrics"]
     for rank in ranks[layout]:
@@ -151,7 +156,7 @@ def test_weights_that_the_first_rank_loads_are_those_of_all(layout, folder, rank
             assert loaded["metrics"][key] == pytest.approx(alone[key], rel=1e-4), key
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder, ranks):
+def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder: str, ranks: Any) -> None:
     extra = ranks["2"][0]["extra"]
     case = CASES["one micro-batch"]
     engine = train_cases.engine_of(case, folder, 0)
@@ -166,7 +171,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder, ranks):
         close(weight, extra["weights"][name], rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(folder, ranks):
+def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(
+    folder: str, ranks: Any
+) -> None:
     engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     for name, whole, _, weight in engine.shards():
@@ -175,12 +182,14 @@ def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(fold
             assert torch.equal(rank["extra"]["rows"][name], weight[rows_of(spec, k % 2, 2)])
 
 
-def test_copies_exchange_gradients_once_for_a_mini_batch(ranks):
+def test_copies_exchange_gradients_once_for_a_mini_batch(ranks: Any) -> None:
     for rank in ranks["2 x 2"]:
         assert rank["extra"]["exchanged"] == {True: 3, False: 3}  # two layers and the rest
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folder, ranks):
+def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(
+    folder: str, ranks: Any
+) -> None:
     extra, want = ranks["2 x 2"][0]["extra"], ranks["2"][0]["extra"]
     for rank in ranks["2 x 2"]:
         assert rank["extra"]["last"] == extra["last"]
@@ -204,7 +213,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folde
     assert written[1] < 1.2 * written[0], "one copy is written"
 
 
-def test_an_export_of_two_ranks_loads_in_transformers_with_the_same_logits(folder, ranks):
+def test_an_export_of_two_ranks_loads_in_transformers_with_the_same_logits(
+    folder: str, ranks: Any
+) -> None:
     extra = ranks["2"][0]["extra"]
     assert os.path.exists(f"{folder}/export/model.safetensors")
     model = train_cases.model_of({}, folder).float()
@@ -214,7 +225,9 @@ def test_an_export_of_two_ranks_loads_in_transformers_with_the_same_logits(folde
     close(train_cases.logits_of(f"{folder}/export", [1, 2, 3]), want, rtol=1e-6, atol=1e-6)
 
 
-def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on_all(folder, ranks):
+def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on_all(
+    folder: str, ranks: Any
+) -> None:
     engine = train_cases.engine_of(CASES["one micro-batch"], folder, 0)
     for two in ranks["2"][0]["extra"]["sft"]:
         one = asyncio.run(engine.sft_step(train_cases.demonstrations(5))).metrics
@@ -234,21 +247,21 @@ def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on
 # One rank, as a user builds it, in float32 -----------------------------------------------------------------------------
 
 
-def built(folder, optim=None, horizon=60, **overrides):
+def built(folder: str, optim: Any = None, horizon: Any = 60, **overrides: Any) -> Any:
     config = Config(trainer={"device": "cpu"}, **overrides)
     engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
     engine.restart(optim or OptimConfig(lr=1e-2), horizon)
     return engine
 
 
-def test_conformance(folder):
-    async def make():
+def test_conformance(folder: str) -> None:
+    async def make() -> Any:
         return built(folder, actor={"ppo_mini_batch_size": 4})
 
     asyncio.run(check_sleeping_train_engine(make, TrainCase(mini_batch_size=4, vocab_size=VOCAB)))
 
 
-def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder):
+def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder: str) -> None:
     engine = built(folder)
     batch = TrainBatch(random_samples(0, [4]), 0)
     bad = train_cases.with_bad_log_prob(batch)
@@ -264,7 +277,7 @@ def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder):
         asyncio.run(engine.step(bad))
 
 
-def test_supervised_steps_learn_a_small_set(folder):
+def test_supervised_steps_learn_a_small_set(folder: str) -> None:
     engine = built(folder, OptimConfig(lr=1e-2, lr_warmup_steps=5, lr_scheduler_type="linear"), 120)
     examples = train_cases.demonstrations()
     losses = [asyncio.run(engine.sft_step(examples)).metrics["sft/loss"] for _ in range(120)]
@@ -272,7 +285,7 @@ def test_supervised_steps_learn_a_small_set(folder):
     assert losses[-1] < 0.05
 
 
-def test_a_batch_of_any_size_and_shape_is_trained(folder):
+def test_a_batch_of_any_size_and_shape_is_trained(folder: str) -> None:
     engine = built(folder)
     for counts in ([], [0], [1], [3, 0, 2]):
         report = asyncio.run(engine.step(TrainBatch(random_samples(2, counts), 0)))
@@ -286,7 +299,7 @@ def test_a_batch_of_any_size_and_shape_is_trained(folder):
         asyncio.run(engine.step(TrainBatch((unscored,), 0)))
 
 
-def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder):
+def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder: str) -> None:
     batch = TrainBatch(random_samples(0, [4, 4]), 0)
     plain = asyncio.run(built(folder).step(batch)).metrics
     checkpointed = built(folder, model={"gradient_checkpointing": True})
@@ -311,8 +324,8 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder):
 
 
 def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(
-    folder, monkeypatch
-):
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two graphs, one for the forward pass and one for what is computed again, might not keep the same tensors."""
     batches = [TrainBatch(random_samples(seed, [4, 2 + seed, 3]), 0) for seed in range(3)]
     limit = {
@@ -338,8 +351,8 @@ def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_pas
     asyncio.run(engine.close())
 
 
-def test_the_learning_rate_follows_its_formula():
-    def rates(**kwargs):
+def test_the_learning_rate_follows_its_formula() -> None:
+    def rates(**kwargs: Any) -> Any:
         optim = OptimConfig(lr=2.0, lr_warmup_steps=4, min_lr_ratio=0.1, **kwargs)
         return [lr_at(optim, 24, step) for step in (0, 3, 4, 14, 23, 24, 99)]
 
@@ -360,7 +373,7 @@ def test_the_learning_rate_follows_its_formula():
     )
 
 
-def test_what_is_missing_is_said(folder, tmp_path):
+def test_what_is_missing_is_said(folder: str, tmp_path: Path) -> None:
     config = Config(trainer={"device": "cpu"})
     engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
     with pytest.raises(MillraceError, match="begin"):
@@ -371,14 +384,14 @@ def test_what_is_missing_is_said(folder, tmp_path):
         asyncio.run(built(folder).load(str(tmp_path)))
 
 
-def test_models_with_other_heads_are_refused(folder):
+def test_models_with_other_heads_are_refused(folder: str) -> None:
     model = train_cases.model_of({}, folder)
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
         fsdp_train.PackedPolicy(model)
 
 
-def test_the_tokenizer_goes_along_with_an_export(folder, tmp_path):
+def test_the_tokenizer_goes_along_with_an_export(folder: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_shape(source, ModelShape(hidden_size=32, num_hidden_layers=1), vocab_size=VOCAB)
     (source / "tokenizer.json").write_text("{}")

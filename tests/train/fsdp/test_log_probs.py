@@ -1,17 +1,21 @@
 """Log-probs and entropies in chunks, against full logits."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
 from millrace.train.fsdp.log_probs import log_probs_and_entropy
 
 
-def reference(hidden, weight, targets, temperature):
+def reference(hidden: Any, weight: Any, targets: Any, temperature: Any) -> Any:
     log_p = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def make(n, dtype=torch.float64, seed=0):
+def make(n: Any, dtype: Any = torch.float64, seed: int = 0) -> Any:
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, 6, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(11, 6, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
@@ -21,7 +25,7 @@ def make(n, dtype=torch.float64, seed=0):
 @pytest.mark.parametrize("chunk", [0, 1, 4, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("used", ["both", "log_prob", "entropy"])
-def test_values_and_gradients_match_full_logits(chunk, temperature, used):
+def test_values_and_gradients_match_full_logits(chunk: int, temperature: float, used: str) -> None:
     hidden, weight, targets = make(9)
     g = torch.Generator().manual_seed(1)
     a, b = (
@@ -29,7 +33,7 @@ def test_values_and_gradients_match_full_logits(chunk, temperature, used):
         for name in ("log_prob", "entropy")
     )
 
-    def loss(log_prob, entropy):
+    def loss(log_prob: Any, entropy: Any) -> Any:
         parts = [(log_prob * a).sum()] * (used != "entropy") + [(entropy * b).sum()] * (
             used != "log_prob"
         )
@@ -44,14 +48,14 @@ def test_values_and_gradients_match_full_logits(chunk, temperature, used):
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_gradcheck(chunk):
+def test_gradcheck(chunk: int) -> None:
     hidden, weight, targets = make(5)
     assert torch.autograd.gradcheck(
         lambda h, w: log_probs_and_entropy(h, w, targets, 0.7, chunk=chunk), (hidden, weight)
     )
 
 
-def test_bfloat16_is_computed_in_float32():
+def test_bfloat16_is_computed_in_float32() -> None:
     hidden, weight, targets = make(50, torch.bfloat16)
     got = log_probs_and_entropy(hidden, weight, targets, 1.0)
     assert got[0].dtype == got[1].dtype == torch.float32
@@ -61,7 +65,7 @@ def test_bfloat16_is_computed_in_float32():
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
-def test_no_tokens_stay_connected_with_a_gradient_of_zero():
+def test_no_tokens_stay_connected_with_a_gradient_of_zero() -> None:
     hidden, weight, targets = make(0)
     log_prob, entropy = log_probs_and_entropy(hidden, weight, targets, 1.0)
     assert log_prob.shape == entropy.shape == (0,)
@@ -69,7 +73,7 @@ def test_no_tokens_stay_connected_with_a_gradient_of_zero():
     assert not weight.grad.any()
 
 
-def test_impossible_tokens_do_not_make_nan():
+def test_impossible_tokens_do_not_make_nan() -> None:
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [-torch.inf]], requires_grad=True)
     _, entropy = log_probs_and_entropy(hidden, weight, torch.tensor([0]), 1.0)

@@ -1,9 +1,13 @@
 """Adapters against plain training with peft, the same at 1, 2 and 3 ranks; what leaves the engine has the model's own names."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed o
 
 
 @pytest.fixture(scope="module")
-def ranks(folder):
+def ranks(folder: str) -> Any:
     return train_cases.on_ranks(
         folder,
         lora_cases.CASES,
@@ -34,15 +38,15 @@ def ranks(folder):
     )
 
 
-def close(got, want, rtol=1e-6, atol=1e-8):
+def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
-    name, layout, folder, ranks
-):
+    name: str, layout: Any, folder: str, ranks: Any
+) -> None:
     case = CASES[name]
     got = lora_cases.run_case(case, folder, 0) if layout == "1" else ranks[layout][0][name]
     model = lora_cases.plain_model(case, folder)
@@ -74,7 +78,7 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("layout", ["2", "3", "2 x 2"])
-def test_every_rank_holds_its_rows_of_the_same_adapters(layout, ranks):
+def test_every_rank_holds_its_rows_of_the_same_adapters(layout: str, ranks: Any) -> None:
     world_size, size = LAYOUTS[layout]
     for name in CASES:
         for rank in ranks[layout][1:]:
@@ -89,7 +93,7 @@ def test_every_rank_holds_its_rows_of_the_same_adapters(layout, ranks):
                 )
 
 
-def merged_by_hand(base, adapters):
+def merged_by_hand(base: Any, adapters: Any) -> Any:
     return {
         name: w + ALPHA / RANK * adapters[f"{name}.lora_B"] @ adapters[f"{name}.lora_A"]
         if f"{name}.lora_A" in adapters
@@ -98,7 +102,7 @@ def merged_by_hand(base, adapters):
     }
 
 
-def test_whole_weights_are_the_base_and_what_adapters_add(ranks):
+def test_whole_weights_are_the_base_and_what_adapters_add(ranks: Any) -> None:
     for layout in ranks.values():
         for rank in layout:
             for name in CASES:
@@ -107,7 +111,9 @@ def test_whole_weights_are_the_base_and_what_adapters_add(ranks):
                     close(found["merged"][key], tensor.float(), rtol=1e-6, atol=1e-7)
 
 
-def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(folder, ranks):
+def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(
+    folder: str, ranks: Any
+) -> None:
     model = load_model(f"{folder}/tied", seed=0, dtype="float32")
     alone = lora_cases.with_reference(folder)
     for rank in ranks["2"]:
@@ -125,7 +131,9 @@ def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(folder, ran
     assert not torch.equal(*(next(e.adapters())[3] for e in (alone, other)))
 
 
-def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(folder, ranks):
+def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(
+    folder: str, ranks: Any
+) -> None:
     extra = ranks["2"][0]["extra"]
     described = (Path(folder) / "checkpoint" / ".metadata").read_bytes()
     assert b"lora_A" in described and b"base_layer" not in described
@@ -140,7 +148,9 @@ def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(folder, ran
         close(weight, extra["weights"][name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folder, ranks):
+def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(
+    folder: str, ranks: Any
+) -> None:
     want = ranks["2"][0]["extra"]
     engine = lora_cases.with_reference(folder)
     asyncio.run(engine.load(f"{folder}/checkpoint of copies"))
@@ -155,7 +165,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(folde
             assert torch.equal(tensor, extra["adapters"][name])
 
 
-def test_adapters_of_another_base_are_refused(folder, ranks):
+def test_adapters_of_another_base_are_refused(folder: str, ranks: Any) -> None:
     engine = lora_cases.with_reference(folder, trainer={"seed": 1})
     with pytest.raises(
         CheckpointError,
@@ -164,7 +174,9 @@ def test_adapters_of_another_base_are_refused(folder, ranks):
         asyncio.run(engine.load(f"{folder}/checkpoint"))
 
 
-def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(folder, ranks):
+def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(
+    folder: str, ranks: Any
+) -> None:
     extra = ranks["2"][0]["extra"]
     exported = load_file(f"{folder}/export/model.safetensors")
     for name, weight in merged_by_hand(extra["start"]["base"], extra["adapters"]).items():
@@ -183,7 +195,7 @@ def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(fo
 # One rank, in float32 --------------------------------------------------------------------------------------------------
 
 
-def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
+def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder: str) -> None:
     """Not the base: supervised steps come before RL."""
     engine = lora_cases.with_reference(folder)
     for _ in range(3):
@@ -207,7 +219,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder):
 
 
 @contextmanager
-def without_adapters(engine):
+def without_adapters(engine: Any) -> Iterator[Any]:
     """B = 0, for a while."""
     tensors = [own for name, _, _, own in engine.adapters() if name.endswith("lora_B")]
     kept = [t.clone() for t in tensors]
@@ -218,7 +230,7 @@ def without_adapters(engine):
         t.copy_(before)
 
 
-def test_the_critic_starts_from_the_adapted_policy(folder):
+def test_the_critic_starts_from_the_adapted_policy(folder: str) -> None:
     engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
@@ -228,7 +240,7 @@ def test_the_critic_starts_from_the_adapted_policy(folder):
         assert torch.equal(parameter, merged[f"model.{name}"]) and parameter.requires_grad
 
 
-def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder):
+def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder: str) -> None:
     batch = TrainBatch(random_samples(0, [4, 4]), 0)
     plain = asyncio.run(lora_cases.with_reference(folder).step(batch)).metrics
     checkpointed = lora_cases.with_reference(
@@ -246,7 +258,7 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder):
     asyncio.run(half.close())
 
 
-def test_modules_that_are_named_alone_get_adapters(folder):
+def test_modules_that_are_named_alone_get_adapters(folder: str) -> None:
     engine = lora_cases.with_reference(
         folder, model={"lora_rank": 2, "target_modules": ["q_proj", "mlp.up_proj"]}
     )
@@ -260,8 +272,8 @@ def test_modules_that_are_named_alone_get_adapters(folder):
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "proj", "qkv"])
 def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_there_are(
-    folder, name
-):
+    folder: str, name: str
+) -> None:
     with pytest.raises(
         ConfigError,
         match=rf"'{name}'; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
@@ -271,7 +283,9 @@ def test_a_name_of_no_linear_module_of_the_layers_is_refused_with_those_that_the
         )
 
 
-def test_a_missing_peft_is_said_with_the_command_that_installs_it(folder, monkeypatch):
+def test_a_missing_peft_is_said_with_the_command_that_installs_it(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependency, match=r"pip install 'peft>=0\.17'"):
         model = load_model(f"{folder}/tied", seed=0, dtype="float32")
