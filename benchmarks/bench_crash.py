@@ -1,9 +1,11 @@
-"""Kill -9 of a whole training run, ten times, at random moments; then the account of every sample.
+"""Kill a whole training run with kill -9, ten times, at random moments, and account for every
+sample.
 
     python benchmarks/bench_crash.py [--kills 10] [--seed 0] [--json]
 
-Runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto`, kills the driver and all of its workers
-at a moment drawn over start-up, warm-up and training, and starts it again in the same folder until it is complete.
+It runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto` and kills the driver and
+all its workers at a random moment of start-up, warm-up or training. Then it starts the run again in
+the same folder, until the run is complete.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ class Kill:
     phase: str
     """The phase in which the kill came."""
     seconds: float
-    """Since the attempt was started."""
+    """Seconds since the start of the attempt."""
     from_version: int
-    """Version that the attempt went on from."""
+    """The version that the attempt resumed from."""
     to_version: int
-    """Last version in the history when it was killed."""
+    """The last version in the history at the kill."""
     checkpoint: str
-    """The newest checkpoint then."""
+    """The newest checkpoint at the kill."""
 
 
 def arguments(run_dir: Path) -> list[str]:
@@ -74,7 +76,7 @@ def newest(run_dir: Path) -> str:
 
 
 def phase_of(log: Path) -> str:
-    """What the run said last of where it is."""
+    """Return the phase that the run reported last."""
     text = log.read_text(errors="replace")
     return (
         "training"
@@ -86,7 +88,9 @@ def phase_of(log: Path) -> str:
 
 
 def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
-    """One attempt, killed in phase `wanted` or a later one; None if it was complete before that."""
+    """Run one attempt and kill it in phase `wanted` or later. Return None if it completes before
+    that.
+    """
     begin, saved = time.monotonic(), newest(run_dir)
     attempts = len([line for line in lines(run_dir) if line["event"] == "start"])
     driver = start(run_dir, log)
@@ -153,7 +157,8 @@ def main() -> None:
     dice = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     run_dir, log = folder / "run", folder / "output"
-    # A run warms up once: kills in warm-up come before those in training, kills in start-up at any place.
+    # A run warms up once, so kills in warm-up come before kills in training. Kills in start-up may
+    # come at any time.
     early, late = ["start-up", "warm-up", "warm-up"], ["start-up", "training", "training"]
     plan = [early[i % 3] if i < options.kills * 0.3 else late[i % 3] for i in range(options.kills)]
     kills: list[Kill] = []

@@ -1,15 +1,22 @@
-"""vLLM rollouts through millrace against bare vLLM, and the weight sync between trainer and vLLM. One device, or two.
+"""vLLM rollouts through millrace compared with bare vLLM, and the weight sync to vLLM.
 
-    python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 5] [--json out.json]
+It runs on one device or two.
 
-rollout    requests of `--prompt` random tokens, each with `--tokens` new ones, log-probs on, all at once: through the pool and the worker as
-           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments but vLLM's own
-           scheduler, on the same GPU. Both engines stay there and take turns on the same requests; bare vLLM is asked with the same seeds, and in turns of its own
-           without any, as a user without RL would.
-sync       transfer and pause (nothing is decoded), idle; with two devices also with all requests in flight. On one device the sides are
-           colocated and nothing is offloaded.
-gap        |log p of vLLM - log p of the trainer| over sampled tokens, same weights.
-resume     whether greedy responses that were interrupted and resumed are those that were not.
+    python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256]
+        [--repeats 5] [--json out.json]
+
+| part | content |
+|---|---|
+| rollout | all requests at once, with `--prompt` random tokens, `--tokens` new ones and log-probs |
+| sync | transfer and pause, idle; with two devices also with all requests in flight |
+| gap | mean and maximum abs(vLLM's - trainer's log-prob), with the same weights |
+| resume | whether interrupted and resumed greedy responses equal uninterrupted ones |
+
+`rollout` compares two paths on the same GPU. One goes through the pool and the worker, as in the
+pipeline. The other is AsyncLLM in its own process, with the same engine arguments but vLLM's own
+scheduler. Both engines stay on the GPU and take turns on the same requests. Bare vLLM runs with the
+same seeds, and in further turns without seeds, like vLLM without RL. No tokens are decoded during
+the pause of `sync`. On one device, the sides are colocated and nothing is offloaded.
 
 Models are shapes with random weights.
 """
@@ -60,7 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 TOLD = "rate "
-# As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
+# millrace starts its workers with this too. With a thread for every core, vLLM's small host
+# operations are slower by a quarter.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -93,7 +101,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
             "max_num_seqs": options.slots,
             "max_prompt_length": options.prompt,
             "max_response_length": options.tokens,
-            # Of two engines on one GPU, and of a trainer.
+            # Two engines and a trainer share the GPU.
             "gpu_memory_utilization": 0.25,
             "free_cache_engine": False,
             "enforce_eager": options.eager,
@@ -105,7 +113,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
 
 
 def prompts(options: argparse.Namespace, turn: int = 0) -> list[list[int]]:
-    """Others in each turn: nothing is in the prefix cache already."""
+    """Return different prompts in each turn, so that none is in the prefix cache."""
     draw = random.Random(turn)
     return [
         [draw.randrange(1, VOCABULARY[options.model]) for _ in range(options.prompt)]
@@ -181,7 +189,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             pairs = zip(rates["millrace"][1:], rates[name][1:], strict=True)
             found[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
         rate = statistics.median(rates["millrace"][1:])
-        write(options, found)  # at once: what follows may be cut short
+        write(options, found)  # at once, because the next part may fail
 
         if options.gpus == 2:
             busy = asyncio.create_task(ask_all())
@@ -234,7 +242,8 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1)
             for x, y in zip(joined, whole, strict=True)
         ]
-        # What differs before the cut, or where there was none, was not made by resuming: two runs of one request differ too.
+        # A difference before the cut, or without a cut, does not come from resuming. Two runs of
+        # the same request differ too.
         resumed_ones = [
             k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]
         ]
@@ -253,7 +262,10 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 async def bare_engine(
     options: argparse.Namespace, folder: Path
 ) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
-    """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
+    """Start bare vLLM in its own process, on the replica's GPU.
+
+    It gets requests as lines and returns rates as lines.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     alone = ENVIRONMENT | {
         "CUDA_VISIBLE_DEVICES": visible[options.gpus - 1],
@@ -296,7 +308,7 @@ async def bare_engine(
 
 
 async def bare(options: argparse.Namespace, folder: Path) -> None:
-    """AsyncLLM alone, with the engine arguments that millrace gives it, but vLLM's own scheduler."""
+    """Run AsyncLLM alone, with millrace's engine arguments but vLLM's own scheduler."""
     from millrace.vllm import arguments as vllm_arguments
     from millrace.vllm import engine as vllm_rollout
 
