@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--endless", action="store_true", help="10^6 samples with capacity 1,024")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    found: dict[str, object] = {"python": platform.python_version(), "cpu": platform.machine()}
+    figures: dict[str, object] = {"python": platform.python_version(), "cpu": platform.machine()}
     if options.profile:
         profile = cProfile.Profile()
         c = case(1024, lookahead=True, straggler=True)
@@ -315,11 +315,11 @@ def main() -> None:
         rate = asyncio.run(pipeline(c, 1_000_000, 1, watch))
         print(f"1,000,000 samples at {rate:,.0f}/s; MiB resident on the way:")
         print(", ".join(f"{count:,}: {mib:.1f}" for count, mib in watch))
-        found |= {"endless": {"samples_per_s": rate, "resident_mib": watch}}
+        figures |= {"endless": {"samples_per_s": rate, "resident_mib": watch}}
     else:
-        found |= tables(options.samples, options.repeats)
+        figures |= tables(options.samples, options.repeats)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,15 +104,15 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
         if reached is not None and now - reached >= delay:
             phase = phase_of(log)
             kill_tree(driver)
-            told = lines(run_dir)
+            events = lines(run_dir)
             version = 0 if saved == "none" else int(saved.rpartition("-")[2])
-            begun = len([line for line in told if line["event"] == "start"]) > attempts
+            started = len([line for line in events if line["event"] == "start"]) > attempts
             return Kill(
                 number,
                 phase,
                 round(now - begin, 2),
                 version,
-                told[-1]["version"] if begun else version,
+                events[-1]["version"] if started else version,
                 newest(run_dir),
             )
         time.sleep(POLL_S)
@@ -130,20 +130,20 @@ def audit(run_dir: Path) -> dict[str, object]:
         text=True,
         cwd=ROOT,
     )
-    found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    account: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return account
 
 
-def show(kills: list[Kill], result: dict[str, object], found: dict[str, object]) -> None:
+def show(kills: list[Kill], result: dict[str, object], account: dict[str, object]) -> None:
     print(
-        "| kill | phase | seconds after start | went on from version | reached version | newest checkpoint |"
+        "| kill | phase | seconds after start | resumed from version | reached version | newest checkpoint |"
     )
     print("|--:|---|--:|--:|--:|---|")
     for k in kills:
         print(
             f"| {k.attempt} | {k.phase} | {k.seconds:.2f} | {k.from_version} | {k.to_version} | {k.checkpoint} |"
         )
-    print(f"\nfinal run: {result}\naudit: {found}")
+    print(f"\nfinal run: {result}\naudit: {account}")
 
 
 def main() -> None:
@@ -171,26 +171,28 @@ def main() -> None:
     begin = time.monotonic()
     driver = start(run_dir, log)
     code = driver.wait()
-    said = log.read_text(errors="replace").strip().splitlines()
-    result = json.loads(said[-1]) if code == 0 else {"exit code": code, "said": said[-1:]}
+    output = log.read_text(errors="replace").strip().splitlines()
+    result = json.loads(output[-1]) if code == 0 else {"exit code": code, "said": output[-1:]}
     result = {k: result.get(k) for k in ("complete", "versions", "samples_trained", "val")} | {
         "seconds": round(time.monotonic() - begin, 1)
     }
-    found = audit(run_dir)
+    account = audit(run_dir)
     if options.json:
         print(
             json.dumps(
                 {
                     "kills": [asdict(k) for k in kills],
                     "final": result,
-                    "audit": found,
-                    "complete": bool(found["complete"]),
+                    "audit": account,
+                    "complete": bool(account["complete"]),
                 }
             )
         )
     else:
-        show(kills, result, found)
-    sys.exit(0 if found["complete"] and not found["lost"] and not found["trained_twice"] else 1)
+        show(kills, result, account)
+    sys.exit(
+        0 if account["complete"] and not account["lost"] and not account["trained_twice"] else 1
+    )
 
 
 if __name__ == "__main__":

@@ -453,8 +453,10 @@ def summarise(options: argparse.Namespace) -> None:
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
-        "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
-        f"The recipe is gpu_reasoning, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
+        "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n"
+        "    benchmarks/bench_gpu_learning.py\n\n"
+        f"The recipe is gpu_reasoning, on {runs[0]['gpus']} GPUs. "
+        f"Runs and curves: {options.summarise.name}.\n"
         f"{warm}Held-out figures are means over the tasks.\n\n{note}{text}\n"
     )
     if options.plot:

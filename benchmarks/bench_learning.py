@@ -222,12 +222,12 @@ def table_of_stale(runs: list[Run]) -> str:
     ]
     rows.append("|---|--:|--:|--:|---|")
     for name in STALE:
-        found = of(runs, part="stale", name=name)
-        if not found:
+        arm_runs = of(runs, part="stale", name=name)
+        if not arm_runs:
             continue
         mean = [
             statistics.mean(points)
-            for points in zip(*([y for _, y in run["curve"]] for run in found), strict=True)
+            for points in zip(*([y for _, y in run["curve"]] for run in arm_runs), strict=True)
         ]
         fall = max(before - min(mean[i:]) for i, before in enumerate(mean))
         verdict = (
@@ -237,9 +237,9 @@ def table_of_stale(runs: list[Run]) -> str:
             if fall < 0.05
             else "falls back, then learns"
         )
-        stale = statistics.mean(run["staleness"] for run in found)
+        stale = statistics.mean(run["staleness"] for run in arm_runs)
         rows.append(
-            f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {fall:.3f} | {verdict} |"
+            f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in arm_runs])} | {fall:.3f} | {verdict} |"
         )
     return "\n".join(rows)
 
@@ -265,9 +265,9 @@ def plot(runs: list[Run], path: Path) -> None:
         -(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True
     )
     for axis, (title, lines) in zip(axes.flat, panels, strict=False):
-        for label, found in lines.items():
-            if found:
-                curves = [run["curve"] for run in found]
+        for label, arm_runs in lines.items():
+            if arm_runs:
+                curves = [run["curve"] for run in arm_runs]
                 mean = [
                     statistics.mean(points)
                     for points in zip(*([y for _, y in curve] for curve in curves), strict=True)
@@ -322,9 +322,11 @@ def main() -> None:
     if options.write:
         samples, seeds = runs[0]["samples"], 1 + max(run["seed"] for run in runs)
         options.write.with_suffix(".md").write_text(
-            f"# Learning: synchronous, asynchronous, and on old data\n\n    benchmarks/bench_learning.py --seeds {seeds} "
-            f"--samples {samples}\n\nMean reward on 256 held-out problems, 4 responses each, after {samples} samples; {seeds} seeds. "
-            f"In sync's spread: async's mean is not below\nsync's worst seed, nor more than two of its standard deviations below its mean. "
+            "# Learning: synchronous, asynchronous, and on old data\n\n"
+            f"    benchmarks/bench_learning.py --seeds {seeds} --samples {samples}\n\n"
+            f"Mean reward on 256 held-out problems, 4 responses each, after {samples} samples; "
+            f"{seeds} seeds. In sync's spread: async's mean is not below\nsync's worst seed, and at "
+            "most two of its standard deviations below its mean. "
             f"The runs and their curves: learning.jsonl.\n\n{tables}\n"
         )
     if options.plot:

@@ -209,7 +209,8 @@ def main() -> None:
 
     raw: dict[str, Any] = {}
     text = [
-        f"{options.samples} samples, {options.repeats} repetitions, {os.cpu_count()} cores, runtime {options.runtime}; medians.",
+        f"{options.samples} samples, {options.repeats} repetitions, {os.cpu_count()} cores, "
+        f"runtime {options.runtime}; medians.",
         "",
     ]
     with tempfile.TemporaryDirectory() as scratch:
@@ -270,8 +271,8 @@ def explain(arms: dict[str, list[dict[str, float]]]) -> list[str]:
         m = median_of(arms["colocate_sync"])
         ceiling = 1 / max(m["waiting"], 1 - m["waiting"])
         lines.append(
-            f"colocate_sync waits {m['waiting']:.0%} of its time for rollouts and rewards: overlap alone, if it cost nothing, could "
-            f"make it {ceiling:.2f} times as fast."
+            f"colocate_sync waits {m['waiting']:.0%} of its time for rollouts and rewards. "
+            f"Overlap without any cost could make it {ceiling:.2f} times as fast."
         )
     steps = [
         ("overlap", "colocate_sync", "one_step_off"),
@@ -283,7 +284,7 @@ def explain(arms: dict[str, list[dict[str, float]]]) -> list[str]:
     ]
     if all(a in arms and b in arms for _, a, b in steps):
         parts = ", ".join(f"{name} {ratio(arms, a, b):.2f} ({a} / {b})" for name, a, b in steps)
-        lines.append(f"Where it comes from: {parts}.")
+        lines.append(f"Speed-up of each step: {parts}.")
     return [*lines, ""]
 
 

@@ -93,10 +93,10 @@ def main() -> None:
     print(
         f"checkpoint: {size / 1e6:.0f} MB\n\n| async_save | stands still, s | whole after, s | step, s | version, s |\n|---|--:|--:|--:|--:|"
     )
-    for arm, told in rows.items():
+    for arm, runs in rows.items():
         print(
             f"| {str(arm).lower()} | "
-            + " | ".join(cell([r[c] for r in told if c in r]) for c in COLUMNS)
+            + " | ".join(cell([r[c] for r in runs if c in r]) for c in COLUMNS)
             + " |"
         )
 

@@ -280,20 +280,20 @@ def millrace_arm(
         ),
         *more,
     ]
-    told, whole = command([MILLRACE, "train", RECIPE, "--json", *overrides])
+    summary, whole = command([MILLRACE, "train", RECIPE, "--json", *overrides])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward/mean" in row]
     # Versions follow each other without a gap. The last one ends with the training.
     after = [sum(row["perf/time_per_version"] for row in rows[k + 1 :]) for k in range(len(rows))]
     out = {
-        "seconds": told["train_seconds"],
-        "ends": [told["train_seconds"] - seconds for seconds in after],
+        "seconds": summary["train_seconds"],
+        "ends": [summary["train_seconds"] - seconds for seconds in after],
         "rewards": [row["reward/mean"] for row in rows],
         "window": round(WINDOW * len(rows) / steps),
     }
     score = held_out(
         folder.with_name(folder.name + "-eval"),
-        f"trainer.resume={told['checkpoint']}",
+        f"trainer.resume={summary['checkpoint']}",
         "trainer.logger=[]",
     )
     return result(case, "millrace", steps, load, whole, out, score)
@@ -314,9 +314,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
+        of_case = [row for row in rows if row["case"] == case]
         arms = {
-            arm: [r for r in mine if r["arm"] == arm] for arm in sorted({r["arm"] for r in mine})
+            arm: [r for r in of_case if r["arm"] == arm]
+            for arm in sorted({r["arm"] for r in of_case})
         }
         for arm, runs in arms.items():
             figures = [
@@ -324,16 +325,16 @@ def table(rows: list[dict[str, Any]]) -> str:
                 for key in ("rate", "to_goal", "seconds", "whole", "held_out")
             ]
             lines.append(f"| {case} | {arm} | {' | '.join(figures)} |")
-        trl, ours = arms.values()
+        trl, millrace = arms.values()
         ratios = {
             key: [
                 a[key] / b[key] if a[key] and b[key] else None for a, b in zip(*pair, strict=True)
             ]
             for key, pair in (
-                ("rate", (ours, trl)),
-                ("to_goal", (trl, ours)),
-                ("seconds", (trl, ours)),
-                ("whole", (trl, ours)),
+                ("rate", (millrace, trl)),
+                ("to_goal", (trl, millrace)),
+                ("seconds", (trl, millrace)),
+                ("whole", (trl, millrace)),
             )
         }
         lines.append(

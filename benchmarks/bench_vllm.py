@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-TOLD = "rate "
+RATE = "rate "
 # millrace starts its workers with this too. With a thread for every core, vLLM's small host
 # operations are slower by a quarter.
 ENVIRONMENT = {
@@ -130,11 +130,11 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
     run = RunDir(folder, None)
     run.logs.mkdir()
     asked = prompts(options)
-    found: dict[str, Any] = {"sync": []}
+    figures_of_run: dict[str, Any] = {"sync": []}
     start = time.perf_counter()
     async with open_runtime(config, run) as runtime:
         engines = await build_engines(runtime, config, run)
-        found["start_s"] = time.perf_counter() - start
+        figures_of_run["start_s"] = time.perf_counter() - start
         await engines.train.begin("rl", 10)
 
         async def publish(version: int, load: str) -> None:
@@ -145,7 +145,9 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 "transfer_s": transfer.seconds,
                 "pause_s": pause,
             }
-            found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
+            figures_of_run["sync"].append(
+                figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9}
+            )
 
         async def ask(
             prepared: list[Tokens], name: str, **changes: Any
@@ -184,12 +186,14 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                     file=sys.stderr,
                     flush=True,
                 )
-        found |= {f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()}
+        figures_of_run |= {
+            f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()
+        }
         for name in list(arms)[1:]:
             pairs = zip(rates["millrace"][1:], rates[name][1:], strict=True)
-            found[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
+            figures_of_run[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
         rate = statistics.median(rates["millrace"][1:])
-        write(options, found)  # at once, because the next part may fail
+        write(options, figures_of_run)  # at once, because the next part may fail
 
         if options.gpus == 2:
             busy = asyncio.create_task(ask_all())
@@ -197,7 +201,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 await asyncio.sleep(0.3)
                 await publish(version, "busy" if not busy.done() else "idle")
             spans = [len({s.version for s in segments}) for segments in await busy]
-            found["versions_in_a_response_max"] = max(spans)
+            figures_of_run["versions_in_a_response_max"] = max(spans)
             await publish(100, "idle")
 
         results = (await ask_all())[:64]
@@ -205,13 +209,17 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),))
             for i, segments in enumerate(results)
         )
-        ours = await engines.train.log_probs(samples)
+        trainer_log_probs = await engines.train.log_probs(samples)
         gaps = [
             abs(a - b)
-            for mine, segments in zip(ours, results, strict=True)
-            for a, b in zip(mine, [x for s in segments for x in s.log_probs], strict=True)
+            for of_sample, segments in zip(trainer_log_probs, results, strict=True)
+            for a, b in zip(of_sample, [x for s in segments for x in s.log_probs], strict=True)
         ]
-        found["gap"] = {"mean": statistics.mean(gaps), "max": max(gaps), "tokens": len(gaps)}
+        figures_of_run["gap"] = {
+            "mean": statistics.mean(gaps),
+            "max": max(gaps),
+            "tokens": len(gaps),
+        }
 
         whole = [segments[0].tokens for segments in (await ask_all(temperature=0.0))[:16]]
         task = asyncio.create_task(ask_all(temperature=0.0))
@@ -248,14 +256,14 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]
         ]
         same = [first[k] == -1 for k in resumed_ones]
-        found["resume"] = {
+        figures_of_run["resume"] = {
             "cut_at": cut,
             "first_difference": first,
             "equal": sum(same),
             "of": len(same),
         }
         await engines.pool.close()
-    return found
+    return figures_of_run
 
 
 @asynccontextmanager
@@ -289,17 +297,17 @@ async def bare_engine(
         asked, answers = process.stdin, process.stdout
         assert asked is not None and answers is not None
 
-        async def told() -> float:
+        async def next_rate() -> float:
             while line := (await answers.readline()).decode():
-                if line.startswith(TOLD):
-                    return float(line.removeprefix(TOLD))
+                if line.startswith(RATE):
+                    return float(line.removeprefix(RATE))
             raise SystemExit((folder / "bare" / "log").read_text()[-3000:])
 
         async def ask(name: str, k: int) -> float:
             asked.write(f"{name} {k}\n".encode())
-            return await told()
+            return await next_rate()
 
-        await told()
+        await next_rate()
         try:
             yield ask
         finally:
@@ -329,7 +337,7 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
             last = output
         return len(last.outputs[0].token_ids)
 
-    print(f"{TOLD}0", flush=True)
+    print(f"{RATE}0", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, k = line.split()
         seeded = name == "bare_seeded"
@@ -338,13 +346,13 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
         )  # else the second of the two finds them in its prefix cache
         start = time.perf_counter()
         drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
-        print(f"{TOLD}{drawn / (time.perf_counter() - start)}", flush=True)
+        print(f"{RATE}{drawn / (time.perf_counter() - start)}", flush=True)
     await engine.close()
 
 
-def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def write(options: argparse.Namespace, figures_of_run: dict[str, Any]) -> None:
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures_of_run, indent=1) + "\n")
 
 
 def main() -> None:
@@ -374,12 +382,12 @@ def main() -> None:
     if options.arm == "bare":
         asyncio.run(bare(options, folder))
         return
-    found = {
+    figures_of_run = {
         "options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}
     }
-    found |= asyncio.run(through_millrace(options, folder))
-    print(json.dumps(found, indent=1))
-    write(options, found)
+    figures_of_run |= asyncio.run(through_millrace(options, folder))
+    print(json.dumps(figures_of_run, indent=1))
+    write(options, figures_of_run)
 
 
 if __name__ == "__main__":

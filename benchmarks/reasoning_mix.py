@@ -80,15 +80,15 @@ def mix(rows: int, held_out: int, seed: int) -> tuple[list[dict[str, str]], list
     val: list[dict[str, str]] = []
     for place, name in enumerate(TASKS):
         # reasoning-gym draws row i from seed + i, so the seeds must be far apart.
-        found = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
-        if len(found) <= held_out:
+        drawn = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
+        if len(drawn) <= held_out:
             raise SystemExit(
-                f"{name} has {len(found)} different problems, and --held-out is {held_out}. "
+                f"{name} has {len(drawn)} different problems, and --held-out is {held_out}. "
                 "Fix: a smaller --held-out"
             )
-        Random(f"{name}|{seed}").shuffle(found)
-        val += found[:held_out]
-        train += found[held_out:]
+        Random(f"{name}|{seed}").shuffle(drawn)
+        val += drawn[:held_out]
+        train += drawn[held_out:]
     for split in (train, val):
         Random(seed).shuffle(split)
     return train, val

@@ -200,7 +200,7 @@ def main() -> None:
     head = f"| arm | slots | staleness | of colocate_sync | seconds for {WINDOW} samples | trainer idle | rollouts idle |"
     print(f"{head}\n|---|--:|--:|--:|--:|--:|--:|")
     for mode in options.modes.split(","):
-        found = []
+        results = []
         fixed = MODES[mode].staleness_threshold
         ages = options.staleness.split(",") if fixed is None else [fixed]
         cases = itertools.product(
@@ -210,7 +210,7 @@ def main() -> None:
             list(cases), mode, console=Console(stderr=True), transient=True
         ):
             arm = f"{mode} {options.gpus - rollouts}+{rollouts} | {slots} | {staleness:g}"
-            found.append(
+            results.append(
                 (
                     simulate(
                         mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness
@@ -218,7 +218,7 @@ def main() -> None:
                     arm,
                 )
             )
-        for (seconds, trainer, rollout), arm in sorted(found)[: options.best]:
+        for (seconds, trainer, rollout), arm in sorted(results)[: options.best]:
             print(
                 f"| {arm} | {base / seconds:.2f} | {seconds:.2f} | {trainer:.0%} | {rollout:.0%} |"
             )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -301,6 +302,6 @@ def test_the_doctor_prints_commands_as_they_are_typed(run, monkeypatch):
 
 
 def test_an_export_to_where_nothing_can_be_written_is_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "verify", lambda path: None)
+    monkeypatch.setattr(exporting, "verify", lambda path: SimpleNamespace(version=0))
     code, _, err = run("export", str(tmp_path), "/proc/x")
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err
