@@ -334,44 +334,44 @@ def spread(values: list[float], digits: int = 3) -> str:
 def tables(runs: list[Run]) -> str:
     level = common_level(runs)
     rows: dict[str, Any] = {
-        "seeds": lambda found: str(len(found)),
-        "samples trained": lambda found: str(found[0]["samples"]),
-        "held out, sampled, before": lambda found: spread(
-            [held_out(run["val_before"], "mean@") for run in found]
+        "seeds": lambda group: str(len(group)),
+        "samples trained": lambda group: str(group[0]["samples"]),
+        "held out, sampled, before": lambda group: spread(
+            [held_out(run["val_before"], "mean@") for run in group]
         ),
-        "held out, sampled, after": lambda found: spread(
-            [held_out(run["val"], "mean@") for run in found]
+        "held out, sampled, after": lambda group: spread(
+            [held_out(run["val"], "mean@") for run in group]
         ),
-        "held out, greedy, before": lambda found: spread(
-            [held_out(run["val_before"], "greedy") for run in found]
+        "held out, greedy, before": lambda group: spread(
+            [held_out(run["val_before"], "greedy") for run in group]
         ),
-        "held out, greedy, after": lambda found: spread(
-            [held_out(run["val"], "greedy") for run in found]
+        "held out, greedy, after": lambda group: spread(
+            [held_out(run["val"], "greedy") for run in group]
         ),
-        "seconds of RL": lambda found: spread([run["rl_seconds"] for run in found], 1),
-        f"seconds to a training reward of {level:.2f}": lambda found: spread(
-            [next(at for at, reward in smoothed(run) if reward >= level) for run in found], 1
+        "seconds of RL": lambda group: spread([run["rl_seconds"] for run in group], 1),
+        f"seconds to a training reward of {level:.2f}": lambda group: spread(
+            [next(at for at, reward in smoothed(run) if reward >= level) for run in group], 1
         ),
-        "mean staleness, versions": lambda found: spread([run["staleness"] for run in found], 2),
-        "idle trainer": lambda found: spread([run["idle_trainer"] for run in found], 2),
-        "idle rollouts": lambda found: spread([run["idle_rollouter"] for run in found], 2),
-        "runs with an alarm": lambda found: str(sum(bool(run["alarms"]) for run in found)),
-        "time in switches and syncs": lambda found: spread(
+        "mean staleness, versions": lambda group: spread([run["staleness"] for run in group], 2),
+        "idle trainer": lambda group: spread([run["idle_trainer"] for run in group], 2),
+        "idle rollouts": lambda group: spread([run["idle_rollouter"] for run in group], 2),
+        "runs with an alarm": lambda group: str(sum(bool(run["alarms"]) for run in group)),
+        "time in switches and syncs": lambda group: spread(
             [
                 sum(run["shares"][name] for name in ("switch", "sync_transfer", "sync_activate"))
-                for run in found
+                for run in group
             ],
             2,
         ),
     }
     by_mode = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
-    by_mode = {mode: found for mode, found in by_mode.items() if found}
+    by_mode = {mode: group for mode, group in by_mode.items() if group}
     lines = [
         f"| mean over seeds (min to max) | {' | '.join(MODES[mode] for mode in by_mode)} |",
         "|---|" + "--:|" * len(by_mode),
     ]
     lines += [
-        f"| {name} | {' | '.join(of(found) for found in by_mode.values())} |"
+        f"| {name} | {' | '.join(of(group) for group in by_mode.values())} |"
         for name, of in rows.items()
     ]
     tasks = sorted(name.split("/")[1] for name in runs[0]["val"] if name.endswith("/greedy"))
@@ -381,20 +381,20 @@ def tables(runs: list[Run]) -> str:
         "|---|" + "--:|" * len(by_mode),
     ]
     for task in tasks:
-        cells = [", ".join(spread_of_task(found, task)) for found in by_mode.values()]
+        cells = [", ".join(spread_of_task(group, task)) for group in by_mode.values()]
         lines.append(f"| {task} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def spread_of_task(runs: list[Run], task: str) -> tuple[str, str]:
     def mean(values: str) -> str:
-        found = [
+        group = [
             v
             for run in runs
             for name, v in run[values].items()
             if name.startswith(f"val/{task}/mean@")
         ]
-        return f"{statistics.mean(found):.3f}"
+        return f"{statistics.mean(group):.3f}"
 
     return mean("val_before"), mean("val")
 
