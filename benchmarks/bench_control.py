@@ -1,12 +1,15 @@
-"""What the control plane costs: the real Rollouter, Trainer, SampleQueue and Ledger, and engines that answer at once.
+"""The cost of the control plane.
 
-    python benchmarks/bench_control.py                 all tables, about four minutes on one core
-    python benchmarks/bench_control.py --profile       where the time of one run goes
-    python benchmarks/bench_control.py --endless       10^6 samples, and the memory on the way
+The Rollouter, Trainer, SampleQueue and Ledger are real. The engines answer at once.
 
-`ledger lives` moves samples through a Ledger alone. `end to end` runs both loops. A straggler is the first
-sample of each window: it finishes only when nothing else can move. Rates are samples a second of processor time
-(one thread does everything), so that a busy machine changes them less.
+    python benchmarks/bench_control.py               all tables, about four minutes on one core
+    python benchmarks/bench_control.py --profile     a profile of one run
+    python benchmarks/bench_control.py --endless     10^6 samples, with the memory over time
+
+`ledger lives` moves samples through a Ledger alone. `end to end` runs both loops. A straggler is
+the first sample of each window: it finishes only when no other sample can move. Rates are samples
+per second of processor time, because one thread does everything. A busy machine then changes them
+less.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Prompts:
 
 
 class InstantRollouts:
-    """A rollout engine that answers in the next turn of the event loop, but for stragglers."""
+    """A rollout engine that answers in the next turn of the event loop, except for stragglers."""
 
     def __init__(self, straggler_every: int) -> None:
         self.version = 0
@@ -126,7 +129,7 @@ class InstantSync:
 
 
 class Nothing:
-    """An Observer that keeps nothing."""
+    """An Observer that ignores everything."""
 
     def published(self, trained: list[int], totals: Totals) -> None: ...
 
@@ -165,13 +168,16 @@ class Case:
 
 
 def case(capacity: int, *, lookahead: bool, straggler: bool) -> Case:
-    """Half of `capacity` is one window of four mini-batches."""
+    """Return a case in which half of `capacity` is one window of four mini-batches."""
     window = capacity // 2
     return Case(capacity, window // 4, 4, 1.0, window if lookahead else 1, straggler)
 
 
 async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, float]]) -> float:
-    """Run to the end. Returns samples a second; appends (samples, MiB resident) to `watch`."""
+    """Run to the end and return samples per second.
+
+    Appends (samples, MiB resident) to `watch`.
+    """
     ledger = Ledger(case.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=600)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
@@ -210,7 +216,9 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
 
 
 def lives(case: Case, samples: int) -> float:
-    """Samples a second through a Ledger alone. The straggler is the head of each window."""
+    """Return samples per second through a Ledger alone. The straggler is the first sample of a
+    window.
+    """
     ledger = Ledger(case.schedule, samples)
     sample = Sample(Prompt(0, PROMPT, "", "bench"), ())
     stragglers: list[int] = []
@@ -239,7 +247,7 @@ def lives(case: Case, samples: int) -> float:
 
 
 def memory_of_slots(count: int) -> float:
-    """Bytes for each READY sample in a ledger: slot, prompt object, trajectory; not its tokens."""
+    """Return bytes of each READY sample: slot, prompt object and trajectory, without its tokens."""
     gc.collect()
     tracemalloc.start()
     ledger = Ledger(Schedule(ppo_mini_batch_size=count))
@@ -296,12 +304,12 @@ def tables(samples: int, repeats: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many runs counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs; the best one counts")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--endless", action="store_true", help="10^6 samples with capacity 1,024")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    found: dict[str, object] = {"python": platform.python_version(), "cpu": platform.machine()}
+    figures: dict[str, object] = {"python": platform.python_version(), "cpu": platform.machine()}
     if options.profile:
         profile = cProfile.Profile()
         c = case(1024, lookahead=True, straggler=True)
@@ -314,11 +322,11 @@ def main() -> None:
         rate = asyncio.run(pipeline(c, 1_000_000, 1, watch))
         print(f"1,000,000 samples at {rate:,.0f}/s; MiB resident on the way:")
         print(", ".join(f"{count:,}: {mib:.1f}" for count, mib in watch))
-        found |= {"endless": {"samples_per_s": rate, "resident_mib": watch}}
+        figures |= {"endless": {"samples_per_s": rate, "resident_mib": watch}}
     else:
-        found |= tables(options.samples, options.repeats)
+        figures |= tables(options.samples, options.repeats)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Kill -9 of a whole training run, ten times, at random moments; then the account of every sample.
+"""Kill a whole training run with kill -9, ten times, at random moments, and account for every
+sample.
 
     python benchmarks/bench_crash.py [--kills 10] [--seed 0] [--json]
 
-Runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto`, kills the driver and all of its workers
-at a moment drawn over start-up, warm-up and training, and starts it again in the same folder until it is complete.
+It runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto` and kills the driver and
+all its workers at a random moment of start-up, warm-up or training. Then it starts the run again in
+the same folder, until the run is complete.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ class Kill:
     phase: str
     """The phase in which the kill came."""
     seconds: float
-    """Since the attempt was started."""
+    """Seconds since the start of the attempt."""
     from_version: int
-    """Version that the attempt went on from."""
+    """The version that the attempt resumed from."""
     to_version: int
-    """Last version in the history when it was killed."""
+    """The last version in the history at the kill."""
     checkpoint: str
-    """The newest checkpoint then."""
+    """The newest checkpoint at the kill."""
 
 
 def arguments(run_dir: Path) -> list[str]:
@@ -74,7 +76,7 @@ def newest(run_dir: Path) -> str:
 
 
 def phase_of(log: Path) -> str:
-    """What the run said last of where it is."""
+    """Return the phase that the run reported last."""
     text = log.read_text(errors="replace")
     return (
         "training"
@@ -86,7 +88,9 @@ def phase_of(log: Path) -> str:
 
 
 def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
-    """One attempt, killed in phase `wanted` or a later one; None if it was complete before that."""
+    """Run one attempt and kill it in phase `wanted` or later. Return None if it completes before
+    that.
+    """
     begin, saved = time.monotonic(), newest(run_dir)
     attempts = len([line for line in lines(run_dir) if line["event"] == "start"])
     driver = start(run_dir, log)
@@ -100,15 +104,15 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
         if reached is not None and now - reached >= delay:
             phase = phase_of(log)
             kill_tree(driver)
-            told = lines(run_dir)
+            events = lines(run_dir)
             version = 0 if saved == "none" else int(saved.rpartition("-")[2])
-            begun = len([line for line in told if line["event"] == "start"]) > attempts
+            started = len([line for line in events if line["event"] == "start"]) > attempts
             return Kill(
                 number,
                 phase,
                 round(now - begin, 2),
                 version,
-                told[-1]["version"] if begun else version,
+                events[-1]["version"] if started else version,
                 newest(run_dir),
             )
         time.sleep(POLL_S)
@@ -126,20 +130,20 @@ def audit(run_dir: Path) -> dict[str, object]:
         text=True,
         cwd=ROOT,
     )
-    found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    account: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return account
 
 
-def show(kills: list[Kill], result: dict[str, object], found: dict[str, object]) -> None:
+def show(kills: list[Kill], result: dict[str, object], account: dict[str, object]) -> None:
     print(
-        "| kill | phase | seconds after start | went on from version | reached version | newest checkpoint |"
+        "| kill | phase | seconds after start | resumed from version | reached version | newest checkpoint |"
     )
     print("|--:|---|--:|--:|--:|---|")
     for k in kills:
         print(
             f"| {k.attempt} | {k.phase} | {k.seconds:.2f} | {k.from_version} | {k.to_version} | {k.checkpoint} |"
         )
-    print(f"\nfinal run: {result}\naudit: {found}")
+    print(f"\nfinal run: {result}\naudit: {account}")
 
 
 def main() -> None:
@@ -153,7 +157,8 @@ def main() -> None:
     dice = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     run_dir, log = folder / "run", folder / "output"
-    # A run warms up once: kills in warm-up come before those in training, kills in start-up at any place.
+    # A run warms up once, so kills in warm-up come before kills in training. Kills in start-up may
+    # come at any time.
     early, late = ["start-up", "warm-up", "warm-up"], ["start-up", "training", "training"]
     plan = [early[i % 3] if i < options.kills * 0.3 else late[i % 3] for i in range(options.kills)]
     kills: list[Kill] = []
@@ -166,26 +171,28 @@ def main() -> None:
     begin = time.monotonic()
     driver = start(run_dir, log)
     code = driver.wait()
-    said = log.read_text(errors="replace").strip().splitlines()
-    result = json.loads(said[-1]) if code == 0 else {"exit code": code, "said": said[-1:]}
+    output = log.read_text(errors="replace").strip().splitlines()
+    result = json.loads(output[-1]) if code == 0 else {"exit code": code, "said": output[-1:]}
     result = {k: result.get(k) for k in ("complete", "versions", "samples_trained", "val")} | {
         "seconds": round(time.monotonic() - begin, 1)
     }
-    found = audit(run_dir)
+    account = audit(run_dir)
     if options.json:
         print(
             json.dumps(
                 {
                     "kills": [asdict(k) for k in kills],
                     "final": result,
-                    "audit": found,
-                    "complete": bool(found["complete"]),
+                    "audit": account,
+                    "complete": bool(account["complete"]),
                 }
             )
         )
     else:
-        show(kills, result, found)
-    sys.exit(0 if found["complete"] and not found["lost"] and not found["trained_twice"] else 1)
+        show(kills, result, account)
+    sys.exit(
+        0 if account["complete"] and not account["lost"] and not account["trained_twice"] else 1
+    )
 
 
 if __name__ == "__main__":

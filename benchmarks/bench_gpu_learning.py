@@ -1,26 +1,39 @@
-"""Reward over wall-clock time, synchronous against asynchronous, at equal samples: 122 M parameters, a reasoning-gym mix.
+r"""Reward over wall-clock time, synchronous and asynchronous, with the same number of samples.
 
-    python benchmarks/reasoning_mix.py                       # the problems, on a machine with reasoning-gym
+The model has 122 M parameters, and the problems are a mix of reasoning-gym tasks.
+
+    python benchmarks/reasoning_mix.py                       # the problems, needs reasoning-gym
     python benchmarks/bench_gpu_learning.py [key=value ...]  # on two GPUs
-    python benchmarks/bench_gpu_learning.py --summarise benchmarks/results/gpu_learning.jsonl --plot docs/gpu_learning.svg
+    python benchmarks/bench_gpu_learning.py \
+        --summarise benchmarks/results/gpu_learning.jsonl --plot docs/gpu_learning.svg
 
-Warms one model up (`--model FOLDER` takes one that is there), then trains it by RL, from the same weights for every run. In `sync`,
-mode=colocate_sync, all GPUs roll out and all train, in turns; in `async`, mode=async_partial, half of them do either; and so
-in `pipeline`, mode=on_policy_pipeline, which is not among the default modes. The engines of both placements are started once,
-make a few versions that are in no figure (kernels compile), and stay on the GPUs: the modes take turns, seed by seed, so that
-whatever else the host does, it does to both. Overrides go to everything. Where time is short, `--budget-s` starts no run that
-would not end in it, judging by the longest of its mode so far, and `--run-timeout-s` ends all where one hangs.
+It warms up one model, or takes the one of `--model FOLDER`. All RL runs start from its weights.
 
-Writes PATH.jsonl, a line for each run as soon as it ends: held-out reward before and after, and of each version the seconds
-since RL began and the training reward. Tables and plot are made of that file, on any machine; seeds may come from several
-processes (`--first-seed`), and a line {"note": TEXT} that is added stands over the tables. All of it on two cores, small, in about
-four minutes:
+| arm | mode | GPUs |
+|---|---|---|
+| sync | colocate_sync | all roll out and all train, in turns |
+| async | async_partial | one half trains, the other half rolls out |
+| pipeline (not a default) | on_policy_pipeline | one half trains, the other half rolls out |
+
+The engines of both placements start once, make a few versions that do not count (kernels compile),
+and stay on the GPUs. The modes take turns, seed by seed, so that other work on the host affects all
+of them alike. Overrides apply to the warm-up and to every run. `--budget-s` starts no run that
+would end too late, judged by the longest run of its mode so far. `--run-timeout-s` ends everything
+if a run hangs.
+
+It writes PATH.jsonl with a line for each run as soon as the run ends. A line has the validation
+reward before and after, and for each version the seconds since RL began and the training reward.
+`--summarise` makes tables and plot from that file, on any machine. Seeds may come from several
+processes (`--first-seed`). The text of a line {"note": TEXT} appears above the tables. A small
+version of everything takes about four minutes on two cores:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
-    python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning --folder build/small \\
-        data.train_files=[build/small/train.jsonl] data.val_files=[build/small/val.jsonl] sft.steps=80 sft.batch_size=64 \\
-        sft.lr=4e-3 model.shape.hidden_size=64 model.shape.num_hidden_layers=2 model.shape.num_attention_heads=2 \\
-        model.shape.num_key_value_heads=1 model.shape.intermediate_size=192 rollout.total_rollout_steps=512 actor.optim.lr=4e-4
+    python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning \
+        --folder build/small data.train_files=[build/small/train.jsonl] \
+        data.val_files=[build/small/val.jsonl] sft.steps=80 sft.batch_size=64 sft.lr=4e-3 \
+        model.shape.hidden_size=64 model.shape.num_hidden_layers=2 \
+        model.shape.num_attention_heads=2 model.shape.num_key_value_heads=1 \
+        model.shape.intermediate_size=192 rollout.total_rollout_steps=512 actor.optim.lr=4e-4
 """
 
 from __future__ import annotations
@@ -55,9 +68,9 @@ Run = dict[str, Any]
 RECIPE = "gpu_reasoning"
 MODES = {"sync": "colocate_sync", "async": "async_partial", "pipeline": "on_policy_pipeline"}
 ON_CPU = ["trainer.device=cpu", "rollout.engine=torch", "model.dtype=float32"]
-MEASURED = [  # nothing is written in a run but its figures, and no validation interrupts it
+MEASURED = [  # a run writes only its figures, and no validation interrupts it
     "sft.steps=0",
-    "data.train_max_samples=8192",  # rows are mixed; reading all of them takes some seconds more
+    "data.train_max_samples=8192",  # rows are shuffled; reading all of them takes longer
     "rollout.test_freq=0",
     "trainer.save_freq=0",
     "trainer.save_last=false",
@@ -73,13 +86,13 @@ SHARES = (
     "other",
 )
 SMOOTH = 5
-"""Versions whose mean reward counts where a level is asked for."""
+"""Number of versions in a smoothed reward."""
 REHEARSED = 3
-"""Windows of a mode's first run, which is in no figure."""
+"""Windows of a mode's first run, which does not count."""
 
 
 def warm_up(options: argparse.Namespace) -> Run:
-    """`millrace sft` on all GPUs: what it came to, with the folder of the model that every run starts from."""
+    """Run `millrace sft` on all GPUs. Return its result, with the folder of the start model."""
     folder = options.folder / "sft"
     shutil.rmtree(folder, ignore_errors=True)
     ranks = [f"trainer.n_gpus_per_node={options.gpus}"] if options.gpus else ON_CPU
@@ -88,12 +101,12 @@ def warm_up(options: argparse.Namespace) -> Run:
         *ranks,
         f"trainer.run_dir={folder}",
         *options.overrides,
-    ]  # no GPU is kept for rollouts
+    ]  # rollouts need no GPU
     return millrace("sft", str(RECIPE), *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 
 class Arms:
-    """The engines of the modes, started when a mode first asks for its placement."""
+    """The engines of the modes. They start when a mode first needs their placement."""
 
     def __init__(
         self, stack: AsyncExitStack, progress: Progress, model: Path, options: argparse.Namespace
@@ -117,7 +130,7 @@ class Arms:
         return folder
 
     async def session(self, mode: str) -> Session:
-        """Engines with the start weights and fresh optimizers."""
+        """Return engines with the start weights and new optimizers."""
         colocated = mode == "sync"
         if colocated not in self.sessions:
             folder = self.new_folder(f"engines-{mode}")
@@ -137,7 +150,7 @@ class Arms:
     async def run(
         self, mode: str, seed: int, name: str, *overrides: str
     ) -> tuple[Session, Outcome]:
-        """One run from the start weights."""
+        """Run once from the start weights."""
         s = await self.session(mode)
         start = s.run.path / "start"
         folder = self.new_folder(f"{mode}-{name}")
@@ -156,11 +169,15 @@ class Arms:
 
 
 def figures(outcome: Outcome, rows: list[dict[str, Any]]) -> Run:
-    """What is kept of a run: its result, and of every version the seconds since RL began, samples and training reward."""
+    """Return the figures of a run.
+
+    These are its result, and for each version the seconds since RL began, samples and training
+    reward.
+    """
     assert outcome.first is not None and outcome.last is not None
     trained = [row for row in rows if "reward/mean" in row]
     seconds = [row["perf/time_per_version"] for row in trained]
-    # The first row may also hold what came before the first rollout; the end is the same moment in both.
+    # The first row may include time before the first rollout. The end is the same moment in both.
     ends = [outcome.train_seconds - sum(seconds) + at for at in accumulate(seconds)]
     samples = accumulate(row["train/samples"] for row in trained)
     rewards = [row["reward/mean"] for row in trained]
@@ -283,25 +300,25 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# What was measured ----------------------------------------------------------------------------------------------------
+# Summaries --------------------------------------------------------------------------------
 
 
 def held_out(values: dict[str, float], kind: str) -> float:
-    """Mean over tasks of `mean@K` or `greedy`."""
+    """Return the mean over tasks of `mean@K` or `greedy`."""
     return statistics.mean(
         value for name, value in values.items() if name.rsplit("/", 1)[1].startswith(kind)
     )
 
 
 def smoothed(run: Run) -> Iterator[tuple[float, float]]:
-    """(seconds, mean reward of the last `SMOOTH` versions)."""
+    """Return (seconds, mean reward of the last `SMOOTH` versions)."""
     rewards = [reward for _, _, reward in run["curve"]]
     for i in range(min(SMOOTH, len(rewards)) - 1, len(rewards)):
         yield run["curve"][i][0], statistics.mean(rewards[max(0, i - SMOOTH + 1) : i + 1])
 
 
 def common_level(runs: list[Run]) -> float:
-    """The highest multiple of 0.05 that every run's smoothed reward comes to."""
+    """Return the highest multiple of 0.05 that every run's smoothed reward reaches."""
     return int(20 * min(max(reward for _, reward in smoothed(run)) for run in runs)) / 20
 
 
@@ -317,44 +334,44 @@ def spread(values: list[float], digits: int = 3) -> str:
 def tables(runs: list[Run]) -> str:
     level = common_level(runs)
     rows: dict[str, Any] = {
-        "seeds": lambda found: str(len(found)),
-        "samples trained": lambda found: str(found[0]["samples"]),
-        "held out, sampled, before": lambda found: spread(
-            [held_out(run["val_before"], "mean@") for run in found]
+        "seeds": lambda group: str(len(group)),
+        "samples trained": lambda group: str(group[0]["samples"]),
+        "held out, sampled, before": lambda group: spread(
+            [held_out(run["val_before"], "mean@") for run in group]
         ),
-        "held out, sampled, after": lambda found: spread(
-            [held_out(run["val"], "mean@") for run in found]
+        "held out, sampled, after": lambda group: spread(
+            [held_out(run["val"], "mean@") for run in group]
         ),
-        "held out, greedy, before": lambda found: spread(
-            [held_out(run["val_before"], "greedy") for run in found]
+        "held out, greedy, before": lambda group: spread(
+            [held_out(run["val_before"], "greedy") for run in group]
         ),
-        "held out, greedy, after": lambda found: spread(
-            [held_out(run["val"], "greedy") for run in found]
+        "held out, greedy, after": lambda group: spread(
+            [held_out(run["val"], "greedy") for run in group]
         ),
-        "seconds of RL": lambda found: spread([run["rl_seconds"] for run in found], 1),
-        f"seconds to a training reward of {level:.2f}": lambda found: spread(
-            [next(at for at, reward in smoothed(run) if reward >= level) for run in found], 1
+        "seconds of RL": lambda group: spread([run["rl_seconds"] for run in group], 1),
+        f"seconds to a training reward of {level:.2f}": lambda group: spread(
+            [next(at for at, reward in smoothed(run) if reward >= level) for run in group], 1
         ),
-        "mean staleness, versions": lambda found: spread([run["staleness"] for run in found], 2),
-        "idle trainer": lambda found: spread([run["idle_trainer"] for run in found], 2),
-        "idle rollouts": lambda found: spread([run["idle_rollouter"] for run in found], 2),
-        "runs with an alarm": lambda found: str(sum(bool(run["alarms"]) for run in found)),
-        "time in switches and syncs": lambda found: spread(
+        "mean staleness, versions": lambda group: spread([run["staleness"] for run in group], 2),
+        "idle trainer": lambda group: spread([run["idle_trainer"] for run in group], 2),
+        "idle rollouts": lambda group: spread([run["idle_rollouter"] for run in group], 2),
+        "runs with an alarm": lambda group: str(sum(bool(run["alarms"]) for run in group)),
+        "time in switches and syncs": lambda group: spread(
             [
                 sum(run["shares"][name] for name in ("switch", "sync_transfer", "sync_activate"))
-                for run in found
+                for run in group
             ],
             2,
         ),
     }
     by_mode = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
-    by_mode = {mode: found for mode, found in by_mode.items() if found}
+    by_mode = {mode: group for mode, group in by_mode.items() if group}
     lines = [
         f"| mean over seeds (min to max) | {' | '.join(MODES[mode] for mode in by_mode)} |",
         "|---|" + "--:|" * len(by_mode),
     ]
     lines += [
-        f"| {name} | {' | '.join(of(found) for found in by_mode.values())} |"
+        f"| {name} | {' | '.join(of(group) for group in by_mode.values())} |"
         for name, of in rows.items()
     ]
     tasks = sorted(name.split("/")[1] for name in runs[0]["val"] if name.endswith("/greedy"))
@@ -364,26 +381,29 @@ def tables(runs: list[Run]) -> str:
         "|---|" + "--:|" * len(by_mode),
     ]
     for task in tasks:
-        cells = [", ".join(spread_of_task(found, task)) for found in by_mode.values()]
+        cells = [", ".join(spread_of_task(group, task)) for group in by_mode.values()]
         lines.append(f"| {task} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def spread_of_task(runs: list[Run], task: str) -> tuple[str, str]:
     def mean(values: str) -> str:
-        found = [
+        group = [
             v
             for run in runs
             for name, v in run[values].items()
             if name.startswith(f"val/{task}/mean@")
         ]
-        return f"{statistics.mean(found):.3f}"
+        return f"{statistics.mean(group):.3f}"
 
     return mean("val_before"), mean("val")
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Training reward over seconds and over samples; thin lines are seeds, thick ones their means, version by version."""
+    """Plot training reward over seconds and over samples.
+
+    Thin lines are seeds. Thick lines are their means, version by version.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -433,8 +453,10 @@ def summarise(options: argparse.Namespace) -> None:
     text = tables(runs)
     print(text)
     options.summarise.with_suffix(".md").write_text(
-        "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n    benchmarks/bench_gpu_learning.py\n\n"
-        f"The recipe is gpu_reasoning, on {runs[0]['gpus']} GPUs. Runs and curves: {options.summarise.name}.\n"
+        "# Learning on GPUs: reward over time, synchronous and asynchronous\n\n"
+        "    benchmarks/bench_gpu_learning.py\n\n"
+        f"The recipe is gpu_reasoning, on {runs[0]['gpus']} GPUs. "
+        f"Runs and curves: {options.summarise.name}.\n"
         f"{warm}Held-out figures are means over the tasks.\n\n{note}{text}\n"
     )
     if options.plot:
@@ -450,7 +472,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "async"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--first-seed", type=int, default=0, help="so that seeds may run beside each other"
+        "--first-seed", type=int, default=0, help="the first seed, to run seeds in parallel"
     )
     parser.add_argument("--model", type=Path, help="a warmed-up model: no warm-up")
     parser.add_argument(

@@ -1,14 +1,20 @@
-"""Does asynchrony cost reward, and what keeps old data from hurting?
+r"""Does asynchrony reduce the reward, and which losses and corrections make old data harmless?
 
-    .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning --plot docs/learning.svg
+    .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning \
+        --plot docs/learning.svg
 
-recipes    every recipe of algorithms/, synchronous and as `async_partial` with staleness_threshold=0.5.
-stale      everything trained is 8 versions old (one step for each version, 9 windows under way, strict order): losses and
-           corrections at the same learning rate, on the quickstart recipe.
+| part | runs |
+|---|---|
+| recipes | every recipe of algorithms/, as colocate_sync and as async_partial with staleness 0.5 |
+| stale | losses and corrections on the quickstart, with all samples 8 versions old |
 
-All arms train on the same number of samples. Each seed has one warmed-up model, from which all runs of that seed start; arms take
-turns. An arm's result is the mean reward on held-out problems after the last sample. Writes PATH.jsonl (a line for each run, with
-its curve) and PATH.md (the tables), and plots the curves. `--summarise PATH.jsonl` makes tables and plot of what was measured.
+In `stale`, each version has one step and 9 windows are in flight in strict order. All its runs have
+the same learning rate.
+
+All arms train on the same number of samples. Each seed has one warmed-up model, and all its runs
+start from it. Arms take turns. The result of an arm is the mean reward on validation problems after
+the last sample. It writes PATH.jsonl (a line for each run, with its curve) and PATH.md (the
+tables), and plots the curves. `--summarise PATH.jsonl` makes tables and plot from earlier runs.
 """
 
 from __future__ import annotations
@@ -52,8 +58,8 @@ EIGHT_OLD = [
 RECOMPUTED = ["async_training.use_rollout_log_probs=false"]
 IS = "algorithm.rollout_correction.rollout_is=token"
 STALE = {
-    # Old log-probs from the trainer at a batch's arrival: the policy that drew the tokens appears nowhere. A configuration that
-    # millrace refuses; a rejection rule that can reject nothing gets it past the check.
+    # The old log-probs are the trainer's at a batch's arrival, so nothing corrects for the policy
+    # that drew the tokens. millrace refuses this. A rule that never rejects passes its check.
     "PPO, not corrected": [
         *RECOMPUTED,
         "algorithm.rollout_correction.rollout_rs=token_k1",
@@ -85,7 +91,7 @@ def warm_model(folder: Path, seed: int) -> str:
 
 
 def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.Namespace) -> Run:
-    """Train once: the final held-out reward, and the curve of held-out reward over samples."""
+    """Train once. Return the final validation reward, and its curve over samples."""
     shutil.rmtree(folder, ignore_errors=True)
     base = [
         "sft.steps=0",
@@ -93,7 +99,7 @@ def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.
         f"trainer.run_dir={folder}",
     ]
     base += ["trainer.save_freq=0", "trainer.logger=[]"]
-    base += ["trainer.threads=1"]  # seconds are not the point here, and runs may share the cores
+    base += ["trainer.threads=1"]  # time is not measured, and runs may share the cores
     base += ["data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=256']"]
     base += ["rollout.val_kwargs.n=4", "rollout.val_kwargs.greedy=false"]
     result = millrace("train", str(recipe), *base, *overrides)
@@ -121,7 +127,10 @@ def one_run(folder: Path, recipe: Path, overrides: list[str], options: argparse.
 
 
 def planned(options: argparse.Namespace) -> list[tuple[Run, Path, list[str]]]:
-    """What is run, in its order: labels, recipe, overrides. A point of a curve every `options.every` windows of 64 samples."""
+    """Return the runs in order: labels, recipe, overrides.
+
+    A curve has a point every `options.every` windows of 64 samples.
+    """
     plan: list[tuple[Run, Path, list[str]]] = []
     for seed in range(options.seeds):
         for name, arm in itertools.product(options.recipes, ARMS):
@@ -213,12 +222,12 @@ def table_of_stale(runs: list[Run]) -> str:
     ]
     rows.append("|---|--:|--:|--:|---|")
     for name in STALE:
-        found = of(runs, part="stale", name=name)
-        if not found:
+        arm_runs = of(runs, part="stale", name=name)
+        if not arm_runs:
             continue
         mean = [
             statistics.mean(points)
-            for points in zip(*([y for _, y in run["curve"]] for run in found), strict=True)
+            for points in zip(*([y for _, y in run["curve"]] for run in arm_runs), strict=True)
         ]
         fall = max(before - min(mean[i:]) for i, before in enumerate(mean))
         verdict = (
@@ -228,15 +237,18 @@ def table_of_stale(runs: list[Run]) -> str:
             if fall < 0.05
             else "falls back, then learns"
         )
-        stale = statistics.mean(run["staleness"] for run in found)
+        stale = statistics.mean(run["staleness"] for run in arm_runs)
         rows.append(
-            f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in found])} | {fall:.3f} | {verdict} |"
+            f"| {name} | {stale:.2f} | {spread([run['held_out'] for run in arm_runs])} | {fall:.3f} | {verdict} |"
         )
     return "\n".join(rows)
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Held-out reward over samples: a panel for each recipe and one for stale data; thin lines are seeds, thick ones their means."""
+    """Plot validation reward over samples, with a panel for each recipe and one for stale data.
+
+    Thin lines are seeds, thick lines are their means.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -253,9 +265,9 @@ def plot(runs: list[Run], path: Path) -> None:
         -(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True
     )
     for axis, (title, lines) in zip(axes.flat, panels, strict=False):
-        for label, found in lines.items():
-            if found:
-                curves = [run["curve"] for run in found]
+        for label, arm_runs in lines.items():
+            if arm_runs:
+                curves = [run["curve"] for run in arm_runs]
                 mean = [
                     statistics.mean(points)
                     for points in zip(*([y for _, y in curve] for curve in curves), strict=True)
@@ -310,9 +322,11 @@ def main() -> None:
     if options.write:
         samples, seeds = runs[0]["samples"], 1 + max(run["seed"] for run in runs)
         options.write.with_suffix(".md").write_text(
-            f"# Learning: synchronous, asynchronous, and on old data\n\n    benchmarks/bench_learning.py --seeds {seeds} "
-            f"--samples {samples}\n\nMean reward on 256 held-out problems, 4 responses each, after {samples} samples; {seeds} seeds. "
-            f"In sync's spread: async's mean is not below\nsync's worst seed, nor more than two of its standard deviations below its mean. "
+            "# Learning: synchronous, asynchronous, and on old data\n\n"
+            f"    benchmarks/bench_learning.py --seeds {seeds} --samples {samples}\n\n"
+            f"Mean reward on 256 held-out problems, 4 responses each, after {samples} samples; "
+            f"{seeds} seeds. In sync's spread: async's mean is not below\nsync's worst seed, and at "
+            "most two of its standard deviations below its mean. "
             f"The runs and their curves: learning.jsonl.\n\n{tables}\n"
         )
     if options.plot:

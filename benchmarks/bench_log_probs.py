@@ -1,9 +1,12 @@
-"""What log-probs cost the process that asks vLLM for responses: with vLLM's own scheduler, and with millrace's, in turns.
+"""The cost of log-probs for the process that sends requests to vLLM.
 
-    python benchmarks/bench_log_probs.py [--model 1.5b] [--requests 256] [--tokens 256] [--repeats 5] [--json out.json]
+vLLM's own scheduler and millrace's scheduler take turns.
 
-Tokens/s of all `--requests` at once, and the processor time of this process for each token: one core of the host does all of it, and
-caps the replica.
+    python benchmarks/bench_log_probs.py [--model 1.5b] [--requests 256] [--tokens 256]
+        [--repeats 5] [--json out.json]
+
+The figures are tokens/s of all `--requests` at once, and processor time of this process for each
+token. One core of the host does all this work, so it limits the replica.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from millrace.types import SamplingParams, tokens_of
 
 
 async def turn(engine: Any, options: argparse.Namespace, k: int) -> tuple[float, float]:
-    """(tokens/s, microseconds of this process for each token)."""
+    """Return (tokens/s, microseconds of this process for each token)."""
     asked = [tokens_of(p) for p in bench_vllm.prompts(options, k)]
     params = [
         SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=i)

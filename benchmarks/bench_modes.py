@@ -1,10 +1,15 @@
-"""Every mode on the same machine, from the same warmed-up model, to the same number of samples.
+"""Every mode on the same machine, from the same warmed-up model, with the same number of samples.
 
     .venv/bin/python benchmarks/bench_modes.py --write benchmarks/results/modes.md
 
-Two workloads: `plain` is the quickstart task; `tail` has long-tailed response lengths and rewards that take 0.2 s to 0.5 s, as
-graders and tools do. Arms take turns within each repetition, so that ratios hold when the machine's speed drifts. Seconds are
-those of training (first rollout to last step). `lookahead` compares how far past the oldest sample the trainer may look.
+| workload | content |
+|---|---|
+| plain | the quickstart task |
+| tail | long-tailed response lengths, and rewards that take 0.2 s to 0.5 s, like tools |
+
+Arms take turns within each repetition, so ratios stay correct if the speed of the machine drifts.
+Seconds are those of training, from the first rollout to the last step. `lookahead` compares values
+of async_training.lookahead.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ def warm_model(folder: Path, workload: str) -> str:
 def one_run(
     folder: Path, model: str, samples: int, seed: int, overrides: list[str]
 ) -> dict[str, float]:
-    """Train once and reduce its rows."""
+    """Train once and return the figures of its rows."""
     shutil.rmtree(folder, ignore_errors=True)
     base = [
         f"model.path={model}",
@@ -96,10 +101,11 @@ def one_run(
 
 
 def length_bias(folder: Path) -> float:
-    """How much shorter (negative) what was trained is than what was admitted, in answer length: mean over versions.
+    """Return how much longer the trained answers are than the admitted ones: mean over versions.
 
-    At each version, the answers trained so far are held against the same number of samples in order of admission. Strict
-    order gives 0; an order that favours what is finished early gives less than 0 until the long ones have caught up.
+    At each version, the answers trained so far are compared with the same number of samples in
+    order of admission. Strict order gives 0. An order that prefers early samples gives a negative
+    value until the long ones are trained.
     """
     config = recipe.load(folder / "config.yaml")
     rows = load_sources(config.data.train_files, seed=config.trainer.seed)
@@ -128,7 +134,7 @@ def median_of(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def table(title: str, arms: dict[str, list[dict[str, float]]], baseline: str) -> list[str]:
-    """One row for each arm; the ratio is taken repetition by repetition, against the baseline of the same one."""
+    """Return one row for each arm. Ratios are between runs of the same repetition."""
     lines = [
         f"### {title}",
         "",
@@ -194,14 +200,17 @@ def main() -> None:
     )
     parser.add_argument("--runtime", default="local", choices=["local", "ray"])
     parser.add_argument(
-        "--write", type=Path, help="write the tables here, and the raw figures beside them as .json"
+        "--write",
+        type=Path,
+        help="file for the tables; the raw figures get the same name with .json",
     )
     parser.add_argument("--json", action="store_true", help="print raw figures as the last line")
     options = parser.parse_args()
 
     raw: dict[str, Any] = {}
     text = [
-        f"{options.samples} samples, {options.repeats} repetitions, {os.cpu_count()} cores, runtime {options.runtime}; medians.",
+        f"{options.samples} samples, {options.repeats} repetitions, {os.cpu_count()} cores, "
+        f"runtime {options.runtime}; medians.",
         "",
     ]
     with tempfile.TemporaryDirectory() as scratch:
@@ -256,14 +265,14 @@ def main() -> None:
 
 
 def explain(arms: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Where the speed comes from, arm by arm, and what perfect overlap could give."""
+    """Return the cause of each arm's speed, and the limit with perfect overlap."""
     lines: list[str] = []
     if "colocate_sync" in arms:
         m = median_of(arms["colocate_sync"])
         ceiling = 1 / max(m["waiting"], 1 - m["waiting"])
         lines.append(
-            f"colocate_sync waits {m['waiting']:.0%} of its time for rollouts and rewards: overlap alone, if it cost nothing, could "
-            f"make it {ceiling:.2f} times as fast."
+            f"colocate_sync waits {m['waiting']:.0%} of its time for rollouts and rewards. "
+            f"Overlap without any cost could make it {ceiling:.2f} times as fast."
         )
     steps = [
         ("overlap", "colocate_sync", "one_step_off"),
@@ -275,7 +284,7 @@ def explain(arms: dict[str, list[dict[str, float]]]) -> list[str]:
     ]
     if all(a in arms and b in arms for _, a, b in steps):
         parts = ", ".join(f"{name} {ratio(arms, a, b):.2f} ({a} / {b})" for name, a, b in steps)
-        lines.append(f"Where it comes from: {parts}.")
+        lines.append(f"Speed-up of each step: {parts}.")
     return [*lines, ""]
 
 

@@ -1,15 +1,20 @@
-"""Throughput of the torch rollout engine against plain loops over the same model, and on the quickstart's workload.
+"""Throughput of the torch rollout engine, compared with plain loops over the same model.
 
     python benchmarks/bench_rollout.py [--model large] [--repeats 7] [--threads 1] [--json out.json]
 
-equal   64 requests of one length. Plain: one lock-step batch with a transformers KV cache, no padding and no mask, sampling
-        and recording log-probs with the engine's own draw(): the faster of its two caches is the baseline. Wanted >= 0.75.
-tail    256 requests, lengths with a long tail (mean ~22, longest 96), 64 at a time. Plain: static batches of 64 in order of
-        arrival, each running until its longest is done. Wanted > 1. Tokens past a request's own length do not count.
-quick   256 trajectories of 5 to 7 tokens after prompts of 5 to 7, 8 siblings a prompt: one RL step of the quickstart.
-        Wanted > 3000 trajectories/s on one thread.
+| workload | requests | goal |
+|---|---|---|
+| equal | 64 of one length | >= 0.75 of the plain loop |
+| tail | 256 with a long tail of lengths (mean about 22, longest 96), 64 at a time | > 1 of it |
+| quick | 256 trajectories of 5 to 7 tokens after prompts of 5 to 7, 8 for each prompt | > 3000/s |
 
-Arms take turns within each repetition, so that what else the machine does hits all of them alike.
+The plain loop of `equal` is one lock-step batch with a transformers KV cache, without padding and
+mask. It samples and records log-probs with the engine's own draw(). The faster of its two caches is
+the baseline. The plain loop of `tail` runs static batches of 64 in order of arrival, each until its
+longest response is complete. Tokens past a request's own length do not count. `quick` is one RL
+step of the quickstart, and its goal is in trajectories on one thread.
+
+Arms take turns within each repetition, so that other work on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -49,7 +54,10 @@ Job = tuple[Tokens, int]
 
 @torch.inference_mode()
 def plain_batch(model: PreTrainedModel, jobs: list[Job], static: bool) -> int:
-    """Lock-step decoding of prompts of one length until the longest response is done. Returns the tokens asked for."""
+    """Decode prompts of one length in lock-step, until the longest response is complete.
+
+    Returns the number of requested tokens.
+    """
     ids = torch.tensor([job[0].tolist() for job in jobs])
     prompt, steps = ids.shape[1], max(job[1] for job in jobs)
     cache = (
@@ -77,7 +85,7 @@ def run_plain(model: PreTrainedModel, jobs: list[Job], batch: int, static: bool)
 
 
 class EngineArm:
-    """The engine on one event loop, kept between repetitions as a run keeps it."""
+    """The engine on one event loop. Repetitions share it, as the steps of a run do."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, max_len: int, deterministic: bool = False
@@ -105,7 +113,7 @@ def equal_jobs(rng: random.Random) -> list[Job]:
 
 
 def tail_jobs(rng: random.Random) -> list[Job]:
-    """Log-normal lengths, cut at 96: mean about 22."""
+    """Return jobs with log-normal lengths, cut at 96: the mean is about 22."""
     return [
         (_prompt(rng, 8), min(96, max(1, int(rng.lognormvariate(2.75, 0.8))))) for _ in range(256)
     ]
@@ -121,7 +129,10 @@ def _prompt(rng: random.Random, length: int) -> Tokens:
 
 
 def measure(arms: dict[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
-    """Tokens per second of every arm in every repetition; the arms of one repetition run one after the other."""
+    """Return tokens per second of every arm in every repetition.
+
+    The arms of one repetition run one after the other.
+    """
     for run in arms.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in arms}
@@ -185,7 +196,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         write_shape(folder, MODELS[options.model], vocab_size=options.vocab, eos_token_id=1)
-        # Two copies of the same bits: the engine's runs its own attention function, the plain loop's runs stock sdpa.
+        # Two copies of the same weights: the engine's copy runs its own attention function, and the
+        # plain loop's copy runs stock sdpa.
         plain, own = (load_model(folder, seed=0, dtype="float32") for _ in range(2))
     size = sum(p.numel() for p in own.parameters())
     print(

@@ -1,11 +1,12 @@
-"""How long the trainer stands still for a checkpoint, written at once and beside the next versions.
+"""How long the trainer waits for a checkpoint, with trainer.async_save and without it.
 
     python benchmarks/bench_save.py [--repetitions 3] [--json] [KEY=VALUE ...]
 
-Trains the quickstart task with a model of 64 M parameters, made on the spot, with trainer.save_freq=2: arms of trainer.async_save in
-turn, each in a fresh folder. Prints, for each arm, medians (least to most) over all repetitions, without the first version:
-seconds that the trainer stood still for a checkpoint, seconds until it was whole, seconds of a local step and of a
-whole version. Overrides go to every arm.
+It trains the quickstart task with a new model of 64 M parameters and trainer.save_freq=2. Both
+values of trainer.async_save take turns, each run in a new folder. For each value, it prints medians
+(minimum to maximum) over all repetitions, without the first version. The figures are seconds that
+the trainer waits for a checkpoint, seconds until the checkpoint is whole, and seconds of a local
+step and of a version. Overrides apply to every run.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ COLUMNS = [
 
 
 def one_run(folder: Path, overrides: list[str], async_save: bool) -> list[dict[str, float]]:
-    """Rows from the second version on: the first step is a slow one."""
-    said = [
+    """Return the rows from the second version on, because the first step is slow."""
+    arguments = [
         *RUN,
         f"trainer.async_save={str(async_save).lower()}",
         f"trainer.run_dir={folder}",
         *overrides,
     ]
-    millrace("train", "quickstart", *said)
+    millrace("train", "quickstart", *arguments)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
 
 
@@ -92,10 +93,10 @@ def main() -> None:
     print(
         f"checkpoint: {size / 1e6:.0f} MB\n\n| async_save | stands still, s | whole after, s | step, s | version, s |\n|---|--:|--:|--:|--:|"
     )
-    for arm, told in rows.items():
+    for arm, runs in rows.items():
         print(
             f"| {str(arm).lower()} | "
-            + " | ".join(cell([r[c] for r in told if c in r]) for c in COLUMNS)
+            + " | ".join(cell([r[c] for r in runs if c in r]) for c in COLUMNS)
             + " |"
         )
 

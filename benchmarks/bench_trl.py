@@ -1,23 +1,32 @@
-"""millrace against TRL's GRPOTrainer: the same warmed-up model, problems, rewards and hyper-parameters on the same machine.
+"""millrace compared with TRL's GRPOTrainer, on the same machine.
 
-    python benchmarks/bench_trl.py [--repeats 3] [--steps 100] [--cases plain,slow] [--json out.json]
+Both have the same warmed-up model, problems, rewards and hyper-parameters.
 
-plain   the quickstart's sort_digits with exact answers: rewards cost nothing. Wanted: not slower than TRL.
-slow    the same, with rewards that take 0.2 s to 0.5 s each, as a judge or a sandbox would. Wanted: twice as fast.
+    python benchmarks/bench_trl.py [--repeats 3] [--steps 100] [--cases plain,slow]
+        [--json out.json]
 
-Both arms run as processes of their own, one after the other, alternating, with all cores. The warm-up is made once, by
-`millrace sft`. An optimizer step has 32 problems x 8 completions in both. TRL: one process, transformers' generate, no
-logging, no saving, and the number of torch threads that a short calibration finds faster. millrace: `millrace train` as a
-user runs it, on the quickstart recipe. The slow reward is one `async def` function, the same object code in both arms: TRL
-awaits it for a whole batch, millrace for each problem.
+| case | rewards | goal |
+|---|---|---|
+| plain | exact answers of the quickstart's sort_digits, without delay | not slower than TRL |
+| slow | the same, with 0.2 s to 0.5 s for each reward, like a judge or a sandbox | twice as fast |
 
-rate    trajectories trained per second of training: from the first generation to the end of the last step. Start-up
-        (imports, loading) is outside, the filling of millrace's pipeline inside.
-to 0.9  seconds of training until the mean training reward over 10 optimizer steps (2,560 trajectories) reaches 0.90.
-whole   seconds of the whole process, from start to exit.
-held-out  mean@1 at temperature 1 on 256 held-out problems after the last step, measured by `millrace eval` for both.
+Both arms are separate processes that alternate and use all cores. `millrace sft` makes the warm-up
+once. An optimizer step of both has 32 problems x 8 completions. TRL is one process with
+transformers' generate, without logging and saving. A short calibration finds its best number of
+torch threads. millrace is `millrace train` on the quickstart recipe, as a user runs it. The slow
+reward is the same `async def` function in both arms. TRL awaits it for a whole batch, and millrace
+for each problem.
 
-Quiet machines only: the load before each run is in the JSON.
+| figure | meaning |
+|---|---|
+| rate | trajectories per second, from the first generation to the end of the last step |
+| to 0.9 | seconds of training until the mean reward over 10 optimizer steps reaches 0.90 |
+| whole | seconds of the whole process, from start to exit |
+| held-out | mean@1 at temperature 1 on 256 validation problems, by `millrace eval` for both |
+
+`rate` leaves out start-up (imports, loading) and includes the filling of millrace's pipeline. 10
+optimizer steps have 2,560 trajectories. Run it only on a quiet machine. The JSON has the load
+before each run.
 """
 
 from __future__ import annotations
@@ -47,14 +56,17 @@ GOAL = 0.90
 async def fast(
     prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 for the right answer, at once."""
+    """Return 1 for the right answer, at once."""
     return [float(c.strip() == t) for c, t in zip(completions, ground_truth, strict=True)]
 
 
 async def slow(
     prompts: Sequence[str], completions: Sequence[str], ground_truth: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 for the right answer, after 0.2 s to 0.5 s that the text decides: all completions of a call wait together."""
+    """Return 1 for each right answer, after 0.2 s to 0.5 s that depend on the text.
+
+    All completions of a call wait together.
+    """
 
     async def one(prompt: str, completion: str, truth: str) -> float:
         await asyncio.sleep(0.2 + 0.3 * crc32((prompt + completion).encode()) / 2**32)
@@ -70,7 +82,7 @@ async def slow(
 REWARDS = {"plain": fast, "slow": slow}
 
 
-# -- the TRL arm: a process of its own
+# -- the TRL arm, in its own process
 
 
 def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, out: str) -> None:
@@ -130,7 +142,7 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
             top_k=0,
             learning_rate=optim.lr,
             warmup_steps=optim.lr_warmup_steps,
-            lr_scheduler_type="warmup_stable_decay",  # with these arguments the recipe's: a warm-up, then linear
+            lr_scheduler_type="warmup_stable_decay",  # like the recipe: a warm-up, then linear
             lr_scheduler_kwargs={
                 "num_decay_steps": steps - optim.lr_warmup_steps,
                 "min_lr_ratio": optim.min_lr_ratio,
@@ -157,11 +169,11 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
     print(json.dumps({"seconds": ends[-1], "ends": ends, "rewards": rewards}))
 
 
-# -- both arms, from outside
+# -- the processes of both arms
 
 
 def to_goal(ends: Sequence[float], rewards: Sequence[float], window: int) -> float | None:
-    """When the mean of the last `window` rewards first reaches the goal."""
+    """Return the time at which the mean of the last `window` rewards first reaches the goal."""
     for k in range(window, len(ends) + 1):
         if statistics.fmean(rewards[k - window : k]) >= GOAL:
             return ends[k - 1]
@@ -169,7 +181,7 @@ def to_goal(ends: Sequence[float], rewards: Sequence[float], window: int) -> flo
 
 
 def command(arguments: Sequence[str | Path]) -> tuple[dict[str, Any], float]:
-    """(its last line of output as JSON, seconds of the whole process)."""
+    """Return (last line of output as JSON, seconds of the whole process)."""
     begin = time.perf_counter()
     done = subprocess.run(
         [str(a) for a in arguments],
@@ -258,7 +270,7 @@ def millrace_arm(
             f"rollout.total_rollout_steps={steps * PROBLEMS}",
             f"reward.function={__file__}:{REWARDS[case].__name__}",
         ),
-        # What TRL's arm does not do either: validate and save on the way, write TensorBoard files.
+        # TRL's arm does not validate, save or write TensorBoard files during training either.
         *(
             "trainer.save_freq=0",
             "rollout.test_freq=0",
@@ -268,20 +280,20 @@ def millrace_arm(
         ),
         *more,
     ]
-    told, whole = command([MILLRACE, "train", RECIPE, "--json", *overrides])
+    summary, whole = command([MILLRACE, "train", RECIPE, "--json", *overrides])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward/mean" in row]
-    # Versions end back to back, the last one with the training.
+    # Versions follow each other without a gap. The last one ends with the training.
     after = [sum(row["perf/time_per_version"] for row in rows[k + 1 :]) for k in range(len(rows))]
     out = {
-        "seconds": told["train_seconds"],
-        "ends": [told["train_seconds"] - seconds for seconds in after],
+        "seconds": summary["train_seconds"],
+        "ends": [summary["train_seconds"] - seconds for seconds in after],
         "rewards": [row["reward/mean"] for row in rows],
         "window": round(WINDOW * len(rows) / steps),
     }
     score = held_out(
         folder.with_name(folder.name + "-eval"),
-        f"trainer.resume={told['checkpoint']}",
+        f"trainer.resume={summary['checkpoint']}",
         "trainer.logger=[]",
     )
     return result(case, "millrace", steps, load, whole, out, score)
@@ -296,15 +308,16 @@ def spread(values: Sequence[float | None]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: medians, with minimum and maximum, and the ratios of the two arms of each repetition."""
+    """Return a Markdown table of medians (minimum to maximum) and the ratios of the two arms."""
     lines = [
         "| rewards | arm | trajectories/s | s to 0.9 | s in training | s whole process | held-out mean@1 |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
+        of_case = [row for row in rows if row["case"] == case]
         arms = {
-            arm: [r for r in mine if r["arm"] == arm] for arm in sorted({r["arm"] for r in mine})
+            arm: [r for r in of_case if r["arm"] == arm]
+            for arm in sorted({r["arm"] for r in of_case})
         }
         for arm, runs in arms.items():
             figures = [
@@ -312,16 +325,16 @@ def table(rows: list[dict[str, Any]]) -> str:
                 for key in ("rate", "to_goal", "seconds", "whole", "held_out")
             ]
             lines.append(f"| {case} | {arm} | {' | '.join(figures)} |")
-        trl, ours = arms.values()
+        trl, millrace = arms.values()
         ratios = {
             key: [
                 a[key] / b[key] if a[key] and b[key] else None for a, b in zip(*pair, strict=True)
             ]
             for key, pair in (
-                ("rate", (ours, trl)),
-                ("to_goal", (trl, ours)),
-                ("seconds", (trl, ours)),
-                ("whole", (trl, ours)),
+                ("rate", (millrace, trl)),
+                ("to_goal", (trl, millrace)),
+                ("seconds", (trl, millrace)),
+                ("whole", (trl, millrace)),
             )
         }
         lines.append(
@@ -340,7 +353,10 @@ def ratio(values: Sequence[float | None]) -> str:
 
 
 def calibrate(folder: Path, model: Path) -> tuple[int, dict[int, list[float]]]:
-    """The number of torch threads with which TRL is faster here, by the better of two short runs each; and all rates."""
+    """Return the number of torch threads that is fastest for TRL, and all rates.
+
+    Each number has two short runs, and the better one counts.
+    """
     rates: dict[int, list[float]] = {n: [] for n in sorted({1, os.cpu_count() or 1})}
     for k in range(2):
         for n, found in rates.items():
@@ -383,9 +399,9 @@ def main() -> None:
         help="overrides of millrace's recipe",
     )
     parser.add_argument(
-        "--model", type=Path, help="a warmed-up model; left out, `millrace sft` makes one"
+        "--model", type=Path, help="a warmed-up model (default: `millrace sft` makes one)"
     )
-    parser.add_argument("--keep", type=Path, help="folder for the runs; left out, they are deleted")
+    parser.add_argument("--keep", type=Path, help="folder for the runs (default: they are deleted)")
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--trl-arm", choices=REWARDS, help=argparse.SUPPRESS)

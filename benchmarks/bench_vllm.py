@@ -1,15 +1,22 @@
-"""vLLM rollouts through millrace against bare vLLM, and the weight sync between trainer and vLLM. One device, or two.
+"""vLLM rollouts through millrace compared with bare vLLM, and the weight sync to vLLM.
 
-    python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256] [--repeats 5] [--json out.json]
+It runs on one device or two.
 
-rollout    requests of `--prompt` random tokens, each with `--tokens` new ones, log-probs on, all at once: through the pool and the worker as
-           the pipeline does it, and through AsyncLLM in a process of its own with the same engine arguments but vLLM's own
-           scheduler, on the same GPU. Both engines stay there and take turns on the same requests; bare vLLM is asked with the same seeds, and in turns of its own
-           without any, as a user without RL would.
-sync       transfer and pause (nothing is decoded), idle; with two devices also with all requests in flight. On one device the sides are
-           colocated and nothing is offloaded.
-gap        |log p of vLLM - log p of the trainer| over sampled tokens, same weights.
-resume     whether greedy responses that were interrupted and resumed are those that were not.
+    python benchmarks/bench_vllm.py [--gpus 1] [--model 1.5b] [--requests 512] [--tokens 256]
+        [--repeats 5] [--json out.json]
+
+| part | content |
+|---|---|
+| rollout | all requests at once, with `--prompt` random tokens, `--tokens` new ones and log-probs |
+| sync | transfer and pause, idle; with two devices also with all requests in flight |
+| gap | mean and maximum abs(vLLM's - trainer's log-prob), with the same weights |
+| resume | whether interrupted and resumed greedy responses equal uninterrupted ones |
+
+`rollout` compares two paths on the same GPU. One goes through the pool and the worker, as in the
+pipeline. The other is AsyncLLM in its own process, with the same engine arguments but vLLM's own
+scheduler. Both engines stay on the GPU and take turns on the same requests. Bare vLLM runs with the
+same seeds, and in further turns without seeds, like vLLM without RL. No tokens are decoded during
+the pause of `sync`. On one device, the sides are colocated and nothing is offloaded.
 
 Models are shapes with random weights.
 """
@@ -59,8 +66,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-TOLD = "rate "
-# As millrace starts its workers: with a thread for every core, vLLM's small host operations are slower by a quarter.
+RATE = "rate "
+# millrace starts its workers with this too. With a thread for every core, vLLM's small host
+# operations are slower by a quarter.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -93,7 +101,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
             "max_num_seqs": options.slots,
             "max_prompt_length": options.prompt,
             "max_response_length": options.tokens,
-            # Of two engines on one GPU, and of a trainer.
+            # Two engines and a trainer share the GPU.
             "gpu_memory_utilization": 0.25,
             "free_cache_engine": False,
             "enforce_eager": options.eager,
@@ -105,7 +113,7 @@ def configuration(options: argparse.Namespace, folder: Path) -> Config:
 
 
 def prompts(options: argparse.Namespace, turn: int = 0) -> list[list[int]]:
-    """Others in each turn: nothing is in the prefix cache already."""
+    """Return different prompts in each turn, so that none is in the prefix cache."""
     draw = random.Random(turn)
     return [
         [draw.randrange(1, VOCABULARY[options.model]) for _ in range(options.prompt)]
@@ -122,11 +130,11 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
     run = RunDir(folder, None)
     run.logs.mkdir()
     asked = prompts(options)
-    found: dict[str, Any] = {"sync": []}
+    figures_of_run: dict[str, Any] = {"sync": []}
     start = time.perf_counter()
     async with open_runtime(config, run) as runtime:
         engines = await build_engines(runtime, config, run)
-        found["start_s"] = time.perf_counter() - start
+        figures_of_run["start_s"] = time.perf_counter() - start
         await engines.train.begin("rl", 10)
 
         async def publish(version: int, load: str) -> None:
@@ -137,7 +145,9 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 "transfer_s": transfer.seconds,
                 "pause_s": pause,
             }
-            found["sync"].append(figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9})
+            figures_of_run["sync"].append(
+                figures | {"gb_per_s": transfer.bytes / transfer.seconds / 1e9}
+            )
 
         async def ask(
             prepared: list[Tokens], name: str, **changes: Any
@@ -176,12 +186,14 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                     file=sys.stderr,
                     flush=True,
                 )
-        found |= {f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()}
+        figures_of_run |= {
+            f"{name}_tokens_per_s": found_rates[1:] for name, found_rates in rates.items()
+        }
         for name in list(arms)[1:]:
             pairs = zip(rates["millrace"][1:], rates[name][1:], strict=True)
-            found[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
+            figures_of_run[f"millrace_to_{name}"] = statistics.median(a / b for a, b in pairs)
         rate = statistics.median(rates["millrace"][1:])
-        write(options, found)  # at once: what follows may be cut short
+        write(options, figures_of_run)  # at once, because the next part may fail
 
         if options.gpus == 2:
             busy = asyncio.create_task(ask_all())
@@ -189,7 +201,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 await asyncio.sleep(0.3)
                 await publish(version, "busy" if not busy.done() else "idle")
             spans = [len({s.version for s in segments}) for segments in await busy]
-            found["versions_in_a_response_max"] = max(spans)
+            figures_of_run["versions_in_a_response_max"] = max(spans)
             await publish(100, "idle")
 
         results = (await ask_all())[:64]
@@ -197,13 +209,17 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),))
             for i, segments in enumerate(results)
         )
-        ours = await engines.train.log_probs(samples)
+        trainer_log_probs = await engines.train.log_probs(samples)
         gaps = [
             abs(a - b)
-            for mine, segments in zip(ours, results, strict=True)
-            for a, b in zip(mine, [x for s in segments for x in s.log_probs], strict=True)
+            for of_sample, segments in zip(trainer_log_probs, results, strict=True)
+            for a, b in zip(of_sample, [x for s in segments for x in s.log_probs], strict=True)
         ]
-        found["gap"] = {"mean": statistics.mean(gaps), "max": max(gaps), "tokens": len(gaps)}
+        figures_of_run["gap"] = {
+            "mean": statistics.mean(gaps),
+            "max": max(gaps),
+            "tokens": len(gaps),
+        }
 
         whole = [segments[0].tokens for segments in (await ask_all(temperature=0.0))[:16]]
         task = asyncio.create_task(ask_all(temperature=0.0))
@@ -234,26 +250,30 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
             next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), -1)
             for x, y in zip(joined, whole, strict=True)
         ]
-        # What differs before the cut, or where there was none, was not made by resuming: two runs of one request differ too.
+        # A difference before the cut, or without a cut, does not come from resuming. Two runs of
+        # the same request differ too.
         resumed_ones = [
             k for k in range(len(cut)) if cut[k] < options.tokens and not 0 <= first[k] < cut[k]
         ]
         same = [first[k] == -1 for k in resumed_ones]
-        found["resume"] = {
+        figures_of_run["resume"] = {
             "cut_at": cut,
             "first_difference": first,
             "equal": sum(same),
             "of": len(same),
         }
         await engines.pool.close()
-    return found
+    return figures_of_run
 
 
 @asynccontextmanager
 async def bare_engine(
     options: argparse.Namespace, folder: Path
 ) -> AsyncIterator[Callable[[str, int], Awaitable[float]]]:
-    """Bare vLLM in a process of its own, on the replica's GPU: what it is asked comes as lines, and its rates go back as lines."""
+    """Start bare vLLM in its own process, on the replica's GPU.
+
+    It gets requests as lines and returns rates as lines.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     alone = ENVIRONMENT | {
         "CUDA_VISIBLE_DEVICES": visible[options.gpus - 1],
@@ -277,17 +297,17 @@ async def bare_engine(
         asked, answers = process.stdin, process.stdout
         assert asked is not None and answers is not None
 
-        async def told() -> float:
+        async def next_rate() -> float:
             while line := (await answers.readline()).decode():
-                if line.startswith(TOLD):
-                    return float(line.removeprefix(TOLD))
+                if line.startswith(RATE):
+                    return float(line.removeprefix(RATE))
             raise SystemExit((folder / "bare" / "log").read_text()[-3000:])
 
         async def ask(name: str, k: int) -> float:
             asked.write(f"{name} {k}\n".encode())
-            return await told()
+            return await next_rate()
 
-        await told()
+        await next_rate()
         try:
             yield ask
         finally:
@@ -296,7 +316,7 @@ async def bare_engine(
 
 
 async def bare(options: argparse.Namespace, folder: Path) -> None:
-    """AsyncLLM alone, with the engine arguments that millrace gives it, but vLLM's own scheduler."""
+    """Run AsyncLLM alone, with millrace's engine arguments but vLLM's own scheduler."""
     from millrace.vllm import arguments as vllm_arguments
     from millrace.vllm import engine as vllm_rollout
 
@@ -317,7 +337,7 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
             last = output
         return len(last.outputs[0].token_ids)
 
-    print(f"{TOLD}0", flush=True)
+    print(f"{RATE}0", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, k = line.split()
         seeded = name == "bare_seeded"
@@ -326,13 +346,13 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
         )  # else the second of the two finds them in its prefix cache
         start = time.perf_counter()
         drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
-        print(f"{TOLD}{drawn / (time.perf_counter() - start)}", flush=True)
+        print(f"{RATE}{drawn / (time.perf_counter() - start)}", flush=True)
     await engine.close()
 
 
-def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def write(options: argparse.Namespace, figures_of_run: dict[str, Any]) -> None:
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures_of_run, indent=1) + "\n")
 
 
 def main() -> None:
@@ -362,12 +382,12 @@ def main() -> None:
     if options.arm == "bare":
         asyncio.run(bare(options, folder))
         return
-    found = {
+    figures_of_run = {
         "options": {k: v for k, v in vars(options).items() if k not in ("json", "folder", "arm")}
     }
-    found |= asyncio.run(through_millrace(options, folder))
-    print(json.dumps(found, indent=1))
-    write(options, found)
+    figures_of_run |= asyncio.run(through_millrace(options, folder))
+    print(json.dumps(figures_of_run, indent=1))
+    write(options, figures_of_run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`millrace` as the benchmarks run it: the command line, from the checkout."""
+"""The `millrace` command line of the checkout, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 def millrace(
     *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> dict[str, Any]:
-    """The last line of `millrace ... --json`. `env` comes on top of this process's own.
+    """Return the last line of `millrace ... --json`. `env` is added to this process's environment.
 
-    Raises SystemExit if the command fails, subprocess.TimeoutExpired if it runs past `timeout_s` and is killed.
+    Raises SystemExit if the command fails. Raises subprocess.TimeoutExpired and kills the command
+    if it runs longer than `timeout_s`.
     """
     command = [sys.executable, "-m", "millrace", *arguments, "--json"]
     done = subprocess.run(

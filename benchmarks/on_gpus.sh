@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Every figure that needs GPUs, on one machine with two, four or eight of them; each part has a limit and a log of its own.
+# Measure every figure that needs GPUs, on one machine with two, four or eight GPUs.
+# Each part has its own time limit and its own log.
 #
-#     benchmarks/on_gpus.sh [OUT] [PART ...]        parts: tests train sync vllm modes save learn; all of them if none is named
+#     benchmarks/on_gpus.sh [OUT] [PART ...]
 #
-# PYTHON names the interpreter (python3). `learn` needs build/reasoning, which benchmarks/reasoning_mix.py writes where reasoning-gym is.
+# The parts are tests, train, sync, vllm, modes, save and learn. The default is all of them.
+#
+# PYTHON is the interpreter (default: python3). `learn` needs build/reasoning, which
+# benchmarks/reasoning_mix.py writes on a machine with reasoning-gym.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${1:-build/on_gpus}
@@ -35,7 +39,8 @@ for one in $PARTS; do
         part train-1.5b-all 90 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS --json
         part train-1.5b-copies 90 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS trainer.fsdp_size=1 --json
         part train-1.5b-lora 200 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS model.lora_rank=32 --json
-        # On two GPUs the states of 7B leave room for fewer tokens, and for none that are kept.
+        # On two GPUs, the optimizer state of 7B leaves room for fewer tokens, and every layer must
+        # recompute its activations.
         if [ $GPUS -gt 2 ]; then size="actor.ppo_max_token_len_per_gpu=32768"; else size="model.gradient_checkpointing_share=1.0"; fi
         part train-7b-all 120 $MILLRACE bench train shapes/qwen2_7b trainer.n_gpus_per_node=$GPUS $size --json
         ;;
@@ -50,14 +55,16 @@ for one in $PARTS; do
     vllm)
         part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
         part log-probs 200 "$PYTHON" benchmarks/bench_log_probs.py --json "$OUT/log-probs.json"
-        # Are greedy responses that were resumed those that were not: with kernels that do not depend on the batch, and without rounding to bf16?
+        # Do resumed greedy responses equal uninterrupted ones? The first part uses kernels that do not
+        # depend on the batch. The second part does not round to bf16.
         resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 32 --tokens 128 --arm millrace --eager --repeats 1 --syncs 2"
         part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # Slots and staleness of 7B: what benchmarks/simulate_modes.py finds best. More slots on an engine are more to read again at each
-        # sync of async_partial; the longest responses take several versions.
+        # The slots and the staleness of 7B are the best values of benchmarks/simulate_modes.py. With
+        # more slots, async_partial reads more tokens again at each sync. The longest responses take
+        # several versions.
         case $GPUS in
         2) shape=1.5b splits=1+1 size="actor.ppo_mini_batch_size=16 rollout.total_rollout_steps=320 rollout.max_num_seqs=192" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=448 rollout.max_num_seqs=88 model.gradient_checkpointing_share=0.3" ;;
@@ -67,7 +74,7 @@ for one in $PARTS; do
         part modes 900 $compare --splits $splits --modes colocate_sync,async_partial,async_swap,one_step_off,stream_off_policy \
             --uniform colocate_sync,async_partial --folder "$OUT/modes"
         part modes-overlap 300 $compare --splits $splits --modes async_partial async_training.overlap_sync=true --folder "$OUT/modes-overlap"
-        # One engine for three trainers needs more slots, and then interruptions cost it the most.
+        # One engine for three trainers needs more slots, so interruptions cost it the most.
         [ $GPUS = 4 ] && part modes-3+1 590 $MILLRACE bench modes shapes/qwen2_7b rollout.total_rollout_steps=416 \
             rollout.max_num_seqs=320 async_training.staleness_threshold=4 --splits 3+1 --skip 2 --json \
             --modes colocate_sync,async_partial,async_swap,one_step_off --folder "$OUT/modes-3-1"
@@ -80,7 +87,7 @@ for one in $PARTS; do
     learn)
         part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus 2 --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
         ;;
-    *) echo "no part $one"; exit 2 ;;
+    *) echo "error: PART = $one: no such part. Fix: one of tests train sync vllm modes save learn." >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -1,10 +1,14 @@
-"""Writes a mix of short reasoning-gym problems as files: for machines that have neither reasoning-gym nor a network.
+"""Write a mix of short reasoning-gym problems as files.
 
-    python benchmarks/reasoning_mix.py [--folder build/reasoning] [--rows 8000] [--held-out 96] [--seed 0]
+The files are for machines that have neither reasoning-gym nor a network.
 
-`train.jsonl` and `val.jsonl` have columns prompt, answer and data_source, and no scorer of their own: millrace compares answers
-exactly, which is right for these tasks, each of whose problems has one answer in one form. No problem is in both files, and
-none is twice in one. The same arguments write the same bytes.
+    python benchmarks/reasoning_mix.py [--folder build/reasoning] [--rows 8000] [--held-out 96]
+        [--seed 0]
+
+`train.jsonl` and `val.jsonl` have the columns prompt, answer and data_source, and no scorer.
+millrace compares answers exactly, which is correct because each problem of these tasks has one
+answer in one form. No problem is in both files, or twice in one. The same arguments write the same
+bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ from typing import Any
 from command import ROOT
 
 TASKS: dict[str, dict[str, Any]] = {
-    # Prompts of at most 120 characters, thousands of different problems, answers within reach of a model that has read a few
-    # hundred thousand of them, and every problem with one answer in one form.
+    # Each task has prompts of at most 120 characters, thousands of different problems, and one
+    # answer in one form. A model that has read a few hundred thousand problems can learn the answers.
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
     "letter_counting": {
         "min_words": 3,
         "max_words": 5,
-    },  # of one or two words, four answers in five are 1
+    },  # with one or two words, four answers in five are 1
     "simple_equations": {
         "min_terms": 2,
         "max_terms": 2,
@@ -45,11 +49,15 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 LONGEST = 120
-"""Characters of a prompt; longer ones are left out, and those with letters so rare that a tokenizer may not know them."""
+"""Largest number of characters of a prompt.
+
+Longer prompts are left out. So are prompts that are not ASCII: a tokenizer may not know such rare
+letters.
+"""
 
 
 def problems(name: str, seed: int, count: int) -> Iterator[dict[str, str]]:
-    """`count` different problems of a task, or all that turn up in eight times as many draws."""
+    """Yield `count` different problems of a task, or all that eight times as many draws give."""
     import reasoning_gym
 
     drawn = reasoning_gym.create_dataset(name, size=8 * count, seed=seed, **TASKS[name])
@@ -64,19 +72,23 @@ def problems(name: str, seed: int, count: int) -> Iterator[dict[str, str]]:
 
 
 def mix(rows: int, held_out: int, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """(train, val): of each task up to `rows` and exactly `held_out` problems, shuffled."""
+    """Return (train, val), shuffled.
+
+    Each task has up to `rows` problems in train and exactly `held_out` in val.
+    """
     train: list[dict[str, str]] = []
     val: list[dict[str, str]] = []
     for place, name in enumerate(TASKS):
-        # reasoning-gym draws row i from seed + i: tasks, and other seeds of ours, must lie far apart.
-        found = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
-        if len(found) <= held_out:
+        # reasoning-gym draws row i from seed + i, so the seeds must be far apart.
+        drawn = list(problems(name, (seed * len(TASKS) + place) * 10_000_000, rows + held_out))
+        if len(drawn) <= held_out:
             raise SystemExit(
-                f"{name} has {len(found)} different problems, and {held_out} are held out: lower --held-out"
+                f"{name} has {len(drawn)} different problems, and --held-out is {held_out}. "
+                "Fix: a smaller --held-out"
             )
-        Random(f"{name}|{seed}").shuffle(found)
-        val += found[:held_out]
-        train += found[held_out:]
+        Random(f"{name}|{seed}").shuffle(drawn)
+        val += drawn[:held_out]
+        train += drawn[held_out:]
     for split in (train, val):
         Random(seed).shuffle(split)
     return train, val

@@ -1,16 +1,25 @@
-"""Which split, slots and staleness a mode wants, by simulation: the real loops and Ledger on a virtual clock, with costs that were measured.
+"""Find the best split, slots and staleness of each mode by simulation.
 
-    python benchmarks/simulate_modes.py --gpus 8 [--modes async_partial,async_swap] [--staleness 2,3,4] [--slots 48,64,96] [--best 5]
+The loops and the Ledger are real, the clock is virtual, and the costs were measured.
 
-Every split with each of the slots and stalenesses, against colocate_sync on all GPUs; the best of each mode. The workload is that of
-shapes/qwen2_7b. Costs are those of its run on 3+1 H200s (results/gpus.md). `--check` holds the simulation against that run and against
-one on 2+2, which came after it:
+    python benchmarks/simulate_modes.py --gpus 8 [--modes async_partial,async_swap]
+        [--staleness 2,3,4] [--slots 48,64,96] [--best 5]
 
-decoding   4.5 ms for a step of an engine, and 25 microseconds for each of its slots; where a whole window is awaited a third of them is
-           busy on average, as the longest response has three times the mean length
-reading    28 microseconds a token. An engine reads one request after the other: each waits for half of what its slots have to read
-training   73 microseconds a token, over the GPUs that train, and 0.4 s a step
-sync       0.08 s, colocated 0.28 s; 0.02 s of pause
+It simulates every split with each number of slots and each staleness, relative to colocate_sync on
+all GPUs, and prints the best of each mode. The workload is that of shapes/qwen2_7b. The costs come
+from its run on 3+1 H200s (results/gpus.md). `--check` compares the simulation with that run and
+with a later run on 2+2.
+
+| cost | value |
+|---|---|
+| decoding | 4.5 ms for a step of an engine, plus 25 microseconds for each of its slots |
+| reading | 28 microseconds per token |
+| training | 73 microseconds per token, divided by the GPUs that train, plus 0.4 s per step |
+| sync | 0.08 s, colocated 0.28 s; 0.02 s of pause |
+
+If the trainer waits for a whole window, a third of the slots is busy on average, because the
+longest response has three times the mean length. An engine reads one request after the other, so
+each waits for half of the tokens that its slots have to read.
 """
 
 from __future__ import annotations
@@ -58,7 +67,7 @@ MEASURED_RUNS = {
 }
 """Slots of each."""
 FIRST_LIKE_THE_REST = 3
-"""Version of an arm that has no figures of its own, because a time limit ended it."""
+"""First counted version of an arm that has no figures, because a time limit ended it."""
 
 
 class Prompts:
@@ -92,8 +101,10 @@ class Rows:
 def simulate(
     mode: str, trainers: int, rollouts: int, *, slots: int, staleness: float, versions: int = 16
 ) -> tuple[float, float, float]:
-    """(seconds for a window's samples, idle shares of the trainer and of the rollouts), of versions that neither fill nor drain the
-    pipeline.
+    """Return (seconds for a window's samples, idle share of the trainer, idle share of the
+    rollouts).
+
+    Versions in which the pipeline fills or drains do not count.
     """
     schedule = recipe.load(
         RECIPE, [f"async_training.staleness_threshold={staleness}"], [f"mode={mode}"]
@@ -144,7 +155,7 @@ def simulate(
 
 
 def measured(run: str) -> dict[str, float]:
-    """Seconds for a window's samples, by arm."""
+    """Return seconds for a window's samples, by arm."""
     lines = [
         line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["run"] == run
     ]
@@ -189,7 +200,7 @@ def main() -> None:
     head = f"| arm | slots | staleness | of colocate_sync | seconds for {WINDOW} samples | trainer idle | rollouts idle |"
     print(f"{head}\n|---|--:|--:|--:|--:|--:|--:|")
     for mode in options.modes.split(","):
-        found = []
+        results = []
         fixed = MODES[mode].staleness_threshold
         ages = options.staleness.split(",") if fixed is None else [fixed]
         cases = itertools.product(
@@ -199,7 +210,7 @@ def main() -> None:
             list(cases), mode, console=Console(stderr=True), transient=True
         ):
             arm = f"{mode} {options.gpus - rollouts}+{rollouts} | {slots} | {staleness:g}"
-            found.append(
+            results.append(
                 (
                     simulate(
                         mode, options.gpus - rollouts, rollouts, slots=slots, staleness=staleness
@@ -207,7 +218,7 @@ def main() -> None:
                     arm,
                 )
             )
-        for (seconds, trainer, rollout), arm in sorted(found)[: options.best]:
+        for (seconds, trainer, rollout), arm in sorted(results)[: options.best]:
             print(
                 f"| {arm} | {base / seconds:.2f} | {seconds:.2f} | {trainer:.0%} | {rollout:.0%} |"
             )

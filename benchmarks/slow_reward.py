@@ -1,4 +1,6 @@
-"""The exact-match reward, as slow as graders and tools are: each call takes 0.2 s to 0.5 s, set by the completion's text."""
+"""The exact-match reward with a delay of 0.2 s to 0.5 s, like graders and tools. The text decides
+the delay.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 
 def delay_s(text: str) -> float:
-    """Uniform in 0.2 to 0.5, a pure function of the text."""
+    """Return a delay from 0.2 to 0.5 s, uniform, as a pure function of the text."""
     share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
     return 0.2 + 0.3 * share
 

@@ -172,9 +172,16 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            finished, planned = len(figures), len(arms) * repeats
-            complete = finished == planned
-            text = work.table(figures) + (
-                "" if complete else f"\nnot complete: {finished} of {planned} runs"
-            )
-            report(json_, {"folder": str(folder), "complete": complete, "runs": figures}, text)
+            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
+
+
+def _report_modes(
+    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
+) -> None:
+    """Report the figures of all finished runs, of the `planned` ones."""
+    from millrace.bench import modes as work
+
+    complete = len(figures) == planned
+    note = "" if complete else f"\nnot complete: {len(figures)} of {planned} runs"
+    result = {"folder": str(folder), "complete": complete, "runs": figures}
+    report(json_, result, work.table(figures) + note)
