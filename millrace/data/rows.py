@@ -1,6 +1,6 @@
 """Rows in verl's, TRL's and reasoning-gym's columns, as one Problem.
 
-prompt        `data.prompt_key`: a string, or messages [{role, content}]; else reasoning-gym's `question`
+prompt        `data.prompt_key`: a string, or messages [{role, content}]; else `question`
 data_source   the column, else the source's name
 ground_truth  `reward_model.ground_truth`, else `ground_truth`, `answer` or `solution`
 answer        `answer` or `solution`, else the ground truth: the text of a demonstration

@@ -1,4 +1,4 @@
-"""Generated tasks: endless problems with answers that can be checked, for first runs, tests and benchmarks.
+"""Generated tasks: endless problems with checkable answers, for first runs and tests.
 
 Row i is a pure function of (task and its parameters, seed, split, i): random access and no state.
 Training and validation share no problem. The hash of a problem alone decides its split: one in
