@@ -32,7 +32,8 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
             else api.dataset_info(name, timeout=_WAIT_S)
         )
     except errors.GatedRepoError:
-        return f"the hub keeps the {kind} for those who accepted its terms: do so on its page, then `hf auth login`"
+        terms = "accept them on its page, then run `hf auth login`"
+        return f"the hub requires that you accept the terms of this {kind}: {terms}"
     except errors.RepositoryNotFoundError:
         return f"the hub has no such {kind}, or it is private and `hf auth login` is due"
     except errors.HFValidationError as error:

@@ -1,4 +1,7 @@
-"""The prompt stream: the i-th prompt of a run is a pure function of the seed and i, so that a resume needs i alone."""
+"""The prompt stream. Prompt i of a run is a pure function of the seed and i.
+
+A resume therefore needs i alone.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ from millrace.errors import DataError, bad_row
 from millrace.types import Prompt, Tokens
 
 _PROBED = 64
-"""Rows of a generated source that are looked at before the run starts; of files it is all."""
+"""Rows of a generated source that are checked before the run. Files are checked whole."""
 _COUNTED = 20_000
-"""Generated sources up to this size are filtered before the run starts, larger ones row by row."""
+"""Generated sources up to this size are filtered before the run. Larger ones: row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptStream:
-    """Endless prompts: epoch e is `stream[e * len(stream) : (e + 1) * len(stream)]`, each row once, in an order of its own.
+    """Endless prompts. Epoch e is `stream[e * len(stream) : (e + 1) * len(stream)]`.
 
-    Made by `PromptStream.open`, which checks the rows.
+    An epoch has each row once, in its own order. `PromptStream.open` checks the rows and makes the
+    stream.
     """
 
     rows: Rows
@@ -33,10 +37,12 @@ class PromptStream:
     filter_overlong: bool
     prompt_key: str
     kept: Sequence[int]
-    """Rows that are used."""
+    """The rows of the stream."""
     filtered: int
-    """Rows left out because their prompts are too long. Of large generated sources they are not counted: such a row is
-    replaced by the next that fits."""
+    """The number of rows with too long prompts, which the stream leaves out.
+
+    Large generated sources are not counted: the next row that fits replaces a long one.
+    """
 
     @classmethod
     def open(
@@ -51,9 +57,10 @@ class PromptStream:
         prompt_key: str = "prompt",
         need_ground_truth: bool = False,
     ) -> PromptStream:
-        """Checks every row of files and hub sources, and some of generated ones, then gives the stream.
+        """Check every row of files and hub sources, and some generated rows. Return the stream.
 
-        Raises DataError naming the first bad row: its columns, its length, a character that the tokenizer does not know.
+        Raise DataError for the first bad row: its columns, its length, or a character that the
+        tokenizer does not know.
         """
         kept: list[int] = []
         at = 0
@@ -96,11 +103,11 @@ class PromptStream:
         )
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Return the number of prompts in one epoch."""
         return len(self.kept)
 
     def __getitem__(self, i: int) -> Prompt:
-        """The i-th prompt of the run. Raises DataError if it comes from a generated source and is too long."""
+        """Return prompt i of the run. Raise DataError if a generated prompt is too long."""
         if i < 0:
             raise IndexError(i)
         epoch, at = divmod(i, len(self.kept))
@@ -113,7 +120,7 @@ class PromptStream:
         )
 
     def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
-        """Row `row`, or the next one that is short enough where long ones are left out."""
+        """Return row `row`. With filter_overlong, return the next row that is short enough."""
         for tried in range(row, row + (1000 if self.filter_overlong else 1)):
             at = tried % len(self.rows)
             shown = problem(self.rows, at, prompt_key=self.prompt_key)
@@ -124,10 +131,11 @@ class PromptStream:
 
 
 def shuffled(i: int, n: int, key: str) -> int:
-    """Where place i of 0..n-1 goes in the permutation that `key` names: a bijection, in constant memory, from any i.
+    """Return the image of i in a permutation of 0..n-1 that `key` names, in constant memory.
 
-    A Feistel network over the smallest even number of bits that holds n, walked until it lands below n (Black and Rogaway,
-    Ciphers with Arbitrary Finite Domains, 2002). The same on every machine and in every version of Python.
+    This is a Feistel network over the smallest even number of bits that can represent n. It
+    repeats until the result is below n (Black and Rogaway, Ciphers with Arbitrary Finite Domains,
+    2002). The result is the same on every machine and in every version of Python.
     """
     half = max(3, ((n - 1).bit_length() + 1) // 2)
     mask, secret = (1 << half) - 1, blake2b(key.encode(), digest_size=32).digest()

@@ -1,11 +1,11 @@
 """Rows in verl's, TRL's and reasoning-gym's columns, as one Problem.
 
-prompt        `data.prompt_key`: a string, or messages [{role, content}]; else reasoning-gym's `question`
+prompt        `data.prompt_key`: a string, or messages [{role, content}]; else `question`
 data_source   the column, else the source's name
 ground_truth  `reward_model.ground_truth`, else `ground_truth`, `answer` or `solution`
-answer        `answer` or `solution`, else the ground truth: what a demonstration says
+answer        `answer` or `solution`, else the ground truth: the text of a demonstration
 extra_info    the column, with reasoning-gym's `metadata`
-columns       everything else, for reward functions in TRL's signature; with the messages, where the prompt is messages
+columns       all other columns, for reward functions in TRL's signature, and a prompt of messages
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of data, checked, in plain JSON types: it survives a checkpoint and a process boundary as it is."""
+    """One checked row in plain JSON types. Checkpoints and process boundaries do not change it."""
 
     prompt: Messages | str
     data_source: str
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """What the prompt says, without a chat template."""
+        """The text of the prompt, without a chat template."""
         return (
             self.prompt
             if isinstance(self.prompt, str)
@@ -53,7 +53,7 @@ class Problem:
 def problem(
     rows: Rows, i: int, *, prompt_key: str = "prompt", need_ground_truth: bool = False
 ) -> Problem:
-    """Row i as a Problem. Raises DataError naming the file and row, the value, the rule and the fix."""
+    """Return row i as a Problem. Raise DataError with file, row, value, rule and fix."""
     part, at = rows.locate(i)
     row, where = part.get(at), rows.describe(i)
     used, prompt = _prompt(where, row, prompt_key)
@@ -93,7 +93,7 @@ def problem(
 
 
 def check_rows(rows: Rows, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> None:
-    """Raises DataError for the first bad row of a file or hub source. Of generated sources it looks at one row."""
+    """Raise DataError for the first bad row of a file or hub source, or a generated first row."""
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         for i in range(at, at + 1 if part.generated else end):
@@ -102,8 +102,11 @@ def check_rows(rows: Rows, *, prompt_key: str = "prompt", need_ground_truth: boo
 
 
 def texts(rows: Rows, *, prompt_key: str = "prompt", limit: int = 2000) -> Iterator[str]:
-    """What a tokenizer is made from: prompts and answers of all rows of files, of about `limit` rows of each generated
-    source, and the alphabets of tasks."""
+    """Yield the texts from which a tokenizer is built.
+
+    They are the prompts and answers of all rows of files and of about `limit` rows of each
+    generated source, and the alphabets of tasks.
+    """
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         if part.task is not None:
@@ -117,7 +120,10 @@ def texts(rows: Rows, *, prompt_key: str = "prompt", limit: int = 2000) -> Itera
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's types: what it is after a checkpoint, from the start. Tuples become lists, numpy's types Python's."""
+    """Return `value` in JSON's types, as after a checkpoint. Tuples become lists.
+
+    numpy's types become Python's types.
+    """
     if value is None or type(value) in (str, float, bool):
         return value
     return json.loads(msgspec.json.encode(value, enc_hook=_hook))
@@ -144,7 +150,7 @@ def _hook(value: Any) -> Any:
 
 
 def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
-    """(column, prompt)."""
+    """Return (column, prompt)."""
     if key not in row and key == "prompt" and "question" in row:
         key = "question"
     if key not in row:

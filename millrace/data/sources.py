@@ -1,7 +1,7 @@
-"""Sources of problems: files, hub data sets, reasoning-gym and our own tasks, all as one sequence of raw rows.
+"""Sources of problems: files, hub data sets, reasoning-gym and millrace's tasks, as raw rows.
 
-Every fault that can be seen without a model is found here, before one loads: a file that is missing, empty or unreadable,
-a name or parameter that does not exist.
+This module finds faults before a model loads: a missing, empty or unreadable file, and an unknown
+name or parameter.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Part:
     """The rows of one source."""
 
     source: str
-    """What messages call it."""
+    """The name of the source in messages."""
     name: str
-    """`data_source` of rows that name none."""
+    """The `data_source` of rows that have none."""
     size: int
     get: Callable[[int], Row]
     generated: bool = False
-    """Rows are made when asked for, and need no check."""
+    """Rows are generated at first use, and need no check."""
     numbers: Sequence[int] = ()
-    """Each row's number in its file; empty counts from 1."""
+    """Each row's number in its file. If empty, rows count from 1."""
     task: Task | None = None
-    """The task that makes the rows, which also knows their alphabet and how to spoil an answer."""
+    """The task that generates the rows. It has their alphabet and makes wrong answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Rows:
 
     parts: tuple[Part, ...]
     ends: tuple[int, ...]
-    """Rows up to and with each part."""
+    """The number of rows up to the end of each part."""
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -83,14 +83,14 @@ class Rows:
         return ", ".join(part.source for part in self.parts)
 
     def locate(self, i: int) -> tuple[Part, int]:
-        """The part that holds row i, and the row's place in it. Raises IndexError."""
+        """Return the part of row i, and the row's index in the part. Raise IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} in {self.source}")
         p = bisect_right(self.ends, i)
         return self.parts[p], i - (self.ends[p - 1] if p else 0)
 
     def describe(self, i: int) -> str:
-        """Source and row number, counted from 1: "train.jsonl row 17"."""
+        """Return the source and the row number, counted from 1: "train.jsonl row 17"."""
         part, at = self.locate(i)
         return f"{part.source} row {part.numbers[at] if part.numbers else at + 1}"
 
@@ -98,7 +98,7 @@ class Rows:
 def load_source(
     spec: str, *, seed: int, max_rows: int = 0, key: str = "data.train_files", split: str = "train"
 ) -> Rows:
-    """The rows of one source; `key` names the configuration's key in errors. See `load_sources`."""
+    """Return the rows of one source. `key` is the configuration's key in errors."""
     return load_sources((spec,), seed=seed, max_rows=max_rows, key=key, split=split)
 
 
@@ -110,10 +110,11 @@ def load_sources(
     key: str = "data.train_files",
     split: str = "train",
 ) -> Rows:
-    """The rows of `specs`, one after the other; the first `max_rows` of them, where that is not 0.
+    """Return the rows of `specs`, one after the other, at most `max_rows` if that is not 0.
 
-    `seed` and `split` ("train" or "val") are the defaults of generated sources, so that the two never share a stream.
-    Raises ConfigError or DataError: missing file, unknown kind, name or parameter, no rows, a line that is no JSON object.
+    `seed` and `split` ("train" or "val") are the defaults of generated sources, so that the two
+    splits never share a stream. Raise ConfigError or DataError for a missing file, an unknown kind,
+    name or parameter, a source without rows, or a line that is not a JSON object.
     """
     if not specs:
         raise bad_value(key, (), "names no source", f"{key}=[...] with {_KINDS}")
@@ -164,9 +165,9 @@ def _file(key: str, spec: str, path: Path) -> Part:
             raise bad_value(
                 key, spec, f"no such file: the folder {folder} does not exist", anywhere
             )
-        there = [p.name for p in folder.iterdir() if p.suffix in READERS]
-        fix = nearest(path.name, there, f"{folder}/{{}}") if there else anywhere
-        shown = ", ".join(sorted(there)[:8]) or "no data file"
+        names = [p.name for p in folder.iterdir() if p.suffix in READERS]
+        fix = nearest(path.name, names, f"{folder}/{{}}") if names else anywhere
+        shown = ", ".join(sorted(names)[:8]) or "no data file"
         raise bad_value(key, spec, f"no such file; {folder.resolve()} has {shown}", fix)
     size, get, numbers = READERS[path.suffix](path)
     return Part(path.name, path.stem, size, get, numbers=numbers)
@@ -178,7 +179,7 @@ def _hub(key: str, spec: str, path: str, config: str | None, named: str | None, 
     where = "owner/name[/config]:split, a network, or a file that you downloaded"
     if why := hub.refusal("dataset", path):
         raise bad_value(key, spec, why, where)
-    import datasets  # after the question: it reads once whether the hub can be reached
+    import datasets  # after the request: at import it reads whether the hub is offline
 
     try:
         table = datasets.load_dataset(path, config, split=named or "train")
@@ -236,7 +237,7 @@ def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
     try:
         dataset = reasoning_gym.create_dataset(name, **params)
         dataset[0]
-    except Exception as error:  # each generator refuses parameters in its own way
+    except Exception as error:  # each generator raises its own errors
         raise refused(key, spec, error) from error
 
     @lru_cache(maxsize=4096)

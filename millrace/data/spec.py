@@ -1,4 +1,7 @@
-"""Source specs, `kind:NAME?param=value&param=value`, and their parameters, typed by a dataclass's defaults."""
+"""Source specs, `kind:NAME?param=value&param=value`.
+
+The defaults of a dataclass give the types of the parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Generated tasks: endless problems with answers that can be checked, for first runs, tests and benchmarks.
+"""Generated tasks: endless problems with checkable answers, for first runs and tests.
 
-Row i is a pure function of (task and its parameters, seed, split, i): random access, no state, nothing to resume. Training
-and validation share no problem: a problem belongs to validation if its hash says so (one in eight), whatever the seed.
+Row i is a pure function of (task and its parameters, seed, split, i): random access and no state.
+Training and validation share no problem. The hash of a problem alone decides its split: one in
+eight belongs to validation, for any seed.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any, Protocol
 from zlib import crc32
 
 UNLIMITED = 1_000_000
-"""Rows of a task whose size is 0: more than a run asks for."""
+"""The number of rows of a task whose size is 0: more than a run needs."""
 
 _TRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Which rows of a task: parameters that every task has."""
+    """The choice of a task's rows: the parameters that every task has."""
 
     size: int = 0
-    """Rows; 0 is unlimited (counted as a million)."""
+    """The number of rows. 0 is unlimited and counts as a million."""
     seed: int = 0
-    """Another seed, another stream. Left out, it is trainer.seed."""
+    """The seed of the stream. The default is trainer.seed."""
     split: str = "train"
-    """train or val: no problem is in both."""
+    """train or val. No problem is in both."""
 
     def __post_init__(self) -> None:
         if self.size < 0:
@@ -42,15 +43,15 @@ class Task(Protocol):
     """A frozen dataclass whose fields are the task's parameters."""
 
     def problem(self, rng: Random) -> tuple[str, str]:
-        """(prompt text, right answer)."""
+        """Return (prompt text, right answer)."""
         ...
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
-        """A wrong answer of the right form: a messy demonstration, from which a model learns the form alone."""
+        """Return a wrong answer of the right form. A model learns only the form from it."""
         ...
 
     def alphabet(self) -> str:
-        """Every character that can occur in prompts and answers."""
+        """Return every character that can occur in prompts and answers."""
         ...
 
 
@@ -95,7 +96,7 @@ class SortDigits(_Digits):
         return digits + ">", "".join(sorted(digits))
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
-        """Sorted the wrong way, or copied."""
+        """Return the digits in reverse order, or a copy of them."""
         wrong = [text for text in (answer[::-1], prompt.removesuffix(">")) if text != answer]
         return rng.choice(wrong) if wrong else corrupt_answer(rng, answer)
 
@@ -116,9 +117,10 @@ TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "copy": Copy}
 
 
 def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
-    """Row i of a task, in the columns of any other source.
+    """Return row i of a task, in the columns of any other source.
 
-    Where the task has so few problems that `_TRIES` draws find none of the split, the last draw is taken as it is.
+    If `_TRIES` draws give no problem of the split, because the task has few problems, the row is
+    the last draw.
     """
     prompt = answer = ""
     for attempt in range(_TRIES):
@@ -138,10 +140,11 @@ _WORD = re.compile(r"\w+(?:\.\w+)*")
 
 
 def corrupt_answer(rng: Random, answer: str, other: str = "") -> str:
-    """A wrong answer for rows of any source: `other` (another row's answer), or two neighbours in the answer swapped.
+    """Return a wrong answer: `other` (another row's answer), or the answer with a swap.
 
-    Neighbours are words and numbers where there are several, characters otherwise; what is between words stays, so that the
-    form is right: `['3', '5']` becomes `['5', '3']`. The result is never the answer itself.
+    The swap exchanges two neighbours: words and numbers if there are several, else characters. The
+    text between words stays, so the form is right: `['3', '5']` becomes `['5', '3']`. The result
+    never equals the answer.
     """
     swapped = _swap(rng, answer)
     wrong = [text for text in (other, swapped) if text and text != answer]
