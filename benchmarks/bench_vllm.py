@@ -319,6 +319,7 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     """Run AsyncLLM alone, with millrace's engine arguments but vLLM's own scheduler."""
     from millrace.vllm import arguments as vllm_arguments
     from millrace.vllm import engine as vllm_rollout
+    from millrace.vllm.requests import sampling_params
 
     vllm_arguments.SCHEDULER = None
     config = configuration(options, folder)
@@ -327,7 +328,7 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
     number = iter(range(1 << 30))
 
     async def one(prompt: list[int], i: int, seeded: bool) -> int:
-        sampling = engine._sampling(params(options, i))
+        sampling = sampling_params(params(options, i), engine._eos)
         if not seeded:
             sampling.seed = None
         last: Any = None
