@@ -98,7 +98,7 @@ class Rollouter:
                 self.draw,
                 slot.prompt,
                 slot.version,
-                progress=slot.progress,
+                progress=self._kept(slot.progress),
                 on_progress=partial(self._record, sample_id),
                 on_drawn=self._drawn,
             )
@@ -111,11 +111,14 @@ class Rollouter:
                 self.pool.forget(f"{slot.prompt.index}/{i}")
 
     def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
-        """For a restart. In drain mode a trajectory has one version: what a stop has cut short is drawn again, from its first token."""
-        ledger = self.queue.ledger
-        if ledger.schedule.on_sync is OnSync.DRAIN:
-            trajectories = tuple(t if t.finished else Trajectory() for t in trajectories)
-        ledger.record(sample_id, trajectories)
+        """For a restart."""
+        self.queue.ledger.record(sample_id, self._kept(trajectories))
+
+    def _kept(self, trajectories: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
+        """In drain mode a trajectory has one version: what a stop has cut short is drawn again, from its first token."""
+        if self.queue.ledger.schedule.on_sync is not OnSync.DRAIN:
+            return trajectories
+        return tuple(t if t.finished else Trajectory() for t in trajectories)
 
     def _drawn(self) -> None:
         self.undrawn -= 1
