@@ -61,7 +61,7 @@ class Host:
                 message.id,
                 FAILED,
                 msgspec.Raw(
-                    codec.pack(Failure(type(error).__name__, _text(str(error)), _text(trace)))
+                    codec.pack(Failure(type(error).__name__, codec.sendable(str(error)), codec.sendable(trace)))
                 ),
             )
         self._outbox.post(reply)
@@ -84,11 +84,6 @@ class Host:
             )  # tuple[int, str] of (int, str); tuple[()] of nothing
             decoder = self._decoders[path] = codec.decoder(signature)
         return decoder.decode(body)
-
-
-def _text(words: str) -> str:
-    """Return `words` without lone surrogates, which stand for bytes of a file's name and cannot travel."""
-    return words.encode(errors="backslashreplace").decode()
 
 
 def ignore_stop_signals() -> None:
