@@ -61,7 +61,11 @@ class Host:
                 message.id,
                 FAILED,
                 msgspec.Raw(
-                    codec.pack(Failure(type(error).__name__, codec.sendable(str(error)), codec.sendable(trace)))
+                    codec.pack(
+                        Failure(
+                            type(error).__name__, codec.sendable(str(error)), codec.sendable(trace)
+                        )
+                    )
                 ),
             )
         self._outbox.post(reply)

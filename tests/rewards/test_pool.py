@@ -164,7 +164,9 @@ def test_an_error_whose_text_is_no_unicode_fails_its_call_alone(tmp_path, name):
     async def run():
         async with pool_of(tmp_path, name) as pool:
             for _ in range(6):
-                with pytest.raises(RewardError, match=r"exception: ValueError: \\ud800 \(functions"):
+                with pytest.raises(
+                    RewardError, match=r"exception: ValueError: \\ud800 \(functions"
+                ):
                     await pool.score(prompt(), ["garble"])
             assert await outcomes(pool, "12") == [2]
 
