@@ -67,6 +67,11 @@ def _extended(value: Any) -> Any:
     return value
 
 
+def sendable(text: str) -> str:
+    """Return `text` with lone surrogates escaped. They may be in any error's text, and cannot be encoded."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return a reusable decoder for values of type `kind`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_extension_hook)

@@ -100,7 +100,7 @@ class Rollouter:
                 self.draw,
                 slot.prompt,
                 slot.version,
-                progress=slot.progress,
+                progress=self._resumable(slot.progress),
                 on_progress=partial(self._record, sample_id),
                 on_drawn=self._drawn,
             )
@@ -113,15 +113,18 @@ class Rollouter:
                 self.pool.forget(f"{slot.prompt.index}/{i}")
 
     def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
-        """Record progress for a restart.
+        """Record progress for a restart."""
+        self.queue.ledger.record(sample_id, self._resumable(trajectories))
+
+    def _resumable(self, trajectories: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
+        """Return what a restart may continue.
 
         In drain mode a trajectory has one version. One that a stop interrupts restarts from its
         first token.
         """
-        ledger = self.queue.ledger
-        if ledger.schedule.on_sync is OnSync.DRAIN:
-            trajectories = tuple(t if t.finished else Trajectory() for t in trajectories)
-        ledger.record(sample_id, trajectories)
+        if self.queue.ledger.schedule.on_sync is not OnSync.DRAIN:
+            return trajectories
+        return tuple(t if t.finished else Trajectory() for t in trajectories)
 
     def _drawn(self) -> None:
         self.unfinished -= 1

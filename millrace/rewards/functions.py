@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, SupportsFloat
 
+from millrace.codec import sendable
 from millrace.data.spec import nearest
 from millrace.errors import RewardError, bad_value
 from millrace.rewards.builtin import BUILTIN
@@ -249,10 +250,10 @@ def failure(error: BaseException) -> str:
     if isinstance(
         error, SyntaxError
     ):  # its message names file and line; no frame of it is the user's
-        return f"{type(error).__name__}: {error}: {(error.text or '').strip()}"
+        return sendable(f"{type(error).__name__}: {error}: {(error.text or '').strip()}")
     frames = traceback.extract_tb(error.__traceback__)
     at = ""
     if frames:
         last = frames[-1]
         at = f" ({Path(last.filename).name}:{last.lineno} in {last.name}: {last.line})"
-    return f"{type(error).__name__}: {error}{at}"
+    return sendable(f"{type(error).__name__}: {error}{at}")

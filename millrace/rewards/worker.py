@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+from millrace.codec import sendable
 from millrace.errors import ConfigError, RewardError
 from millrace.rewards.functions import Function, failure, load_function
 from millrace.rewards.wire import Call, Frames, Hello, Reply, calls_decoder, frame
@@ -145,7 +146,8 @@ async def _answer_async(function: Function, call: Call, timeout_s: float, limit:
 
 
 def _refused(call: Call, error: RewardError) -> Reply:
-    return Reply(call.id, reason=error.reason, detail=str(error).removeprefix(f"{error.reason}: "))
+    detail = sendable(str(error).removeprefix(f"{error.reason}: "))
+    return Reply(call.id, reason=error.reason, detail=detail)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,13 @@ async def warm_up(s: Session) -> float:
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
         # A thread makes the next batch meanwhile. The event loop still has to send this one.
-        examples = await asyncio.to_thread(
-            s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
-        )
-        loss = (await step).metrics["sft/loss"]
+        try:
+            examples = await asyncio.to_thread(
+                s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
+            )
+            loss = (await step).metrics["sft/loss"]
+        finally:
+            step.cancel()
         s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
     return loss
 

@@ -61,7 +61,13 @@ class Host:
             reply = Message(
                 message.id,
                 FAILED,
-                msgspec.Raw(codec.pack(Failure(type(error).__name__, str(error), trace))),
+                msgspec.Raw(
+                    codec.pack(
+                        Failure(
+                            type(error).__name__, codec.sendable(str(error)), codec.sendable(trace)
+                        )
+                    )
+                ),
             )
         self._outbox.post(reply)
 

@@ -33,6 +33,18 @@ def test_a_run_that_does_not_divide_trains_every_sample(mode: str) -> None:
     assert sorted(s.prompt.index for _, s in outcome.trained) == list(range(37))
 
 
+def test_a_run_that_goes_on_in_drain_mode_draws_what_was_cut_short_again() -> None:
+    """What another mode left unfinished would span two versions."""
+    first = simulate(schedule_of("async_partial"), 60, stop_at=12.0)
+    start = first.record.saved
+    assert start is not None and any(t for _, s in start.slots for t in s.progress)
+    whole = [t.segments for _, s in start.slots for t in s.progress if t.finished]
+    whole += [t.segments for _, s in start.slots if s.sample for t in s.sample.trajectories]
+    rest = simulate(schedule_of("async_staleness"), 60, start=start)
+    trained = [t for _, s in rest.trained for t in s.trajectories]
+    assert all(len(set(t.versions)) == 1 or t.segments in whole for t in trained)
+
+
 @pytest.mark.parametrize("mode", RUNS)
 def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
     schedule = schedule_of(mode)

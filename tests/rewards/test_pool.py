@@ -29,6 +29,7 @@ def act(text):
     if verb == "sysexit": sys.exit(3)
     if verb == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if verb == "raise": raise KeyError(rest)
+    if verb == "garble": raise ValueError("\\ud800")
     if verb == "print": print("noise" * 1000, flush=True); os.write(1, b"noise")
     if verb == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -155,6 +156,22 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, na
                 await pool.score(prompt(), ["raise x"])
             with pytest.raises(RewardError, match="not_sendable"):
                 await pool.score(prompt(bad=object()), ["a"])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["score", "ascore"])
+def test_an_error_whose_text_is_no_unicode_fails_its_call_alone(tmp_path: Path, name: str) -> None:
+    """As a function has it that reads JSON with a lone surrogate."""
+
+    async def run() -> None:
+        async with pool_of(tmp_path, name) as pool:
+            for _ in range(6):
+                with pytest.raises(
+                    RewardError, match=r"exception: ValueError: \\ud800 \(functions"
+                ):
+                    await pool.score(prompt(), ["garble"])
+            assert await outcomes(pool, "12") == [2]
 
     asyncio.run(run())
 

@@ -71,6 +71,9 @@ class Engine:
     def _divide(self, by: int) -> float:
         return 1 / by
 
+    async def garbled(self) -> None:
+        raise FileNotFoundError("caf\udce9")  # how Python spells a name that is not UTF-8
+
     async def refuse(self) -> None:
         raise SyncError("replica 0 holds other weights")
 
@@ -210,6 +213,16 @@ def test_an_error_arrives_with_its_type_and_the_line_that_raised_it() -> None:
             assert first == "rollout-3: engine.stray raised ZeroDivisionError: division by zero"
             assert "return 1 / by" in "\n".join(rest) and "test_rpc.py" in "\n".join(rest)
             assert await w.peer.call("engine.number", (1,), int) == 1, "the worker goes on"
+
+    asyncio.run(main())
+
+
+def test_an_error_whose_text_is_no_unicode_arrives_too() -> None:
+    async def main() -> None:
+        async with wire() as w:
+            with pytest.raises(WorkerError, match=r"garbled raised FileNotFoundError: caf\\udce9"):
+                await w.peer.call("engine.garbled")
+            assert await w.peer.call("engine.number", (3,), int) == 3, "the worker lives"
 
     asyncio.run(main())
 
