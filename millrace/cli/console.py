@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -26,6 +27,7 @@ T = TypeVar("T")
 Recipe = Annotated[
     Path | None,
     typer.Argument(
+        metavar="RECIPE",
         help="A YAML file, or a name that `millrace recipes` lists, such as quickstart",
         show_default=False,
     ),
@@ -105,7 +107,11 @@ def configure(
 
         for note in config.notes:
             typer.echo(f"note: {note}", err=True)
-        derived = asdict(config.derived(len(problems.load(config).train)))
+        sources = problems.load(config)
+        if config.model.path:  # the run would refuse a row that the model's tokenizer cannot read
+            with TemporaryDirectory() as folder:
+                problems.prepare(config, sources, Path(folder) / "model")
+        derived = asdict(config.derived(len(sources.train)))
         if json_:
             print_json({"config": config.model_dump(mode="json"), "derived": derived})
         else:

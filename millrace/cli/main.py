@@ -218,7 +218,9 @@ def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Jso
         raise bad_value(
             "RUN",
             str(run),
-            "is not a run folder, because it has no history.jsonl",
+            "is not a run folder, because it has no history.jsonl"
+            if run.exists()
+            else f"no such folder (from {Path.cwd()})",
             "a folder such as runs/quickstart-1",
         )
     result = msgspec.to_builtins(audit(run))

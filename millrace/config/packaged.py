@@ -57,7 +57,10 @@ def hides(path: Path) -> str:
 
 
 def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
-    where = f"no such file (from {(folder / given).parent.resolve()})"
+    if (folder / given).is_dir():
+        fix = f"the file of a recipe; for a model, quickstart model.path={given}"
+        return bad_value(key, shown, "is a folder, not a recipe", fix)
+    where = f"no such file (from {folder.resolve()})"
     matches = _ending(str(given).removesuffix(".yaml"))
     if len(matches) > 1:
         rule = f"{where}, and the name fits several packaged recipes"

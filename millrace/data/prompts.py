@@ -154,12 +154,13 @@ def shuffled(i: int, n: int, key: str) -> int:
 def _tokens(rows: Rows, chat: Chat, i: int, shown: Problem) -> tuple[str, Tokens]:
     text, tokens = chat.render(shown, rows.describe(i))
     if chat.unk_id is not None and chat.unk_id in tokens:
-        rule = "has a character that the tokenizer does not know"
+        unknown = next((c for c in text if chat.unk_id in chat.encode(c)), "")
+        rule = f"has a character that the tokenizer does not know: {unknown!r}"
         raise bad_row(
             rows.describe(i),
             shown.text,
             rule,
-            "model.tokenizer=bpe, or data.train_files with that character",
+            "a row without it; for a model made on the spot, model.tokenizer=bpe",
         )
     if not tokens:
         raise bad_row(

@@ -167,6 +167,8 @@ class Checkpoints:
 def verify(path: Path) -> Manifest:
     """Read the manifest and verify every file. Raises CheckpointError, which names the file."""
     manifest_file = path / "manifest.json"
+    if not path.exists():
+        raise CheckpointError("no such folder")
     if not manifest_file.is_file():
         raise CheckpointError(f"{path}: no manifest.json: not a checkpoint, or an incomplete one")
     try:

@@ -63,7 +63,9 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
         warm = time.perf_counter()
         outcome = await run_training(s, ledger, stop)
         outcome.timings.update(
-            start=started - begin, warm_up=warm - started, train=outcome.train_seconds
+            start=started - begin,
+            warm_up=warm - started if s.run.resume_from is None and config.sft.steps else 0.0,
+            train=outcome.train_seconds,
         )
         return outcome
 

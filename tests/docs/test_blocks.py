@@ -26,6 +26,7 @@ from millrace.cli import bench, main
 from millrace.cli.main import app
 from millrace.config import Config, recipe
 from millrace.rewards.functions import load_function
+from millrace.run import problems
 from tests.docs import pages
 from tests.docs.pages import Block
 
@@ -64,10 +65,19 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(folder)
     try:
         millrace(["export", "runs/quickstart-1", "my-model"])
+        make_base_model()
         yield folder
     finally:
         os.chdir(before)
         patch.undo()
+
+
+def make_base_model() -> None:
+    """Make ./base-model, a user's own model folder, whose tokenizer can read train.jsonl."""
+    files = ["data.train_files=[train.jsonl]", "data.val_files=[val.jsonl]"]
+    keys = ["model.tokenizer=bpe", "rollout.max_prompt_length=512"]
+    config = recipe.load("quickstart", [*files, *keys, "sft.steps=0"])
+    problems.prepare(config, problems.load(config), Path("base-model"))
 
 
 def commands(block: Block) -> Iterator[list[str]]:
