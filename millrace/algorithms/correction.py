@@ -188,7 +188,7 @@ def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
 
 
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Return where ratios are below `lower` (None: 0) and above `upper`, with slack EDGE of logs."""
+    """Return where ratios are below `lower` (None: 0) and above `upper`, with log slack EDGE."""
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
 
 
