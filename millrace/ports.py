@@ -255,8 +255,6 @@ class WeightSync(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -1,12 +1,11 @@
-"""Rollout correction: weights and rejection between the rollout's policy (b) and the trainer's (a).
+"""Rollout correction: weights and rejection between the rollout's policy b and the trainer's a.
 
-Decoupled: a is the trainer's policy before the step. Bypass: a is the policy under training.
-Weights multiply token losses. Weights and `keep` are constants, without a gradient.
+Policy b drew the tokens. In decoupled mode, a is the trainer's policy before the step. In bypass
+mode, a is the policy under training. Weights and masks are constants without a gradient.
 
-Rejection leaves out the tokens and whole sequences whose policies are too far apart. All of it
-looks at l = log pi_a - log pi_b, in float64. A token's l is clamped to +-20. For k1, so is the sum
-or mean of a sequence's l, which is taken of unclamped tokens. A bound beyond e^20 or under e^-20
-never acts. A rule sees every included token, whatever other rules say of it.
+Rejection leaves out tokens and sequences whose policies differ too much. Rules use
+l = log pi_a - log pi_b in float64, clamped to +-20. For k1, the sum or mean over a sequence is
+taken from unclamped tokens and then clamped. A bound above e^20 or below e^-20 never acts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from millrace.algorithms.rules import RejectionRule
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
-"""Perplexities are reported up to e^100."""
+"""Upper bound of a reported log-perplexity: perplexities are at most e^100."""
 EDGE = 1e-12
-"""Slack of every bound: rounding in float64 does not put a value at a bound outside of it."""
+"""Slack of every bound: a value at a bound stays inside, in spite of rounding in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +33,23 @@ class Ratios:
     """The log-ratios of the included tokens, M of T."""
 
     raw: Tensor
-    """l [M] float64; 0 where it is not finite."""
+    """l [M] float64, 0 where it is not finite."""
     log: Tensor
-    """The same, clamped to +-20."""
+    """`raw` clamped to +-20."""
     finite: Tensor
-    """[M] bool."""
+    """[M] bool: whether l is finite."""
     ids: Tensor
     """Sequence of each token, [M] int64."""
     counts: Tensor
     """Included tokens of each sequence, [N] float64."""
     whole: Tensor
-    """Sequences that have an included token, and only finite ones, [N] bool."""
+    """Sequences with an included token and only finite ones, [N] bool."""
 
     @classmethod
     def of(
         cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
     ) -> Ratios:
-        """From log-probs [T], lengths [N] and include [T] bool."""
+        """Compute the ratios from log-probs [T], lengths [N] and include [T] bool."""
         ids = sequence_ids(lengths)
         delta = log_probs_a.detach().double() - log_probs_b.detach().double()
         if include is not None:
@@ -63,7 +62,7 @@ class Ratios:
         return cls(raw, log, finite, ids, counts, (counts > 0) & (num_finite == counts))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each sequence, [N], of values [M]."""
+        """Sum the values [M] over the tokens of each sequence, [N]."""
         return sequence_sums(values, self.ids, len(self.counts))
 
     def sequence_logs(self) -> Tensor:
@@ -71,7 +70,7 @@ class Ratios:
         return self.sums(self.raw).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_means(self) -> Tensor:
-        """Return the log of the geometric mean of each sequence's ratios, clamped to +-20, [N] float64."""
+        """Return the log of each sequence's geometric mean ratio, clamped to +-20, [N] float64."""
         means = self.sums(self.raw) / self.counts.clamp(min=1)
         return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -81,11 +80,16 @@ class Correction:
     """The result of `correct`."""
 
     weights: Tensor
-    """[T] float, detached: multiply token losses; 0 for tokens that are not kept."""
+    """[T] float, detached, 0 for tokens that are not kept. Weights multiply token losses."""
     keep: Tensor
     """[T] bool: included and not rejected."""
     metrics: dict[str, float]
-    """By name, `rollout_corr/...`."""
+    """Metrics by name, finite, and 0 where nothing is counted. docs/metrics.md lists them.
+
+    A unit is a token or, with sequence weights, a sequence. (verl mixes both in sequence mode, and
+    counts sequences without tokens.) Metrics of weights use the weights after step 2 of `correct`.
+    Standard deviations are of a population. The metrics of `drift` are included.
+    """
 
 
 def correct(
@@ -96,42 +100,30 @@ def correct(
     *,
     include: Tensor | None = None,
 ) -> Correction:
-    """Importance weights and rejection of a batch (arXiv 2505.24298, 2510.18855; names and presets are verl's).
+    """Compute the importance weights and the rejection of a batch.
 
-    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. lengths [N]. include [T] bool: tokens that are trained at all; the
-    others are not kept, have weight 0 and are in no statistic, sum or mean. Weights are float64 where log_probs_a is, else
-    float32; everything is computed in float64.
+    (arXiv 2505.24298, 2510.18855. Names and presets are verl's.) log_probs_a [T] are the trainer's,
+    log_probs_b [T] the rollout's. lengths is [N]. include [T] bool marks the tokens that are
+    trained. The other tokens are not kept, have weight 0, and enter no statistic, sum or mean.
+    Weights are float64 if log_probs_a is, else float32. Everything is computed in float64.
 
-    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the product of those of its included
-    tokens, e^clamp(sum l, +-20): the clamp is of the sum alone.
+    l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the
+    product over its included tokens, e^clamp(sum l, +-20). Only the sum is clamped there.
 
-    1. Rejection: a token is kept if the veto and every rule accept it; each looks at all included tokens. A
-       ratio that is not finite (a log-prob of -inf or NaN) is rejected, and with it its sequence where sequences are looked
-       at: by sequence weights, sequence rules and the veto. Rejecting every token is a valid result: weights of 0.
-    2. Weights: r truncated or cut by the band. Outside the band a weight is 0 but the token is still kept: it counts in means.
-    3. Normalisation, after that: divide by the mean over kept tokens (token weights) or over sequences that keep a token
-       (sequence weights, each sequence once) of this batch: give it whole. A mean of 0 leaves the weights as they are.
+    1. Rejection. A token is kept if the veto and every rule accept it. Each sees all included
+    tokens, whatever the others decide. A ratio that is not finite (a log-prob of -inf or NaN) is
+    rejected. Sequence weights, sequence rules and the veto then reject its whole sequence. A batch
+    may be rejected whole.
+    2. Weights. r is truncated, or set to 0 outside the band. A token outside the band has weight 0
+    but is still kept: it counts in means.
+    3. Normalisation, after step 2. With token weights, the divisor is the mean over kept tokens.
+    With sequence weights, it is the mean over sequences that keep a token, each counted once. The
+    mean is over this batch, so pass the whole batch. A mean of 0 leaves the weights unchanged.
 
-    All bounds are inclusive, with a slack of 1e-12 in log space: a ratio of exactly 0.5 or 5.0 in float64 is within 0.5 to 5.
-    Log-probs of float32 have lost about 1e-7 x |log p| before they get here, so there a ratio that close to a bound may fall
-    on either side of it.
-
-    Metrics `rollout_corr/NAME`, all finite, 0 where there is nothing to count. A unit is a token or, with sequence weights, a
-    sequence (verl mixes the two in sequence mode, and counts sequences without tokens). Stds are those of a population.
-    rollout_is_{mean,max,min,std}        of the kept units' weights after step 2
-    rollout_is_eff_sample_size           their `effective_sample_size`
-    rollout_is_ratio_fraction_{high,low} share of all units with a ratio over C, under 1/C; or over hi, under lo of the band
-    rollout_is_oob_ratio                 band alone: share of all units outside
-    rollout_is_batch_norm_factor         with normalisation: the divisor
-    rollout_is_seq_{mean,max,min,std}    of the sequences' mean weights over kept tokens; max_deviation is the largest |. - 1|
-    rollout_is_seq_fraction_{high,low}   share of sequences whose mean ratio is over or under the bounds above
-    rollout_rs_RULE_*                    see `accept`
-    rollout_rs_X_masked_fraction         share of tokens that X rejects: X a rule, token_age, token_veto, or nonfinite
-    rollout_rs_X_seq_masked_fraction     share of sequences with such a token
-    rollout_rs_[seq_]masked_fraction     the same of all that is rejected
-    and those of `drift`.
-
-    T = 0 and N = 0 give empty tensors. Raises ValueError if shapes differ.
+    All bounds are inclusive, with a slack of 1e-12 in log space. A ratio of exactly 0.5 or 5.0 in
+    float64 is within 0.5 to 5. Log-probs in float32 have an error of about 1e-7 x |log p|, so a
+    ratio that close to a bound may fall on either side. T = 0 and N = 0 give empty tensors. Raises
+    ValueError if shapes differ.
     """
     _check_shapes(log_probs_a, log_probs_b, lengths, include)
     ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
@@ -146,7 +138,7 @@ def correct(
 
 
 def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which included tokens are kept, [M] bool, and the metrics of rejection."""
+    """Return the mask of kept tokens among the included ones, [M] bool, and metrics."""
     metrics: dict[str, Tensor] = {}
     verdicts = {
         "nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite
@@ -160,18 +152,20 @@ def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[st
     for name, verdict in verdicts.items():
         keep &= verdict
         metrics |= {
-            f"rollout_rs_{name}_{what}": value for what, value in rejected(verdict, ratios).items()
+            f"rollout_rs_{name}_{metric}": value
+            for metric, value in rejected(verdict, ratios).items()
         }
     return keep, metrics | {
-        f"rollout_rs_{what}": value for what, value in rejected(keep, ratios).items()
+        f"rollout_rs_{metric}": value for metric, value in rejected(keep, ratios).items()
     }
 
 
 def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens [M] bool that the rule accepts, and `{mean,max,min,std,fraction_high,fraction_low}` of its statistic.
+    """Return the tokens [M] bool that the rule accepts, and metrics of its statistic.
 
-    Metrics are scalars over tokens or over sequences, as the rule has it, with finite ratios; for k1 they are of the ratio.
-    fraction_high and fraction_low are the shares above and below the bounds. All are 0 where there is nothing to count.
+    `{mean,max,min,std,fraction_high,fraction_low}` are scalars over the rule's tokens or sequences
+    with finite ratios, 0 if there are none. For k1 they are of the ratio. fraction_high and
+    fraction_low are the shares above and below the bounds.
     """
     statistic, valid = _statistic(rule, ratios)
     high = statistic > rule.upper * (1 + EDGE)
@@ -188,21 +182,21 @@ def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tenso
 
 
 def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
-    """Tokens [M] bool of the sequences in which every ratio is finite and at least `threshold`."""
+    """Return the tokens [M] bool of sequences with only finite ratios of at least `threshold`."""
     vetoed = ratios.sums(beyond(ratios.log, threshold, math.inf)[0].double()) > 0
     return (ratios.whole & ~vetoed)[ratios.ids]
 
 
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Whether each ratio is below `lower`, and above `upper`: compared as logs, with the slack EDGE; no lower bound is 0."""
+    """Return where ratios are below `lower` (None: 0) and above `upper`, with log slack EDGE."""
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
 
 
 def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """The rule's statistic, as a log for k1, and where it is defined: [M] or [N]."""
+    """Return the rule's statistic (a log for k1) and where it is defined: [M] or [N]."""
     log = ratios.log
     level, kind = rule.name[:-3], rule.name[-2:]
-    # expm1 keeps the digits that e^l - 1 loses where the two policies nearly agree.
+    # expm1 preserves digits where the two policies nearly agree. e^l - 1 does not.
     tokens = log if kind == "k1" else log.square() / 2 if kind == "k2" else log.expm1() - log
     if level == "token":
         return tokens, ratios.finite
@@ -220,13 +214,14 @@ def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
 
 
 def rejected(keep: Tensor, ratios: Ratios) -> dict[str, Tensor]:
-    """masked_fraction: share of the included tokens not in keep [M]; seq_masked_fraction: of the sequences that lose one."""
-    lost = ratios.sums((~keep).double()) > 0
-    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(lost[ratios.counts > 0])}
+    """Return the share of included tokens not in `keep` [M], and of sequences with such a token."""
+    masked = ratios.sums((~keep).double()) > 0
+    sequences = masked[ratios.counts > 0]
+    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(sequences)}
 
 
 def spread(values: Tensor) -> dict[str, Tensor]:
-    """Mean, max, min and population standard deviation of a float64 tensor; 0 where it is empty."""
+    """Return mean, max, min and population std of a float64 tensor, each 0 if it is empty."""
     if not len(values):
         return dict.fromkeys(("mean", "max", "min", "std"), values.new_zeros(()))
     return {
@@ -238,7 +233,7 @@ def spread(values: Tensor) -> dict[str, Tensor]:
 
 
 def share(flags: Tensor) -> Tensor:
-    """Share of bools that are true, float64; 0 where there are none."""
+    """Return the share of true values, float64, 0 if there are no values."""
     return flags.double().sum() / max(len(flags), 1)
 
 
@@ -249,7 +244,7 @@ def _log(ratio: float) -> float:
 def _weigh(
     ratios: Ratios, keep: Tensor, options: CorrectionOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weight of each included token, [M] float64, and the metrics of weights."""
+    """Return the weight of each included token, [M] float64, and the metrics of weights."""
     if options.rollout_is is None:
         return keep.double(), {}
     by_token = options.rollout_is == "token"
@@ -280,7 +275,7 @@ def _weigh(
 
 
 def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
-    """Ratios, truncated or 0 outside the band."""
+    """Return the ratios, truncated, or set to 0 outside the band."""
     if not isinstance(options.rollout_is_threshold, tuple):
         return logs.exp().clamp(max=options.rollout_is_threshold)
     low, high = beyond(logs, *options.band)
@@ -288,7 +283,7 @@ def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
 
 
 def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """Ratios below and above the bounds that metrics speak of: the band, or 1/C and C."""
+    """Return the ratios below and above the bounds in the metrics: the band, or 1/C and C."""
     bounds = options.rollout_is_threshold
     return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
 
@@ -296,7 +291,7 @@ def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
 def _sequence_metrics(
     ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions
 ) -> dict[str, Tensor]:
-    """rollout_is_seq_*; `means` are the mean weights of the sequences that keep a token."""
+    """Return rollout_is_seq_*. `means`: the mean weights of the sequences that keep a token."""
     of_tokens = options.rollout_is == "token"
     raw = (ratios.sums(ratios.log.exp()) / ratios.counts).log() if of_tokens else logs
     low, high = _outside(raw[ratios.whole], options)
@@ -312,18 +307,20 @@ def _sequence_metrics(
 def drift(
     log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None
 ) -> dict[str, float]:
-    """How far policy a has moved from the policy b that drew the tokens, as `rollout_corr/NAME`; arguments as in `correct`.
+    """Measure how far policy a has moved from policy b, which drew the tokens.
 
-    kl                         mean over tokens of log b - log a: KL(b || a), the k1 estimate
-    k3_kl                      mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
-    chi2_token, chi2_seq       mean of r^2 over tokens, and of the squared ratio over sequences; minus 1
-    training_log_ppl           mean over sequences of -(mean over tokens of log a); rollout_log_ppl: of log b
-    training_ppl, rollout_ppl  mean over sequences of the perplexity e^(log ppl), at most e^100
-    log_ppl_diff               mean over sequences of log ppl of a - log ppl of b; log_ppl_abs_diff, log_ppl_diff_max, _min
-    ppl_ratio                  mean over sequences of e^(that difference), the exponent within +-100
+    Arguments are as in `correct`. Metrics are named `rollout_corr/NAME`:
+    kl                          mean over tokens of log b - log a: KL(b || a), the k1 estimate
+    k3_kl                       mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
+    chi2_token, chi2_seq        mean of the squared ratio over tokens, over sequences; minus 1
+    {training,rollout}_log_ppl  mean over sequences of -(mean over tokens of log a, of log b)
+    {training,rollout}_ppl      mean over sequences of e^(log ppl) of a, of b, each at most e^100
+    log_ppl_diff[_max,_min]     mean, maximum, minimum over sequences of log ppl of a - log ppl of b
+    log_ppl_abs_diff            mean of the absolute differences
+    ppl_ratio                   mean over sequences of e^difference, the exponent clamped to +-100
 
-    Tokens whose ratio is not finite are left out, and so are sequences without tokens (verl counts those as perplexity 1).
-    Computed in float64, always finite; no tokens give 0 for all.
+    Tokens with a ratio that is not finite are left out. So are sequences without tokens (verl
+    counts them with perplexity 1). Values are float64 and finite, and 0 without tokens.
     """
     finite = (log_probs_a.detach().double() - log_probs_b.detach().double()).isfinite()
     used = finite if include is None else finite & include
@@ -352,9 +349,10 @@ def drift(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(sum w)^2 / (n sum w^2): a share from 1/n (one weight has all) to 1 (all equal), scalar in float64.
+    """Return (sum w)^2 / (n sum w^2) as a float64 scalar.
 
-    `mask` [T]: only weights where it is not 0 count. No weights, or all of them 0, give 0.
+    It is 1/n if one weight has everything, and 1 if all weights are equal. With `mask` [T], only
+    weights where it is not 0 count. The result is 0 without weights or if all are 0.
     """
     w = weights.detach().double()
     if mask is not None:
@@ -382,7 +380,7 @@ def _check_shapes(
 
 
 def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
-    """Values of included tokens [M] back to [T], 0 elsewhere."""
+    """Scatter the values of included tokens [M] to [T], with 0 elsewhere."""
     if include is None:
         return values
     return values.new_zeros(include.shape).masked_scatter_(include, values)
@@ -393,7 +391,7 @@ def _mean(values: Tensor) -> Tensor:
 
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Numbers, in one transfer from the device."""
+    """Return the metrics as numbers, with one transfer from the device."""
     return {
         PREFIX + name: value
         for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)

@@ -10,28 +10,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """Tokens of a micro-batch: M tokens of whole trajectories, any number of them. Floating tensors share one dtype."""
+    """The M tokens of a micro-batch of whole trajectories. Floating tensors share one dtype."""
 
     log_probs: Tensor
-    """[M] floating, of the policy under training; the only one with a gradient."""
+    """[M] floating, of the policy under training. Only this tensor has a gradient."""
     old_log_probs: Tensor
-    """[M] of the policy that ratios are taken against. Anything finite in modes outside USES_OLD."""
+    """[M] of the policy in the denominator of ratios. Any finite value in modes outside USES_OLD.
+    """
     advantages: Tensor
     """[M]."""
     sequence_ids: Tensor
     """[M] int64 below num_sequences."""
     num_sequences: int
-    """Trajectories here; some may have no token."""
+    """Number of trajectories. Some may have no token."""
     mask: Tensor
-    """[M] bool: tokens that are trained. What the others hold is never looked at, were it not a number."""
+    """[M] bool: tokens that are trained. Values of other tokens are never read and may be NaN."""
     selected: Tensor | None = None
-    """[M] bool: what clip_cov_tokens or kl_cov_tokens chose from the whole mini-batch, for modes in SELECTS."""
+    """[M] bool: tokens selected in the whole mini-batch, for modes in SELECTS."""
 
     def trained(self) -> LossInput:
-        """The same, neutral where masked: log-probs and advantage 0, not selected. Only log_probs keeps its gradient.
+        """Return a copy with log-probs and advantage 0, and not selected, where masked.
 
-        So a masked token has ratio 1, loss 0 and gradient 0, and adds nothing to a sum over its sequence. Raises ValueError if
-        a tensor's shape is not that of log_probs.
+        Only log_probs keeps its gradient. A masked token then has ratio 1, loss 0 and gradient 0,
+        and adds nothing to a sum over its sequence. Raises ValueError if a tensor's shape differs
+        from that of log_probs.
         """
         self._check_shapes()
         masked = ~self.mask
@@ -56,20 +58,23 @@ class LossInput:
         for name, tensor in tensors.items():
             if tensor.shape != self.log_probs.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(self.log_probs.shape)}"
+                    f"{name} has shape {tuple(tensor.shape)}, "
+                    f"log_probs {tuple(self.log_probs.shape)}"
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """Numbers of all modes; each reads its own. Raises ValueError for one that is out of range."""
+    """Numbers of all modes. Each mode reads its own. Raises ValueError for a value out of range."""
 
     clip_low: float
-    """How far below 1 a ratio counts. dppo_tv: fall of the token's probability; dppo_kl: binary KL where A < 0; geo_mean: of
-    the log-ratio (its paper has 0.4). gspo's paper has 3e-4."""
+    """How far below 1 a ratio may be. dppo_tv: fall of the token's probability. dppo_kl: binary KL
+    where A < 0. geo_mean: bound on the log-ratio (0.4 in its paper). gspo's paper has 3e-4.
+    """
     clip_high: float
-    """How far above 1 a ratio counts. dppo_tv: rise of the token's probability; dppo_kl: binary KL where A > 0; geo_mean: of
-    the log-ratio (its paper has 0.4). gspo's paper has 4e-4."""
+    """How far above 1 a ratio may be. dppo_tv: rise of the token's probability. dppo_kl: binary KL
+    where A > 0. geo_mean: bound on the log-ratio (0.4 in its paper). gspo's paper has 4e-4.
+    """
     clip_c: float
     """vanilla: bound on the ratio where A < 0."""
     tau_pos: float
@@ -77,11 +82,15 @@ class LossOptions:
     tau_neg: float
     """sapo: temperature elsewhere."""
     dro_beta: float
-    """dro: weight of the squared log-ratio, on the scale of the advantages. Tinker has 0.05; verl has no default."""
+    """dro: weight of the squared log-ratio, on the scale of advantages. Tinker uses 0.05. verl has
+    no default.
+    """
     ppo_kl_coef: float
     """kl_cov: weight of |log-ratio| on selected tokens."""
     dppo_clip_c: float
-    """dppo_tv, dppo_kl: bound on the ratio as a weight. verl means 20, but its clip_ratio_c = 3 always overrides that."""
+    """dppo_tv, dppo_kl: bound on the ratio as a weight. verl intends 20, but its clip_ratio_c = 3
+    always overrides it.
+    """
 
     def __post_init__(self) -> None:
         if self.clip_c <= 1:
@@ -106,11 +115,14 @@ class LossOptions:
 
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
-"""Token losses [M] with a gradient to log_probs, 0 where masked; and statistics, each [M], of that dtype, detached, 0 where
-masked or where the mode has no such thing:
+"""Token losses [M] and statistics.
 
-clipped        1 where a bound of the mode changed what the token adds
-clipped_lower  1 where the bound on a large ratio did: dual clip (vanilla, A < 0), truncated weight (dppo)
+The losses have a gradient to log_probs and are 0 where masked. Each statistic is [M], of the same
+dtype, detached, and 0 where masked or where the mode lacks it:
+
+clipped        1 where a bound of the mode changed the token's contribution
+clipped_lower  1 where the bound on a large ratio did: dual clip (vanilla, A < 0), truncated
+               weight (dppo)
 log_ratio      log(pi / pi_old) clamped to +-20; -mean is verl's ppo_kl
 """
 
@@ -122,7 +134,7 @@ def statistics(
     clipped: Tensor | None = None,
     clipped_lower: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The three entries of a TokenLoss, in the dtype of `log_probs`; what is not given is 0."""
+    """Return the three statistics of a TokenLoss, 0 if missing, in the dtype of `log_probs`."""
     given = {"clipped": clipped, "clipped_lower": clipped_lower, "log_ratio": log_ratio}
     zeros = torch.zeros_like(log_probs)
     return {

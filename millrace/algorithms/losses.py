@@ -1,9 +1,11 @@
-"""Policy losses, token by token: the proximal policy, the losses, the choice of tokens, the sums.
+"""Policy losses for each token.
 
-The weights W of a rollout correction are in correction.py; the caller multiplies them in. Losses on
-whole sequences are in sequence_losses.py, and all modes by name in policy_losses.py.
+The file has the proximal policy, the losses, the choice of tokens by covariance, and the weights
+that reduce token losses to one number. correction.py computes the weights W of a rollout
+correction, and the caller multiplies them in. sequence_losses.py has the losses on whole sequences,
+and policy_losses.py has all modes by name.
 
-Below rho = exp(clamp(log pi - log pi_old, +-20)), A the advantage, sg a constant (stop gradient).
+Below, rho = exp(clamp(log pi - log pi_old, +-20)), A is the advantage, and sg is a stop gradient.
 """
 
 from __future__ import annotations
@@ -17,41 +19,50 @@ from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, st
 from millrace.algorithms.modes import AggMode
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this: exp(20) = 4.9e8 still leaves a finite square in float32."""
+"""Bound of log-ratios: the square of exp(20) = 4.9e8 is still finite in float32."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """log(pi / pi_old) clamped to +-20, the shape of its arguments; no gradient where the clamp acts."""
+    """Compute log(pi / pi_old) clamped to +-20, in the shape of its arguments.
+
+    There is no gradient where the clamp acts.
+    """
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def interpolate(
     rollout_log_probs: Tensor, log_probs: Tensor, token_versions: Tensor, version: int
 ) -> Tensor:
-    """log mu + alpha (log theta - log mu), alpha = (v_prox - v_mu) / (v_theta - v_mu), [T] in the dtype of log_probs, detached.
+    """Compute log mu + alpha (log theta - log mu), [T] in the dtype of log_probs, detached.
 
-    This guesses the proximal policy of decoupled PPO from versions, without a forward pass (A-3PO,
-    arXiv 2512.06547). Decoupled PPO (AReaL, arXiv 2505.24298) takes its ratio against the proximal
-    policy: that of the weights that training started from. It weighs each token by proximal /
-    rollout. No loss of its own is needed. Give the result as `old_log_probs` of any mode, and
-    multiply by the weights that correction.py makes of proximal and rollout.
+    alpha = (v_prox - v_mu) / (v_theta - v_mu).
 
-    rollout_log_probs (mu) and log_probs (theta, of the policy under training) [T] floating; token_versions (v_mu) [T] integers:
-    the version of the weights that drew each token. `version` is the live one: that of the last sync, which training started
-    from. It is v_prox, and the policy under training, which will be published next, is v_theta = version + 1. With
-    d = version - v_mu:
+    The result estimates the proximal policy of decoupled PPO from versions, without a forward pass
+    (A-3PO, arXiv 2512.06547). Decoupled PPO (AReaL, arXiv 2505.24298) takes its ratio against the
+    proximal policy, from which training started. It weighs each token by proximal / rollout. This
+    needs no loss of its own. Pass the proximal log-probs as `old_log_probs` of any mode. Multiply
+    by the weights of correction.py for proximal and rollout.
 
-    alpha = d / (d + 1): 0 for a token of the live version, whose proximal policy drew it; 1/2 one version back, then to 1
+    rollout_log_probs (mu) and log_probs (theta, of the policy under training) are [T] floating.
+    token_versions (v_mu) are [T] integers: the version that drew each token. `version` is the live
+    version, of the last sync, from which training started. It is v_prox. The policy under training
+    is published next, so v_theta = version + 1. With d = version - v_mu:
 
-    So the ratio theta / prox is (theta / mu)^(1 / (d + 1)): a version's share of the way from mu to theta. A version above the
-    live one counts as the live one. T = 0 gives an empty tensor.
+    alpha = d / (d + 1): 0 for a token of the live version, whose proximal policy drew it, 1/2 for
+    one version back, then towards 1
 
-    This is what AReaL's documentation defines: v_prox is the last published version and v_prox = v_theta - 1. Its code takes
-    v_theta from an engine that learns its new number only after the update, so its v_theta is the live version and its alpha
-    (d - 1) / d: tokens one version back get alpha 0, as if the policy had not moved since.
+    The ratio theta / prox is therefore (theta / mu)^(1 / (d + 1)): one version's share of the way
+    from mu to theta. A version above the live one counts as the live one. T = 0 gives an empty
+    tensor.
 
-    It is a guess: that log-probs move evenly from version to version. Before the first optimizer step of a version theta still
-    is the proximal policy (true alpha 1), and this takes 1 / (d + 1) of the way for a step already taken.
+    AReaL's documentation has this definition: v_prox is the last published version, and v_prox =
+    v_theta - 1. AReaL's code differs. It reads v_theta from an engine that gets its new number only
+    after the update. There, v_theta is the live version and alpha is (d - 1) / d. Tokens one
+    version back get alpha 0, as if the policy had not moved since.
+
+    This is an estimate: it assumes that log-probs move evenly from version to version. Before the
+    first optimizer step of a version, theta still is the proximal policy (true alpha 1). This
+    function subtracts 1 / (d + 1) of the way there, as if a step had happened.
     """
     mu, theta = rollout_log_probs.detach().to(log_probs.dtype), log_probs.detach()
     age = (version - token_versions).clamp(min=0).to(theta.dtype)
@@ -61,9 +72,10 @@ def interpolate(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and the bool mask of where the clip won; shapes of `ratio`.
+    """Compute max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and where the clip won.
 
-    A ratio on an edge is inside: it is not clipped and has its whole gradient.
+    The second result is a bool mask. Both have the shape of `ratio`. A ratio on an edge is inside:
+    it is not clipped and has its full gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -80,18 +92,25 @@ def ppo_clip(
     clip_c: float,
     weights: Tensor | None = None,
 ) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347) with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
+    """Compute PPO's clipped surrogate with clip-higher and dual clip.
+
+    (arXiv 1707.06347; DAPO, arXiv 2503.14476; arXiv 1912.09729.)
 
     ratio = exp(clamp(log_probs - old_log_probs, +-20))
-    loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A clip_c; times `weights`.
 
-    All tensors [T] and of one floating dtype; only `log_probs` has a gradient. `weights` are importance weights of the
-    rollout correction, constants. clip_c must be over 1. Ratios on an edge are inside.
+    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A clip_c where A <
+    0, times `weights`
+
+    All tensors are [T] and of one floating dtype. Only `log_probs` has a gradient. `weights` are
+    the constant importance weights of the rollout correction. clip_c must be over 1. Ratios on an
+    edge are inside.
 
     Returns the token losses [T] and detached statistics, each [T] in the dtype of `log_probs`:
-    clipped        1 where the clip changed the loss (verl's pg_clipfrac is its mean)
+
+    clipped        1 where the clip changed the loss (its mean is verl's pg_clipfrac)
     clipped_lower  1 where the dual clip did (A < 0 and ratio over clip_c)
     log_ratio      clamped log-ratio; -mean is verl's ppo_kl
+
     T = 0 gives empty tensors.
     """
     if clip_c <= 1:
@@ -108,7 +127,7 @@ def ppo_clip(
 
 
 def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """`ppo_clip`: PPO with clip-higher and dual clip."""
+    """Compute `ppo_clip`: PPO with clip-higher and dual clip."""
     x = inputs.trained()
     return ppo_clip(
         x.log_probs,
@@ -121,20 +140,22 @@ def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def reinforce(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A log pi: the policy gradient, with nothing that holds it near the old policy.
+    """Compute -A log pi: the policy gradient, without a bound on the distance to the old policy.
 
-    Also the loss of GPG (arXiv 2504.02546), whose own part is in its advantages. With W = sg(rho) outside it is off-policy
-    REINFORCE. The old log-probs are not read, so the log_ratio statistic is 0.
+    This is also the loss of GPG (arXiv 2504.02546), whose own part is in its advantages. With W =
+    sg(rho) as a factor, it is off-policy REINFORCE. It does not read the old log-probs, so the
+    log_ratio statistic is 0.
     """
     x = inputs.trained()
     return -x.advantages * x.log_probs, statistics(x.log_probs)
 
 
 def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585).
+    """Compute -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
 
-    The clip bounds a token's weight, never its gradient to 0. `clipped` marks weights that it changed where A is not 0. The
-    paper bounds only above: give clip_low = 1 for that.
+    (CISPO, MiniMax-M1, arXiv 2506.13585.) The clip bounds a token's weight and never sets its
+    gradient to 0. `clipped` marks weights that it changed where A is not 0. The paper has only an
+    upper bound: use clip_low = 1 for that.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs).detach()
@@ -147,9 +168,10 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347).
+    """Compute -A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg.
 
-    A smooth clip: the gradient is that of -A log pi at rho = 1 and fades on both sides. Nothing is clipped in the statistics.
+    (SAPO, arXiv 2511.20347.) This is a smooth clip. At rho = 1, the gradient is that of -A log pi,
+    and it fades on both sides. In the statistics, nothing is clipped.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
@@ -161,9 +183,10 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-(A log pi - dro_beta / 2 (log pi - log pi_old)^2) (DRO, arXiv 2405.19107, token by token as in verl and Tinker).
+    """Compute -(A log pi - dro_beta / 2 (log pi - log pi_old)^2).
 
-    The log-ratio in the loss is not clamped: the square must go on pulling a token back that has gone far.
+    (DRO, arXiv 2405.19107, for each token as in verl and Tinker.) The log-ratio in the loss is not
+    clamped, so the square also pulls back a token that has moved far.
     """
     x = inputs.trained()
     distance = (x.log_probs - x.old_log_probs).square()
@@ -172,9 +195,10 @@ def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """PPO's clip without dual clip; 0, so without gradient, for selected tokens (Clip-Cov, arXiv 2505.22617).
+    """Compute PPO's clip without dual clip, and 0, without gradient, for selected tokens.
 
-    `clipped` marks both. Tokens come from clip_cov_tokens. Raises ValueError without `selected`.
+    (Clip-Cov, arXiv 2505.22617.) `clipped` marks both kinds of tokens. `clip_cov_tokens`
+    selects them. Raises ValueError without `selected`.
     """
     x = inputs.trained()
     selected = _selected(x)
@@ -188,10 +212,11 @@ def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """-A rho, + ppo_kl_coef |log pi - log pi_old| for selected tokens (KL-Cov, arXiv 2505.22617). No clip.
+    """Compute -A rho, plus ppo_kl_coef |log pi - log pi_old| for selected tokens, without a clip.
 
-    The penalty is not clamped, so it pulls back from any distance; at distance 0 its gradient is 0, so the first step on a
-    batch is without it. Tokens come from kl_cov_tokens. Raises ValueError without `selected`.
+    (KL-Cov, arXiv 2505.22617.) The penalty is not clamped, so it pulls back from any distance. At
+    distance 0 its gradient is 0, so it has no effect on the first step of a batch.
+    `kl_cov_tokens` selects the tokens. Raises ValueError without `selected`.
     """
     x = inputs.trained()
     selected = _selected(x)
@@ -204,26 +229,27 @@ def kl_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
 def _selected(inputs: LossInput) -> Tensor:
     if inputs.selected is None:
         raise ValueError(
-            "this loss needs `selected`: the tokens that clip_cov_tokens or kl_cov_tokens chooses over the whole mini-batch"
+            "this loss needs `selected`: "
+            "the tokens that clip_cov_tokens or kl_cov_tokens selects in the whole mini-batch"
         )
     return inputs.selected
 
 
-# The choice of the tokens that clip_cov and kl_cov act on ----------------------------------------
+# The choice of tokens for clip_cov and kl_cov ------------------------------------------------
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return cov_t = (A_t - mean A) (log pi_t - mean log pi), [T] float64, detached (arXiv 2505.22617).
+    """Return cov_t = (A_t - mean A) (log pi_t - mean log pi), [T] float64, detached.
 
-    Both means are over all trained tokens. Tokens of large covariance make the entropy fall. The
-    result is not a number where mask is false. log_probs, of the policy under training, and
-    advantages are [T] floating; mask is [T] bool. At the first step on a batch, the old log-probs
-    are the same.
+    (arXiv 2505.22617.) Both means are over all trained tokens. A token with a large covariance
+    lowers the entropy. The result is NaN where mask is false. log_probs and advantages are [T]
+    floating, mask is [T] bool. log_probs are those of the policy under training. At the first step
+    on a batch, they equal the old ones.
 
-    Give the WHOLE mini-batch, of all ranks: the choice is a share of its tokens. verl takes means,
-    share and draw from each micro-batch. At 2e-4, every micro-batch of up to 9,999 tokens then
-    gives one token, whatever its covariance is in the mini-batch. verl also draws from an unseeded
-    permutation: ranks disagree, and no run can be repeated.
+    Pass the WHOLE mini-batch, of all ranks, because the choice is a share of its tokens. verl
+    computes means, share and draw for each micro-batch. At 2e-4, every micro-batch of up to 9,999
+    tokens then gives one token, for any covariance in the mini-batch. verl also draws from an
+    unseeded permutation: ranks disagree, and runs cannot be repeated.
     """
     result = log_probs.new_full(log_probs.shape, torch.nan, dtype=torch.float64)
     a, logp = (x.detach()[mask].double() for x in (advantages, log_probs))
@@ -232,9 +258,10 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_cov_tokens(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
-    """The max(int(ratio * trained tokens), 1) trained tokens of largest covariance, as a mask [T] bool.
+    """Mark the max(int(ratio * trained tokens), 1) trained tokens of largest covariance, [T] bool.
 
-    Of equal ones the first in the batch win. No trained tokens give none. Raises ValueError unless 0 < ratio <= 1.
+    Among equal covariances, the first in the batch come first. Without trained tokens, none is
+    marked. Raises ValueError unless 0 < ratio <= 1.
     """
     cov = covariances(log_probs, advantages, mask)
     at = mask.nonzero().squeeze(-1)
@@ -253,11 +280,13 @@ def clip_cov_tokens(
     generator: torch.Generator,
     clipped: Tensor | None = None,
 ) -> Tensor:
-    """max(int(ratio * trained tokens), 1) tokens drawn from those with lower < cov < upper, or all if fewer; a mask [T] bool.
+    """Mark random tokens with lower < cov < upper, [T] bool.
 
-    `clipped` [T] bool: tokens that PPO's clip leaves without a gradient, never drawn (verl's choice); there are none while
-    log_probs are the old ones. The draw depends on the generator's state alone: a generator of the same seed on each rank gives
-    each the same tokens. Raises ValueError unless 0 < ratio <= 1 and lower < upper.
+    The number of tokens is max(int(ratio * trained tokens), 1), or all candidates if there are
+    fewer. `clipped` [T] bool marks tokens that PPO's clip leaves without a gradient. They are never
+    drawn (verl's choice). There are none while log_probs are the old ones. The draw depends on the
+    generator's state alone: equal seeds give equal tokens on every rank. Raises ValueError unless 0
+    < ratio <= 1 and lower < upper.
     """
     if not lower < upper:
         raise ValueError(f"lower must be below upper, got {lower} and {upper}")
@@ -281,7 +310,7 @@ def _marked(mask: Tensor, positions: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=torch.bool).index_fill(0, positions, True)
 
 
-# From token losses to one number ------------------------------------------------------------
+# The sum of token losses -----------------------------------------------------------------------
 
 
 def token_weights(
@@ -294,27 +323,32 @@ def token_weights(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the factor of each token's loss, [T] in `dtype`, which is that of the loss. Every mode is a weighted sum.
+    """Return the factor of each token's loss, [T] in `dtype`, the dtype of the loss.
+
+    Every mode is a weighted sum:
 
     mode                     factor
     token-mean               1 / total_tokens
     token-sum                1
     seq-mean-token-sum       1 / total_sequences
-    seq-mean-token-sum-norm  1 / (total_sequences * scale)      (Dr.GRPO's constant length, given by the caller)
+    seq-mean-token-sum-norm  1 / (total_sequences * scale), `scale` being Dr.GRPO's constant length
     seq-mean-token-mean      1 / (total_sequences * sequence_lengths[sequence])
 
-    Factors are computed in float64, so that no dtype of `sequence_lengths` costs precision.
+    Factors are computed in float64, so every dtype of `sequence_lengths` gives full precision.
 
-    The counts are given by the caller, never taken from the tensors at hand. The parts that
-    micro-batches and ranks compute then add up to what one batch would give, however it is cut.
+    The caller passes the counts. They never come from the tensors of the call. The parts that
+    micro-batches and ranks compute therefore add up to the result of one batch, for any split.
 
-    sequence_ids [T] integers: index into sequence_lengths. sequence_lengths [S]: trained tokens of each WHOLE sequence, also
-    if only some of its tokens are here. total_tokens: trained tokens of the global mini-batch; total_sequences: its
-    sequences that have one. Both are counted after rejection, so a sequence that is masked whole
-    weighs nothing in a mean. (verl's trainers divide by the configured size of the mini-batch, which
-    counts such a sequence. Without that size, its agg_loss leaves the sequence out too.) A total of 0
-    counts as 1: there is nothing to add then.
-    (verl's agg_loss, verl/trainer/ppo/core_algos.py; its 1e-8 beside the length is left out, for a token's sequence has one.)
+    sequence_ids [T] are integers that index sequence_lengths. sequence_lengths [S] counts the
+    trained tokens of each WHOLE sequence, even if this call has only some of them. total_tokens
+    counts the trained tokens of the global mini-batch. total_sequences counts its sequences with at
+    least one such token.
+
+    Both totals are counted after rejection. A sequence that is masked whole therefore has no weight
+    in a mean. (verl's trainers divide by the configured mini-batch size, which counts such a
+    sequence. Without that size, verl's agg_loss omits the sequence too.) A total of 0 counts as 1,
+    because there is nothing to add. (Source: verl's agg_loss, verl/trainer/ppo/core_algos.py. Its
+    1e-8 in the divisor is omitted, because the sequence of a token has at least one token.)
     """
     if mode not in get_args(AggMode):
         raise ValueError(

@@ -1,5 +1,6 @@
-"""Facts about each policy loss by its name. Needs no torch, because the configuration checks use
-it.
+"""Facts about each policy loss by its name.
+
+The configuration checks use this module, so it needs no torch.
 """
 
 from __future__ import annotations

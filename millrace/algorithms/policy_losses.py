@@ -1,5 +1,6 @@
-"""Policy losses by their names in `actor.policy_loss.loss_mode`. modes.py has facts about each
-name.
+"""Policy losses by their names in `actor.policy_loss.loss_mode`.
+
+modes.py has facts about each name.
 
 There is no `tpo`. T-PPO (arXiv 2506.15050) adds two parts to PPO: an advantage for truncated
 responses and a choice of tokens. The advantage is EGAE: `gae` with `bootstrap_truncated`. The

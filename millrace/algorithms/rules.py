@@ -1,5 +1,6 @@
-"""Rejection rules in the spelling of a configuration. Needs no torch, as configuration checks use
-it.
+"""Rejection rules in the spelling of a configuration.
+
+The configuration checks use this module, so it needs no torch.
 """
 
 from __future__ import annotations

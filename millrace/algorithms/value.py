@@ -13,7 +13,7 @@ def value_loss(
 
     It is 0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2). All tensors are
     [T] and of one floating dtype. Only `values` has a gradient: v - R, or 0 where the clipped side
-    is larger. A value on an edge is inside. Aggregate the result with aggregate.py, like the
+    is larger. A value on an edge is inside. Aggregate the result with `token_weights`, like the
     policy's loss. Raises ValueError unless cliprange is over 0.
 
     Returns the token losses [T] and {"clipped": [T]}, which is 1 where the clipped side is larger.

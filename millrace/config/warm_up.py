@@ -1,5 +1,6 @@
-"""The supervised warm-up is for newly built models. With a user's own model, the user must ask for
-it.
+"""The supervised warm-up, for newly built models.
+
+With a user's own model, the user must ask for it.
 """
 
 from __future__ import annotations

@@ -204,9 +204,6 @@ class RemoteWeightSync:
     async def activate(self, version: PolicyVersion) -> float:
         return max(await all_of(self._replicas, "receiver.activate", (version,), float))
 
-    async def close(self) -> None:
-        return None
-
 
 def _absolute(folder: str) -> str:
     """Return the absolute path. A worker may have another working directory."""

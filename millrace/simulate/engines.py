@@ -303,9 +303,6 @@ class SimWeightSync:
     async def activate(self, version: PolicyVersion) -> float:
         return max(await asyncio.gather(*(r.swap(version) for r in self._replicas)))
 
-    async def close(self) -> None:
-        return None
-
 
 class SimReward:
     """Takes `reward_s` for each call. A response scores 1 with its prompt's chance, else 0.

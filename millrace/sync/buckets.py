@@ -1,5 +1,6 @@
-"""Tensors packed into flat buckets. Both sides derive the plan from names, shapes
-and dtypes alone.
+"""Tensors packed into flat buckets.
+
+Both sides derive the plan from names, shapes and dtypes alone.
 """
 
 from __future__ import annotations

@@ -77,8 +77,6 @@ class Sync:
     async def activate(self, version: int) -> float:
         return max(await asyncio.gather(*(r.activate(version) for r in self.receivers)))
 
-    async def close(self) -> None: ...
-
 
 class Prompts:
     def __getitem__(self, index: int) -> Prompt:
