@@ -1,4 +1,4 @@
-"""Episodes, samples and the pool: what an interruption keeps, what limits hold, where a request goes."""
+"""Episodes and samples: what an interruption keeps, what limits hold and how responses are scored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
-from millrace.ports import RolloutEngine, RolloutStats, Turn
+from millrace.ports import Turn
 from millrace.rollout.episode import request_seed, run_episode
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import (
@@ -27,17 +26,11 @@ from millrace.types import (
     Stop,
     Tokens,
     Trajectory,
-    floats_of,
     tokens_of,
 )
+from tests.rollout.helpers import said
 
 PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
-
-
-def said(tokens: Sequence[int], stop: Stop | None = Stop.EOS, version: int = 0) -> Segment:
-    return Segment(
-        tokens_of(tokens), version=version, log_probs=floats_of([-1.0] * len(tokens)), stop=stop
-    )
 
 
 @dataclass
@@ -331,110 +324,3 @@ def test_shaping_keeps_the_components_of_a_reward() -> None:
         Score(0.5, {"format": 1.0}), Trajectory((said([1, 2, 3]),))
     )
     assert shaped == Score(0.0, {"format": 1.0, "overlong_reward": -0.5}, 0.5)
-
-
-@dataclass
-class Engine:
-    """A replica whose requests end when told."""
-
-    running: list[asyncio.Future[tuple[Segment, ...]]] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)
-    log: list[str] = field(default_factory=list)
-
-    async def generate(
-        self, tokens: Tokens, params: SamplingParams, session: str
-    ) -> tuple[Segment, ...]:
-        self.sessions.append(session)
-        self.running.append(asyncio.get_running_loop().create_future())
-        return await self.running[-1]
-
-    async def interrupt(self) -> None:
-        self.log.append("interrupt")
-
-    async def sleep(self, keep_weights: bool = True) -> None:
-        self.log.append("sleep" if keep_weights else "sleep without weights")
-
-    async def wake_weights(self) -> None:
-        self.log.append("wake weights")
-
-    async def wake(self) -> None:
-        self.log.append("wake")
-
-    async def close(self) -> None:
-        self.log.append("close")
-
-    async def stats(self) -> RolloutStats:
-        return RolloutStats(1, 2, 3.0, 4)
-
-
-def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_at_home() -> None:
-    async def main() -> None:
-        engines = [Engine(), Engine()]
-        pool = RolloutPool(engines)
-        tasks = [
-            asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), f"s{i}"))
-            for i in range(4)
-        ]
-        await asyncio.sleep(0)
-        assert [e.sessions for e in engines] == [["s0", "s2"], ["s1", "s3"]]
-        for future in engines[1].running:
-            future.set_result((said([1]),))
-        await asyncio.sleep(0)
-        again = asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), "s0"))
-        await asyncio.sleep(0)
-        assert engines[0].sessions[-1] == "s0", "replica 1 is idle, but the KV cache of s0 is here"
-        for task in [*tasks, again]:
-            task.cancel()
-        await asyncio.wait([*tasks, again])
-        assert pool._loads == [0, 0], "cancelled requests are no load"
-        for i in range(4):
-            pool.forget(f"s{i}")
-        assert not pool._homes
-
-    asyncio.run(main())
-
-
-def test_siblings_share_a_replica_until_it_has_much_more_to_do() -> None:
-    async def main() -> None:
-        engines = [Engine(), Engine(), Engine()]
-        pool = RolloutPool(engines)
-        names = [f"{sample}/{i}" for sample in (0, 1) for i in range(4)] + [
-            f"2/{i}" for i in range(13)
-        ]
-        tasks = [
-            asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), name))
-            for name in names
-        ]
-        await asyncio.sleep(0)
-        assert [len(e.sessions) for e in engines] == [5, 4, 12]
-        assert {s[0] for s in engines[1].sessions} == {"1"} and {
-            s[0] for s in engines[2].sessions
-        } == {"2"}
-        assert engines[0].sessions[-1] == "2/12", (
-            "a home with eight requests more than the least loaded one is full"
-        )
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for name in names:
-            pool.forget(name)
-        assert not pool._homes
-
-    asyncio.run(main())
-
-
-def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
-    async def main() -> None:
-        engines: list[Engine] = [Engine(), Engine(), Engine()]
-        pool: RolloutEngine = RolloutPool(engines)
-        await pool.sleep(False)  # type: ignore[attr-defined]
-        for action in (pool.interrupt, pool.sleep, pool.wake_weights, pool.wake, pool.close):  # type: ignore[attr-defined]
-            await action()
-        assert all(
-            e.log
-            == ["sleep without weights", "interrupt", "sleep", "wake weights", "wake", "close"]
-            for e in engines
-        )
-        assert await pool.stats() == RolloutStats(3, 6, 9.0, 12)
-
-    asyncio.run(main())

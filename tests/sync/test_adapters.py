@@ -27,7 +27,7 @@ from millrace.sync.collective import Receiver, Sender, Shards, join_sender
 from millrace.sync.proof import bit_sums
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
-from tests.sync.test_collective import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model
+from tests.sync.fleet import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model
 from tests.train.samples import random_samples
 
 RANK, ALPHA = 3, 12.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,142 +17,26 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
-from millrace.ports import TransferReport
 from millrace.sync import collective, inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN, Bucket, part_of, plan, specs_of
-from millrace.sync.collective import Receiver, Sender, join_sender
-
-TRAINERS, REPLICAS = 2, 2
+from millrace.sync.collective import Receiver, Sender
+from tests.sync.fleet import (
+    REPLICAS,
+    TRAINERS,
+    Deaf,
+    Forgetful,
+    Holder,
+    Source,
+    equal,
+    fleet,
+    model,
+)
 
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-def model(seed: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes, in more buckets of 1 MiB than there are ranks; the first of them fills one alone."""
-    noise = torch.Generator().manual_seed(seed)
-    shapes = {
-        "embed": (700, 512),
-        "layer.0.w": (300, 200),
-        "layer.0.b": (200,),
-        "layer.1.w": (512, 400),
-        "layer.1.b": (7,),
-        "norm": (1,),
-    }
-    tensors = {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
-    return tensors | {"head": torch.randn(511, 301, generator=noise).to(torch.bfloat16)}
-
-
-@dataclass
-class Source:
-    """A trainer rank's weights: of the whole tensors it holds the rows that FSDP2 would give it, with TRAINERS ranks to a copy."""
-
-    tensors: dict[str, Tensor]
-    rank: int
-    device = torch.device("cpu")
-
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        for name, tensor in self.tensors.items():
-            chunks, part = torch.chunk(tensor, TRAINERS), self.rank % TRAINERS
-            own = chunks[part] if part < len(chunks) else tensor[:0]
-            yield name, tuple(tensor.shape), tensor.dtype, own
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise AssertionError("a transfer between devices gathers nothing")
-
-
-@dataclass
-class Holder:
-    """A replica whose swap copies, as it should."""
-
-    live: dict[str, Tensor]
-    version: int = 0
-    swaps: list[int] = field(default_factory=list)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.live
-
-    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
-        for name, tensor in self.live.items():
-            tensor.copy_(staged[name])
-        self.version = version
-        self.swaps.append(version)
-        return 0.25
-
-
-class Deaf(Holder):
-    """A replica that says it took the new weights and serves the old ones."""
-
-    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
-        self.version = version
-        return 0.0
-
-
-class Forgetful(Holder):
-    """A replica that takes all new tensors but one."""
-
-    async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
-        kept = self.live["layer.0.b"].clone()
-        paused = await super().swap(version, staged)
-        self.live["layer.0.b"].copy_(kept)
-        return paused
-
-
-@dataclass
-class Fleet:
-    sources: list[Source]
-    holders: list[Holder]
-    senders: list[Sender]
-    receivers: list[Receiver]
-
-    async def transfer(self, version: int) -> tuple[list[TransferReport], list[TransferReport]]:
-        """Senders block where they are called, as in a process of their own: here each has a thread."""
-        sent = [asyncio.to_thread(asyncio.run, s.transfer(version)) for s in self.senders]  # type: ignore[arg-type]
-        received = [r.transfer(version) for r in self.receivers]
-        reports = await asyncio.gather(*sent, *received, return_exceptions=True)
-        for report in reports:
-            if isinstance(report, BaseException):
-                raise report
-        return reports[: len(sent)], reports[len(sent) :]  # type: ignore[return-value]
-
-    async def activate(self, version: int) -> list[float]:
-        return list(await asyncio.gather(*(r.activate(version) for r in self.receivers)))
-
-
-@asynccontextmanager
-async def fleet(
-    holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)),
-    trainer: dict[str, Tensor] | None = None,
-    copies: int = 1,
-) -> AsyncIterator[Fleet]:
-    """Two trainer ranks to each copy of the model, and two replicas, connected as workers connect."""
-    ranks = TRAINERS * copies
-    config = Config(
-        trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
-        rollout={"n_gpus_per_node": REPLICAS},
-        sync={"bucket_mb": 1, "timeout_s": 20},
-    )
-    store = dist.HashStore()
-    sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]
-    replicas = [holders(i) for i in range(REPLICAS)]
-    joined = await asyncio.gather(
-        *(
-            join_sender(source, store, rank, Agreement.of(config))  # type: ignore[arg-type]
-            for rank, source in enumerate(sources)
-        ),
-        *(
-            Receiver.join(holder, store, i, Agreement.of(config))
-            for i, holder in enumerate(replicas)
-        ),
-    )
-    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
-
-
-def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> None:

@@ -31,6 +31,7 @@ from millrace.types import (
 )
 from tests.train import cases as train_cases
 from tests.train.cases import CPU, HORIZON, OPTIM
+from tests.train.plain import plain_log_probs, plain_token_loss
 from tests.train.samples import random_samples
 
 TEMPERATURE = 0.8
@@ -39,6 +40,7 @@ COUNTS = (4, 1, 3, 5, 2, 4, 3)
 VERSION = 2
 """The live one; tokens of `random_samples` are 0 to 2 versions old."""
 DECOUPLED = {"use_rollout_log_probs": False}
+REINFORCE = {"policy_loss": {"loss_mode": "reinforce"}}
 
 
 def samples_of(seed: int = 10, counts: Sequence[int] = COUNTS) -> tuple[Sample, ...]:
@@ -181,9 +183,7 @@ def plain_rows(
         rows = []
         for j, t in enumerate(one.trajectories):
             versions = [s.version for s in t.segments for _ in s.log_probs]
-            told = zip(
-                train_cases.plain_log_probs(model, one, t, TEMPERATURE), versions, strict=True
-            )
+            told = zip(plain_log_probs(model, one, t, TEMPERATURE), versions, strict=True)
             rows.append(
                 [
                     Token(new, mu, float(new.detach()), advantages[i, j], max(version - v, 0))
@@ -274,7 +274,7 @@ def plain_train(
 def plain_loss(token: Token, old: float, actor: Any) -> Tensor:
     if actor.policy_loss.loss_mode == "reinforce":
         return -token.advantage * token.new
-    return train_cases.plain_token_loss(
+    return plain_token_loss(
         token.new, torch.tensor(old, dtype=torch.float64), token.advantage, actor
     )
 

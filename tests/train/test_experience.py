@@ -37,6 +37,7 @@ from tests.train.algorithm_cases import (
     weights,
 )
 from tests.train.cases import HORIZON, OPTIM
+from tests.train.plain import plain_log_probs
 
 
 def by_trajectory(values: torch.Tensor, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -165,8 +166,7 @@ def plain_reference(folder: str, samples: tuple[Sample, ...]) -> list[list[float
             parameter.mul_(1.2)
         rows = [(one, t) for one in samples for t in one.trajectories]
         return [
-            [float(p) for p, _, _ in train_cases.plain_log_probs(model, one, t, TEMPERATURE)]
-            for one, t in rows
+            [float(p) for p, _, _ in plain_log_probs(model, one, t, TEMPERATURE)] for one, t in rows
         ]
 
 

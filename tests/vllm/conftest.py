@@ -1,5 +1,34 @@
 """vLLM for real: its CPU build, in an environment of its own (`make test-vllm`). Elsewhere these tests are not collected."""
 
+from __future__ import annotations
+
+import asyncio
 import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from tests.vllm.replica import Replica
 
 collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("vllm") is None else []
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("NCCL_IB_HCA", "mlx5")
+        patch.setenv(
+            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1"
+        )  # others get their turn between any two outputs, as among hundreds
+        made = Replica(tmp_path_factory.mktemp("model"))
+        runner.run(made.start(patch))
+        runner.run(made.publish(0, 1))
+        yield made
+        runner.run(made.engine.close())

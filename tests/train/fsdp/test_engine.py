@@ -23,6 +23,7 @@ from millrace.train.fsdp import log_probs as logprob
 from millrace.train.fsdp.optim import lr_at
 from tests.train import cases as train_cases
 from tests.train.cases import CASES, HORIZON, LAYOUTS
+from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
 
 pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is computed once
@@ -40,7 +41,7 @@ def ranks(folder: str) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(folder: str) -> Any:
-    return {name: train_cases.plain_run(case, folder) for name, case in CASES.items()}
+    return {name: plain_run(case, folder) for name, case in CASES.items()}
 
 
 def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
@@ -80,10 +81,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder: str, 
         for sample in train_cases.batches_of(case)[0].samples:
             for trajectory in sample.trajectories:
                 want.append(
-                    [
-                        float(row[0])
-                        for row in train_cases.plain_log_probs(model, sample, trajectory, 0.8)
-                    ]
+                    [float(row[0]) for row in plain_log_probs(model, sample, trajectory, 0.8)]
                 )
     engine = train_cases.engine_of(case, folder, 0)
     alone = asyncio.run(engine.log_probs(train_cases.batches_of(case)[0].samples))

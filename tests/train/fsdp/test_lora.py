@@ -23,6 +23,7 @@ from tests.train import cases as train_cases
 from tests.train.cases import HORIZON, LAYOUTS, OPTIM
 from tests.train.fsdp import lora_cases
 from tests.train.fsdp.lora_cases import ALPHA, CASES, RANK
+from tests.train.plain import plain_run
 from tests.train.samples import random_samples
 
 pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed once
@@ -50,7 +51,7 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
     case = CASES[name]
     got = lora_cases.run_case(case, folder, 0) if layout == "1" else ranks[layout][0][name]
     model = lora_cases.plain_model(case, folder)
-    _, results = train_cases.plain_run(case, folder, model)
+    _, results = plain_run(case, folder, model)
     for metrics, (loss, norm, lr) in zip(got["metrics"], results, strict=True):
         assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-6, abs=1e-8)
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-6, abs=1e-8)

@@ -1,0 +1,13 @@
+"""What a replica says, as the tests of rollouts write it down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.types import Segment, Stop, floats_of, tokens_of
+
+
+def said(tokens: Sequence[int], stop: Stop | None = Stop.EOS, version: int = 0) -> Segment:
+    return Segment(
+        tokens_of(tokens), version=version, log_probs=floats_of([-1.0] * len(tokens)), stop=stop
+    )
