@@ -215,7 +215,7 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
     write_shape(
         tmp_path, SHAPE.model_copy(update={"num_attention_heads": 4}), vocab_size=VOCABULARY
     )
-    with pytest.raises(ConfigError, match="heads of 32 numbers or more, and the model's have 16"):
+    with pytest.raises(ConfigError, match="a head size of 32 or more, and the model has 16"):
         vllm_rollout.build(replica.config.sides, replica.config.model, str(tmp_path))
 
 

@@ -158,7 +158,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(
 def test_a_version_that_was_not_received_is_refused(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    with pytest.raises(SyncError, match="told to serve version 99, but holds"):
+    with pytest.raises(SyncError, match="must serve version 99, but version 52 is staged"):
         runner.run(replica.receiver.activate(99))
 
 
@@ -180,7 +180,7 @@ def test_a_staging_that_never_ends_has_a_deadline(
             SyncError, match=r"replica 0: vLLM's workers received no weights within 1\.5 s"
         ):
             await replica.receiver.transfer(60)
-        with pytest.raises(SyncError, match="told to serve version 60, but holds None"):
+        with pytest.raises(SyncError, match="must serve version 60, but version None is staged"):
             await replica.receiver.activate(60)
         await asyncio.to_thread(
             asyncio.run, replica.sender.transfer(60)
