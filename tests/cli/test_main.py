@@ -152,12 +152,14 @@ def test_sft_without_steps_is_refused(run: Callable[..., Any]) -> None:
 
 
 def test_a_ledger_of_what_is_no_run_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
-    for folder in ("nowhere", "."):
+    rules = {
+        "nowhere": "no such folder (from ",
+        ".": "is not a run folder, because it has no history.jsonl. Fix: ",
+    }
+    for folder, rule in rules.items():
         code, out, err = run("ledger", folder)
         assert (code, out) == (2, "")
-        assert err.startswith(
-            f"error: RUN = {folder!r}: is not a run folder, because it has no history.jsonl. Fix: "
-        )
+        assert err.startswith(f"error: RUN = {folder!r}: {rule}")
 
 
 def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ()) -> None:

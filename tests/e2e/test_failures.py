@@ -242,7 +242,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         done.returncode == 2
         and "rollout.total_rollout_steps = 400: the run would end after 400 samples" in done.stderr
     )
-    assert "has trained 800. Fix: a larger one" in " ".join(done.stderr.split())
+    assert "has trained 800. Fix: a larger value" in " ".join(done.stderr.split())
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(
