@@ -81,7 +81,7 @@ def run_trl(model_folder: str, case: str, steps: int, seed: int, threads: int, o
     actor, optim = config.actor, config.actor.optim
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
-        reward_funcs=reward,
+        reward_funcs=reward,  # type: ignore[arg-type,unused-ignore]  # TRL awaits coroutines, its types lack them
         train_dataset=data,
         processing_class=load_tokenizer(model_folder),
         callbacks=[Clock()],

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -132,8 +133,21 @@ def dump(config: Config) -> str:
 
     The text is ASCII, because PyYAML cannot read back every other character that it writes.
     """
-    text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+    text: str = yaml.dump(
+        _without_references(config.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False
+    )
     return text
+
+
+def _without_references(value: Any) -> Any:
+    """Escape `${` in all texts, which OmegaConf would read as a reference to another key."""
+    if isinstance(value, dict):
+        return {key: _without_references(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_references(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc,unused-ignore]  # PyYAML has no types

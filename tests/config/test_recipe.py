@@ -326,6 +326,7 @@ settings = st.fixed_dictionaries(
 
 @given(settings)
 @example({"trainer.run_dir": "0E0"})
+@example({"trainer.run_dir": "${\\I", "data.train_files": ["${trainer.seed}", "\\\\${a", "$\\{"]})
 @example({"trainer.run_dir": "+1_0e5", "data.train_files": [".5e1", "", "-", "1:30.5"]})
 def test_a_dumped_configuration_makes_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, chosen: Any

@@ -206,7 +206,8 @@ def test_options_that_could_never_act_are_refused() -> None:
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             GuardConfig(**options)
     with pytest.raises(
-        ConfigError, match=r"guard.min_grad_rows = 21: the median is of guard.grad_rows = 20 rows"
+        ConfigError,
+        match=r"guard.min_grad_rows = 21: the median has at most guard.grad_rows = 20 rows",
     ):
         Config(guard={"min_grad_rows": 21})
 
