@@ -216,8 +216,9 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
 
 
 def lives(case: Case, samples: int) -> float:
-    """Return samples per second through a Ledger alone. The straggler is the first sample of a
-    window.
+    """Return samples per second through a Ledger alone.
+
+    The straggler is the first sample of a window.
     """
     ledger = Ledger(case.schedule, samples)
     sample = Sample(Prompt(0, PROMPT, "", "bench"), ())

@@ -1,11 +1,10 @@
-"""Kill a whole training run with kill -9, ten times, at random moments, and account for every
-sample.
+"""Kill a whole training run at random moments, and account for every sample.
 
     python benchmarks/bench_crash.py [--kills 10] [--seed 0] [--json]
 
-It runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto` and kills the driver and
-all its workers at a random moment of start-up, warm-up or training. Then it starts the run again in
-the same folder, until the run is complete.
+It runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto`. At a random moment of
+start-up, warm-up or training, kill -9 ends the driver and all its workers. Then it starts the run
+again in the same folder, until the run is complete.
 """
 
 from __future__ import annotations
@@ -88,8 +87,9 @@ def phase_of(log: Path) -> str:
 
 
 def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
-    """Run one attempt and kill it in phase `wanted` or later. Return None if it completes before
-    that.
+    """Run one attempt and kill it in phase `wanted` or later.
+
+    Returns None if the attempt completes before that.
     """
     begin, saved = time.monotonic(), newest(run_dir)
     attempts = len([line for line in lines(run_dir) if line["event"] == "start"])

@@ -17,15 +17,17 @@ It warms up one model, or takes the one of `--model FOLDER`. All RL runs start f
 
 The engines of both placements start once, make a few versions that do not count (kernels compile),
 and stay on the GPUs. The modes take turns, seed by seed, so that other work on the host affects all
-of them alike. Overrides apply to the warm-up and to every run. `--budget-s` starts no run that
-would end too late, judged by the longest run of its mode so far. `--run-timeout-s` ends everything
-if a run hangs.
+of them alike. Overrides apply to the warm-up and to every run.
+
+`--budget-s` starts no run that would end too late. The longest run of its mode so far gives the
+estimate. `--run-timeout-s` ends everything if a run hangs.
 
 It writes PATH.jsonl with a line for each run as soon as the run ends. A line has the validation
-reward before and after, and for each version the seconds since RL began and the training reward.
-`--summarise` makes tables and plot from that file, on any machine. Seeds may come from several
-processes (`--first-seed`). The text of a line {"note": TEXT} appears above the tables. A small
-version of everything takes about four minutes on two cores:
+reward before and after. For each version, it has the seconds since RL began and the training
+reward. `--summarise` makes tables and plot from that file, on any machine. Seeds may come from
+several processes (`--first-seed`). The text of a line {"note": TEXT} appears above the tables.
+
+A small version of everything takes about four minutes on two cores:
 
     python benchmarks/reasoning_mix.py --rows 2000 --held-out 16 --folder build/small
     python benchmarks/bench_gpu_learning.py --gpus 0 --seeds 2 --write build/small/learning \

@@ -1,4 +1,4 @@
-r"""Does asynchrony reduce the reward, and which losses and corrections make old data harmless?
+r"""The effect of asynchrony on the reward, and of losses and corrections on old data.
 
     .venv/bin/python benchmarks/bench_learning.py --write benchmarks/results/learning \
         --plot docs/learning.svg
@@ -13,8 +13,8 @@ the same learning rate.
 
 All arms train on the same number of samples. Each seed has one warmed-up model, and all its runs
 start from it. Arms take turns. The result of an arm is the mean reward on validation problems after
-the last sample. It writes PATH.jsonl (a line for each run, with its curve) and PATH.md (the
-tables), and plots the curves. `--summarise PATH.jsonl` makes tables and plot from earlier runs.
+the last sample. It writes PATH.jsonl, with a line and a curve for each run, and PATH.md, with the
+tables. It also plots the curves. `--summarise PATH.jsonl` makes tables and plot from earlier runs.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vllm_arguments.SCHEDULER = None
     engines["vllm"] = vllm_rollout.build(config.sides, config.model, str(folder / "model"))
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for k in range(options.repeats + 1):  # the first is in no figure
+    for k in range(options.repeats + 1):  # the first turn does not count
         for name in list(engines)[:: 1 if k % 2 else -1]:
             turns[name].append(await turn(engines[name], options, k))
     for engine in engines.values():

@@ -1,12 +1,15 @@
-"""How long the trainer waits for a checkpoint, with trainer.async_save and without it.
+"""The time that the trainer waits for a checkpoint, with trainer.async_save and without it.
 
     python benchmarks/bench_save.py [--repetitions 3] [--json] [KEY=VALUE ...]
 
 It trains the quickstart task with a new model of 64 M parameters and trainer.save_freq=2. Both
-values of trainer.async_save take turns, each run in a new folder. For each value, it prints medians
-(minimum to maximum) over all repetitions, without the first version. The figures are seconds that
-the trainer waits for a checkpoint, seconds until the checkpoint is whole, and seconds of a local
-step and of a version. Overrides apply to every run.
+values of trainer.async_save take turns, each run in a new folder. Overrides apply to every run. For
+each value, it prints medians (minimum to maximum) over all repetitions, without the first version:
+
+- seconds that the trainer waits for a checkpoint
+- seconds until the checkpoint is whole
+- seconds of a local step
+- seconds of a version
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
                 other = await stack.enter_async_context(bare_engine(options, folder))
                 arms |= dict.fromkeys(("bare_seeded", "bare_unseeded"), other)
             rates: dict[str, list[float]] = {name: [] for name in arms}
-            for k in range(options.repeats + 1):  # the first is in no figure
+            for k in range(options.repeats + 1):  # the first turn does not count
                 for name in list(arms)[:: 1 if k % 2 else -1]:
                     rates[name].append(await arms[name](name, k + 1))
                 print(
@@ -344,7 +344,7 @@ async def bare(options: argparse.Namespace, folder: Path) -> None:
         seeded = name == "bare_seeded"
         asked = prompts(
             options, int(k) + 1000 * (not seeded)
-        )  # else the second of the two finds them in its prefix cache
+        )  # otherwise the second arm finds the prompts of the first in its prefix cache
         start = time.perf_counter()
         drawn = sum(await asyncio.gather(*(one(p, i, seeded) for i, p in enumerate(asked))))
         print(f"{RATE}{drawn / (time.perf_counter() - start)}", flush=True)

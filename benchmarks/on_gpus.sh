@@ -55,16 +55,16 @@ for one in $PARTS; do
     vllm)
         part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
         part log-probs 200 "$PYTHON" benchmarks/bench_log_probs.py --json "$OUT/log-probs.json"
-        # Do resumed greedy responses equal uninterrupted ones? The first part uses kernels that do not
-        # depend on the batch. The second part does not round to bf16.
+        # Do resumed greedy responses equal uninterrupted ones? The first part uses kernels that do
+        # not depend on the batch. The second part does not round to bf16.
         resume="$PYTHON benchmarks/bench_vllm.py --gpus 1 --model 1.5b --requests 32 --tokens 128 --arm millrace --eager --repeats 1 --syncs 2"
         part vllm-invariant 300 env VLLM_BATCH_INVARIANT=1 $resume --json "$OUT/vllm-invariant.json"
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # The slots and the staleness of 7B are the best values of benchmarks/simulate_modes.py. With
-        # more slots, async_partial reads more tokens again at each sync. The longest responses take
-        # several versions.
+        # The slots and the staleness of 7B are the best values of benchmarks/simulate_modes.py.
+        # With more slots, async_partial reads more tokens again at each sync. The longest responses
+        # take several versions.
         case $GPUS in
         2) shape=1.5b splits=1+1 size="actor.ppo_mini_batch_size=16 rollout.total_rollout_steps=320 rollout.max_num_seqs=192" ;;
         4) shape=7b splits=2+2 size="rollout.total_rollout_steps=448 rollout.max_num_seqs=88 model.gradient_checkpointing_share=0.3" ;;

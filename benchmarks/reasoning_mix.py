@@ -25,7 +25,8 @@ from command import ROOT
 
 TASKS: dict[str, dict[str, Any]] = {
     # Each task has prompts of at most 120 characters, thousands of different problems, and one
-    # answer in one form. A model that has read a few hundred thousand problems can learn the answers.
+    # answer in one form. A model that has read a few hundred thousand problems can learn the
+    # answers.
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
     "letter_counting": {

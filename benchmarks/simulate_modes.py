@@ -65,7 +65,7 @@ MEASURED_RUNS = {
     "7B, four GPUs, slots 320, staleness 4.0": 320,
     "7B, four GPUs, 2+2, slots 88, staleness 4.0": 88,
 }
-"""Slots of each."""
+"""Number of slots of each run."""
 FIRST_LIKE_THE_REST = 3
 """First counted version of an arm that has no figures, because a time limit ended it."""
 
@@ -101,10 +101,10 @@ class Rows:
 def simulate(
     mode: str, trainers: int, rollouts: int, *, slots: int, staleness: float, versions: int = 16
 ) -> tuple[float, float, float]:
-    """Return (seconds for a window's samples, idle share of the trainer, idle share of the
-    rollouts).
+    """Return the time of a window and the idle shares.
 
-    Versions in which the pipeline fills or drains do not count.
+    The tuple is (seconds for a window's samples, idle share of the trainer, idle share of the
+    rollouts). Versions in which the pipeline fills or drains do not count.
     """
     schedule = recipe.load(
         RECIPE, [f"async_training.staleness_threshold={staleness}"], [f"mode={mode}"]

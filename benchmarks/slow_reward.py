@@ -1,5 +1,6 @@
-"""The exact-match reward with a delay of 0.2 s to 0.5 s, like graders and tools. The text decides
-the delay.
+"""The exact-match reward with a delay of 0.2 s to 0.5 s, like graders and tools.
+
+The text decides the delay.
 """
 
 from __future__ import annotations

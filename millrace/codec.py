@@ -68,7 +68,10 @@ def _extended(value: Any) -> Any:
 
 
 def sendable(text: str) -> str:
-    """Return `text` with lone surrogates escaped. They may be in any error's text, and cannot be encoded."""
+    """Return `text` with lone surrogates escaped.
+
+    They may be in any error's text, and cannot be encoded.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 

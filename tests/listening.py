@@ -1,4 +1,4 @@
-"""Which sockets processes listen on, and from where they are reached."""
+"""The sockets that processes listen on, and the addresses that reach them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, int, str]]:
-    """Address, port and command of every socket of the network that listens."""
+    """Return (address, port, command) of every network socket that listens."""
     found = []
     for process in processes:
         for one in process.net_connections(kind="inet"):
@@ -22,12 +22,12 @@ def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, int, str]]
 
 
 def outside(found: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """Those that another machine can reach."""
+    """Return the sockets that another machine can reach."""
     return [one for one in found if not ipaddress.ip_address(one[0]).is_loopback]
 
 
 def other_addresses() -> list[str]:
-    """This machine's addresses but 127.0.0.1."""
+    """Return the addresses of this machine, except 127.0.0.1."""
     own = [a.address for each in psutil.net_if_addrs().values() for a in each]
     valid = []
     for address in [*own, "127.0.0.2"]:

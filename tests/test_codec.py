@@ -1,4 +1,7 @@
-"""What crosses a process or a checkpoint comes back exactly: any JSON data, integers of any size included."""
+"""Data that crosses a process or a checkpoint comes back exactly.
+
+This includes any JSON data and integers of any size.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ OBJECTS = st.dictionaries(TEXTS, JSON, max_size=4)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, and of the same types throughout: 1, 1.0 and True differ."""
+    """Return whether both are equal, with equal types throughout: 1, 1.0 and True differ."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list):

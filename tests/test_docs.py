@@ -1,4 +1,7 @@
-"""What the pages say of the code: every name that a user can write or read is explained, and every link and recipe works."""
+"""The pages agree with the code.
+
+They explain every name that a user can write or read. Every link and every recipe works.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def test_every_name_is_explained(kind: str) -> None:
 
 
 def keys_of(text: str) -> set[str]:
-    """Dotted keys in a page, without their values."""
+    """Return the dotted keys in a page, without their values."""
     sections = "|".join(Config.model_fields)
     return {
         match[0]
@@ -87,7 +90,7 @@ def test_limits_of_alarms_are_the_defaults() -> None:
 
 
 def presets() -> dict[str, list[str]]:
-    """verl's presets, and the overrides that the page gives for them."""
+    """Return verl's presets, and the overrides that the page gives for them."""
     rows = re.findall(r"^\| `(\w+)` \| `(\{bypass_mode.+?\})` \| (.*)\|$", ALGORITHMS, re.MULTILINE)
     return {
         name: [f"algorithm.rollout_correction={keys}", *re.findall(r"`(\w[\w.]*=[^`]+)`", rest)]
@@ -123,13 +126,16 @@ def test_a_preset_is_what_its_name_says(name: str) -> None:
 
 
 def braces(name: str) -> list[str]:
-    """`a_{b,c}` as a_b and a_c."""
+    """Return `a_{b,c}` as a_b and a_c."""
     parts = [part.split(",") for part in re.split(r"[{}]", name)]
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 def documented() -> list[re.Pattern[str]]:
-    """Patterns of the names in the first column of the page; words in capitals stand for anything."""
+    """Return patterns of the names in the first column of the page.
+
+    Words in capitals stand for anything.
+    """
     cells = re.findall(r"^\| (`.+?`) \|", METRICS, re.MULTILINE)
     names = [name for code in re.findall(r"`([^`]+)`", "\n".join(cells)) for name in braces(code)]
     return [re.compile(re.sub(r"[A-Z]+", "[^/]+", re.escape(name))) for name in names]
@@ -168,7 +174,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def step_metrics(case: dict[str, Any], version: int) -> set[str]:
-    """Names of all that a step of a tiny train engine reports."""
+    """Return the names of all metrics that a step of a tiny train engine reports."""
     torch.set_num_threads(1)
     c = Config(
         trainer={"device": "cpu"},

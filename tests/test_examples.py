@@ -1,4 +1,8 @@
-"""Templates for clusters: the Slurm script drives a cluster of two nodes that are this machine, the Kubernetes job says what it must."""
+"""Templates for clusters.
+
+The Slurm script starts a cluster of two nodes, which are both this machine. The Kubernetes job has
+the required fields.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,10 @@ exit "$1"
 def job(
     folder: Path, *arguments: str, real: bool = False, **environment: str
 ) -> subprocess.Popen[str]:
-    """The script under Slurm's variables, on two nodes, with all but bash played by scripts, or with Ray and millrace themselves."""
+    """Run the script under Slurm's variables, on two nodes.
+
+    Small scripts replace all commands except bash. With `real`, Ray and millrace are themselves.
+    """
     tools = folder / "bin"
     tools.mkdir()
     scripts = {
@@ -86,7 +93,7 @@ def job(
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str]:
-    """Exit code and output; everything that the job started is gone."""
+    """Return exit code and output, once all processes that the job started are gone."""
     started: list[psutil.Process] = []
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The plan of the house: which rooms there are, who imports whom, and how large things may become.
+"""The architecture: the rooms, who imports whom, and the largest size of each thing.
 
 A room is a file or a folder of the package. An import inside a function counts like any other.
 """
@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"bench", "config", "observe", "pipeline", "run"},
     "__main__": {"cli"},
 }
-"""What each room imports, and nothing else."""
+"""The imports of each room. A room imports nothing else."""
 
 OPTIONAL: dict[str, set[str]] = {
     "simulate": set(),
@@ -57,7 +57,7 @@ OPTIONAL: dict[str, set[str]] = {
     "bench": {"cli"},
     "vllm": {"runtime"},
 }
-"""Rooms that training works without, and who reaches them, inside functions alone."""
+"""Rooms that training works without, and the rooms that may import them."""
 
 
 def modules_of(path: Path) -> Iterator[str]:
@@ -80,7 +80,7 @@ def room_of(path: Path) -> str:
 
 
 def circle(arrows: dict[str, set[str]]) -> set[str]:
-    """Return the names that are on a circle, or above one."""
+    """Return the names that are on a circle, or that import one."""
     left = dict(arrows)
     while free := {name for name, needs in left.items() if not needs & left.keys()}:
         left = {name: needs for name, needs in left.items() if name not in free}
@@ -112,7 +112,10 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("room", OPTIONAL)
 def test_training_works_without_an_optional_room(room: str) -> None:
-    """Nobody imports it, but for those who reach it inside a function when it is asked for."""
+    """Only the rooms of OPTIONAL import it.
+
+    They import it inside a function when it is needed. `cli` may import it at the head of a file.
+    """
     for path in FILES:
         top = ast.parse(path.read_text())
         at_head = {
@@ -126,7 +129,7 @@ def test_training_works_without_an_optional_room(room: str) -> None:
 
 
 def test_the_arrows_of_the_architecture_are_imports() -> None:
-    """Every layer at the head of an arrow is imported by one at its tail."""
+    """Each layer at the head of an arrow is imported by a layer at its tail."""
     _, _, text = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("Imports point down")
     arrows = [line for line in text.splitlines() if line.startswith("    ") and " -> " in line]
     lines = [line.strip().partition("    ")[0] for line in arrows]
@@ -142,7 +145,7 @@ def test_the_arrows_of_the_architecture_are_imports() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_no_file_of_the_configuration_names_a_mode(name: str) -> None:
-    """The table of modes is a value: code asks it, and compares no names."""
+    """The table of modes is data: code reads it, and compares no names."""
     for path in (PACKAGE / "config").glob("*.py"):
         strings = {
             n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)

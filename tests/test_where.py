@@ -1,4 +1,7 @@
-"""The pages name files and symbols that exist: every link leads to a file, which defines the names after it."""
+"""The pages name files and symbols that exist.
+
+Every link leads to a file, and the file defines the names after the link.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def named(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def defined(path: Path) -> set[str]:
-    """Return the names that a module defines at its top, and `Class.name` for those in its classes."""
+    """Return the names that a module defines at its top level.
+
+    Names inside a class appear as `Class.name`.
+    """
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         names |= _names(node)

@@ -5,10 +5,10 @@ trajectories of one prompt, in any order and of any size. The result has no grad
 in float64, and returned in float64 if the rewards have that dtype, else in float32. Without
 trajectories it is empty. All functions raise ValueError if shapes differ or a reward is not finite.
 
-A group with equal rewards gets exactly 0. So does a group of one, since it has no other trajectory
-to compare with. The test for equality uses the rewards as given. In floating point, the mean of
-seven times 0.3 is not 0.3, and the standard deviation is not 0. Their quotient would be an
-advantage made of rounding errors.
+A group with equal rewards gets exactly 0. So does a group of one, because it has no other
+trajectory to compare with. The test for equality uses the rewards themselves, not their standard
+deviation. In floating point, the mean of seven times 0.3 is not 0.3, and the standard deviation is
+not 0. Their quotient would be an advantage made of rounding errors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-
 
     `norm_by_std=False` omits the division (Dr.GRPO, arXiv 2503.20783).
 
-    verl returns the raw reward for a group of one. That reinforces any response, at a scale that no
-    other group has. This function returns 0.
+    For a group of one, this function returns 0. verl returns the raw reward. That reinforces any
+    response, at a scale that no other group has.
     """
     g = _grouped(rewards, groups)
     centered = g.centered()
@@ -39,8 +39,8 @@ def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float
     """Give (r_1st - r_2nd) / (std_g + eps) to the best of a group, and 0 to the others.
 
     This is pass@k (arXiv 2503.19595). If two trajectories share the best reward, all get 0. A group
-    of one also gets 0, because pass@k needs a second best. verl raises an error there, which ends a
-    run when a group has only one trajectory left. std_g and `norm_by_std` are as in `grpo`.
+    of one also gets 0, because pass@k needs a second best. (verl raises an error for it. A run then
+    ends if only one trajectory of a group remains.) std_g and `norm_by_std` are as in `grpo`.
     """
     g = _grouped(rewards, groups)
     best = g.highest(g.rewards)[g.index]
@@ -55,7 +55,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """Compute r_i minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
 
     This equals n / (n - 1) (r_i - mean_g). A group of one has no other rewards and gets 0, as in
-    verl's `rloo_vectorized`. verl's `rloo` returns the raw reward.
+    verl's `rloo_vectorized`. For such a group, verl's `rloo` returns the raw reward.
     """
     g = _grouped(rewards, groups)
     n = g.size.double()
@@ -65,10 +65,9 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Compute r_i - sum_j L_j r_j / sum_j L_j over the group of i (OPO, arXiv 2505.23585).
 
-    This baseline has the least variance if squared gradients grow with L. lengths [N] is the number
-    L of trained tokens. A group without tokens has no baseline and nothing to train: it gets 0.
-    verl divides 0 by 0 there. A group of one gets 0, as the formula gives (verl omits the
-    baseline).
+    This baseline has the least variance if squared gradients are proportional to L. lengths [N] are
+    the numbers L of trained tokens. A group without tokens has nothing to train and gets 0 (verl
+    divides 0 by 0). A group of one gets 0, as the formula gives (verl omits the baseline).
     """
     g = _grouped(rewards, groups)
     if lengths.shape != rewards.shape:
@@ -84,11 +83,13 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
 def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
     """Compute alpha (r_i - mean_g) with alpha = N / (N - M) (GPG, arXiv 2504.02546).
 
-    M is the number of trajectories in groups of equal rewards. This is the paper's F_norm = 1.
-    Those M samples have no gradient and shrink a mean over all samples. alpha corrects this. In the
-    paper and in its authors' code, these are the groups that are all right or all wrong. verl
-    counts the scores that are not 0 instead. It treats a wrong answer as a sample without gradient,
-    and rewards of -1 and 1 get alpha = 1. If no sample has a gradient, all advantages are 0.
+    N is the number of trajectories, and M the number of those in groups of equal rewards. The
+    paper's F_norm is 1 here. The M trajectories have no gradient and shrink a mean over all
+    trajectories. alpha corrects this. If no trajectory has a gradient, all advantages are 0.
+
+    In the paper and in its authors' code, groups of equal rewards are those that are all right or
+    all wrong. Instead of N - M, verl counts the scores that are not 0. It thereby treats a wrong
+    answer as a sample without gradient. With rewards of -1 and 1, its alpha is 1.
     """
     g = _grouped(rewards, groups)
     useful = int((~g.equal()[g.index]).sum())
@@ -104,10 +105,11 @@ def gdpo(
 ) -> Tensor:
     """Compute sum_k w_k grpo(r_k): each reward is normalised within its group, then all are added.
 
-    (GDPO, arXiv 2601.05242.) components: name to rewards [N]. weights: name to w_k, which is 1 for
-    a name that is missing. `estimators` does the whitening afterwards. A component that is equal
-    within a group adds exactly 0 in that group. Raises ValueError without components, and for a
-    weight of an unknown component.
+    (GDPO, arXiv 2601.05242.) `components` are the rewards by name, each [N]. `weights` are the w_k
+    by name, 1 for a missing name. `estimators` whitens afterwards. A component that is equal within
+    a group adds exactly 0 in that group.
+
+    Raises ValueError without components, and for a weight of an unknown component.
     """
     chosen = dict(weights or {})
     unknown = sorted(set(chosen) - set(components))
@@ -166,9 +168,7 @@ class _Grouped:
         return all_equal(self.rewards, self.index, len(self.size))
 
     def result(self, advantages: Tensor) -> Tensor:
-        """Set the exact zeros that the module's docstring describes, and cast to the dtype of
-        results.
-        """
+        """Set groups of equal rewards to exactly 0, and cast to the dtype of results."""
         return advantages.masked_fill(self.equal()[self.index], 0.0).to(self.dtype)
 
 

@@ -1,11 +1,11 @@
-"""Rollout correction: weights and rejection between the rollout's policy b and the trainer's a.
+"""Rollout correction: importance weights and rejection, from policies a and b.
 
-Policy b drew the tokens. In decoupled mode, a is the trainer's policy before the step. In bypass
-mode, a is the policy under training. Weights and masks are constants without a gradient.
+Policy b drew the tokens. Policy a is the trainer's: in decoupled mode the policy before the step,
+in bypass mode the policy under training. Weights and masks are constants without a gradient.
 
-Rejection leaves out tokens and sequences whose policies differ too much. Rules use
+Rejection leaves out tokens and sequences for which the policies differ too much. Rules use
 l = log pi_a - log pi_b in float64, clamped to +-20. For k1, the sum or mean over a sequence is
-taken from unclamped tokens and then clamped. A bound above e^20 or below e^-20 never acts.
+taken from unclamped tokens and then clamped. A bound above e^20 or below e^-20 has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Upper bound of a reported log-perplexity: perplexities are at most e^100."""
 EDGE = 1e-12
-"""Slack of every bound: a value at a bound stays inside, in spite of rounding in float64."""
+"""Slack of every bound: a value on a bound stays inside, in spite of rounding in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ratios:
     counts: Tensor
     """Included tokens of each sequence, [N] float64."""
     whole: Tensor
-    """Sequences with an included token and only finite ones, [N] bool."""
+    """Sequences with an included token and with finite ratios only, [N] bool."""
 
     @classmethod
     def of(
@@ -86,9 +86,9 @@ class Correction:
     metrics: dict[str, float]
     """Metrics by name, finite, and 0 where nothing is counted. docs/metrics.md lists them.
 
-    A unit is a token or, with sequence weights, a sequence. (verl mixes both in sequence mode, and
-    counts sequences without tokens.) Metrics of weights use the weights after step 2 of `correct`.
-    Standard deviations are of a population. The metrics of `drift` are included.
+    Metrics of weights are over tokens or, with sequence weights, over sequences. (verl mixes both
+    in sequence mode, and counts sequences without tokens.) They use the weights after step 2 of
+    `correct`. Standard deviations are of a population. The metrics of `drift` are included.
     """
 
 
@@ -104,25 +104,25 @@ def correct(
 
     (arXiv 2505.24298, 2510.18855. Names and presets are verl's.) log_probs_a [T] are the trainer's,
     log_probs_b [T] the rollout's. lengths is [N]. include [T] bool marks the tokens that are
-    trained. The other tokens are not kept, have weight 0, and enter no statistic, sum or mean.
-    Weights are float64 if log_probs_a is, else float32. Everything is computed in float64.
+    trained. Other tokens are not kept, have weight 0, and enter no statistic, sum or mean. The
+    computation is in float64. Weights are float64 if log_probs_a is, else float32.
 
     l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the
     product over its included tokens, e^clamp(sum l, +-20). Only the sum is clamped there.
 
-    1. Rejection. A token is kept if the veto and every rule accept it. Each sees all included
-    tokens, whatever the others decide. A ratio that is not finite (a log-prob of -inf or NaN) is
-    rejected. Sequence weights, sequence rules and the veto then reject its whole sequence. A batch
-    may be rejected whole.
-    2. Weights. r is truncated, or set to 0 outside the band. A token outside the band has weight 0
-    but is still kept: it counts in means.
+    1. Rejection. A token is kept if the veto and every rule accept it. Each of them sees all
+    included tokens, whatever the others decide. A ratio that is not finite (a log-prob of -inf or
+    NaN) is rejected. Sequence weights, sequence rules and the veto then reject its whole sequence.
+    A whole batch may be rejected.
+    2. Weights. The ratio is truncated, or set to 0 outside the band. A token outside the band has
+    weight 0 but is still kept: it counts in means.
     3. Normalisation, after step 2. With token weights, the divisor is the mean over kept tokens.
     With sequence weights, it is the mean over sequences that keep a token, each counted once. The
     mean is over this batch, so pass the whole batch. A mean of 0 leaves the weights unchanged.
 
     All bounds are inclusive, with a slack of 1e-12 in log space. A ratio of exactly 0.5 or 5.0 in
     float64 is within 0.5 to 5. Log-probs in float32 have an error of about 1e-7 x |log p|, so a
-    ratio that close to a bound may fall on either side. T = 0 and N = 0 give empty tensors. Raises
+    ratio that close to a bound may be on either side. T = 0 and N = 0 give empty tensors. Raises
     ValueError if shapes differ.
     """
     _check_shapes(log_probs_a, log_probs_b, lengths, include)
@@ -163,9 +163,9 @@ def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[st
 def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the tokens [M] bool that the rule accepts, and metrics of its statistic.
 
-    `{mean,max,min,std,fraction_high,fraction_low}` are scalars over the rule's tokens or sequences
-    with finite ratios, 0 if there are none. For k1 they are of the ratio. fraction_high and
-    fraction_low are the shares above and below the bounds.
+    mean, max, min, std, fraction_high and fraction_low are scalars over the rule's tokens or
+    sequences with finite ratios, 0 if there are none. For k1, the statistic is the ratio.
+    fraction_high and fraction_low are the shares above and below the bounds.
     """
     statistic, valid = _statistic(rule, ratios)
     high = statistic > rule.upper * (1 + EDGE)
@@ -188,12 +188,12 @@ def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
 
 
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Return where ratios are below `lower` (None: 0) and above `upper`, with log slack EDGE."""
+    """Return masks of ratios below `lower` (None: 0) and above `upper`, with log slack EDGE."""
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
 
 
 def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """Return the rule's statistic (a log for k1) and where it is defined: [M] or [N]."""
+    """Return the rule's statistic (a log for k1) and the mask of defined values, [M] or [N]."""
     log = ratios.log
     level, kind = rule.name[:-3], rule.name[-2:]
     # expm1 preserves digits where the two policies nearly agree. e^l - 1 does not.
@@ -283,7 +283,7 @@ def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
 
 
 def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """Return the ratios below and above the bounds in the metrics: the band, or 1/C and C."""
+    """Return masks of ratios below and above the bounds: the band, or 1/C and C."""
     bounds = options.rollout_is_threshold
     return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
 
@@ -291,7 +291,7 @@ def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
 def _sequence_metrics(
     ratios: Ratios, means: Tensor, logs: Tensor, options: CorrectionOptions
 ) -> dict[str, Tensor]:
-    """Return rollout_is_seq_*. `means`: the mean weights of the sequences that keep a token."""
+    """Return the metrics rollout_is_seq_*, with the mean weights of sequences that keep a token."""
     of_tokens = options.rollout_is == "token"
     raw = (ratios.sums(ratios.log.exp()) / ratios.counts).log() if of_tokens else logs
     low, high = _outside(raw[ratios.whole], options)
@@ -307,9 +307,10 @@ def _sequence_metrics(
 def drift(
     log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None = None
 ) -> dict[str, float]:
-    """Measure how far policy a has moved from policy b, which drew the tokens.
+    """Measure the distance of policy a from policy b, which drew the tokens.
 
     Arguments are as in `correct`. Metrics are named `rollout_corr/NAME`:
+
     kl                          mean over tokens of log b - log a: KL(b || a), the k1 estimate
     k3_kl                       mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
     chi2_token, chi2_seq        mean of the squared ratio over tokens, over sequences; minus 1
@@ -351,8 +352,8 @@ def drift(
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return (sum w)^2 / (n sum w^2) as a float64 scalar.
 
-    It is 1/n if one weight has everything, and 1 if all weights are equal. With `mask` [T], only
-    weights where it is not 0 count. The result is 0 without weights or if all are 0.
+    It is 1/n if only one weight is not 0, and 1 if all weights are equal. With `mask` [T], only
+    weights where the mask is not 0 count. The result is 0 without weights or if all are 0.
     """
     w = weights.detach().double()
     if mask is not None:

@@ -16,8 +16,9 @@ class CorrectionOptions:
     rollout_is: Literal["token", "sequence"] | None
     """Weight of a token: its own ratio, or the product of its sequence's ratios. None gives 1."""
     rollout_is_threshold: float | tuple[float, float]
-    """A number C truncates: min(r, C) (TIS). A pair keeps lo <= r <= hi and gives 0 outside
-    (IcePop, arXiv 2510.18855).
+    """A number C truncates the ratio r to min(r, C) (TIS).
+
+    A pair keeps r if lo <= r <= hi, and gives 0 outside (IcePop, arXiv 2510.18855).
     """
     rollout_is_batch_normalize: bool
     """Divide the weights by their mean."""
@@ -62,7 +63,7 @@ class Proximal(StrEnum):
     RECOMPUTED = "recomputed"
     """The trainer's policy at the batch's arrival, from a forward pass."""
     INTERPOLATED = "interpolated"
-    """An estimate between the rollout's policy and the current one, from each token's version."""
+    """An estimate between the rollout's and the current policy, from each token's version."""
 
 
 class Place(StrEnum):
@@ -90,7 +91,7 @@ class CorrectionPlan:
 
     @property
     def active(self) -> bool:
-        """Whether the correction uses the policy or the age of the tokens at all."""
+        """Whether the correction weighs tokens, rejects tokens, or leaves out old ones."""
         return self.weighs or self.options.rejects or self.max_token_age is not None
 
     @property

@@ -1,9 +1,13 @@
 """DPPO: the policy gradient without tokens whose probability has moved too far (arXiv 2602.04879).
 
-Both modes compute -A sg(min(rho, dppo_clip_c)) log pi for kept tokens and 0 for others, with rho =
-exp(clamp(log pi - log pi_old, +-20)). They differ in the rule for kept tokens. Both compare the
-sampled token with all other tokens together. A token that moves back towards the old policy is
-always kept. Bounds are on divergences, not on ratios. verl's runs use 0.15 for TV and 0.05 for KL.
+Both modes have this loss, with rho = exp(clamp(log pi - log pi_old, +-20)):
+
+kept token   -A sg(min(rho, dppo_clip_c)) log pi
+other token  0
+
+The modes differ in the rule for kept tokens. Each rule bounds a divergence, not a ratio. The
+divergence is between two outcomes: the sampled token, and all other tokens together. A token that
+moves back towards the old policy is always kept. verl's runs use 0.15 for TV and 0.05 for KL.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, st
 from millrace.algorithms.losses import log_ratio
 
 TINY = 1e-8
-"""Least total probability of the other tokens. In float32, a certain token has log-prob 0, and the
-KL to it would be infinite.
+"""Lower bound of the total probability of the other tokens.
+
+In float32, a nearly certain token has log-prob 0. Without this bound, the KL would be infinite.
 """
 
 
@@ -50,9 +55,9 @@ def dppo_kl(inputs: LossInput, options: LossOptions) -> TokenLoss:
 def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
     """Compute p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
 
-    log(p_old / p) is clamped to +-20, and each 1 - p is at least 1e-8. The result has the shape and
-    dtype of the arguments. verl adds 1e-8 to 1 - exp(log p). This function preserves the digits of
-    a small 1 - p.
+    log(p_old / p) is clamped to +-20. 1 - p and 1 - p_old are at least 1e-8. The result has the
+    shape and dtype of the arguments. This function preserves the digits of a small 1 - p. verl
+    computes 1 - exp(log p) + 1e-8, which does not.
     """
     rest_old, rest = ((-x.expm1()).clamp(min=TINY) for x in (old_log_probs, log_probs))
     return rest_old * (rest_old.log() - rest.log()) - old_log_probs.exp() * log_ratio(

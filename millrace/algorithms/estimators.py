@@ -1,8 +1,8 @@
 """The advantage estimators by name: the advantage of each trained token of a batch.
 
-Everything is computed in float64 and without a gradient. A trajectory outside `keep` changes no
-number of another trajectory. All statistics (of groups, of whitening) are over the given batch.
-Pass whole batches, not micro-batches.
+All estimators compute in float64, without a gradient. A trajectory outside `keep` changes no result
+of another trajectory. All statistics (of groups, of whitening) are over the given batch, so pass
+whole batches, not micro-batches.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from millrace.algorithms.ragged import sequence_ids, sequence_sums
 class AdvantageBatch:
     """N trajectories with T trained tokens, in the layout of `ragged`.
 
-    Floats may have any dtype. Wrong shapes raise ValueError. Some estimators need the fields that
-    may be None, see NEEDS.
+    Floats may have any dtype. Wrong shapes raise ValueError. NEEDS says which estimators need the
+    fields that may be None.
     """
 
     scores: Tensor
     """[N] the outcome reward of each trajectory."""
     groups: Tensor
-    """[N] integers: the number of its prompt."""
+    """[N] integers: the number of each trajectory's prompt."""
     lengths: Tensor
-    """[N] int64: its trained tokens. A trajectory without tokens still enters the group's
-    statistics.
+    """[N] int64: the number of trained tokens of each trajectory.
+
+    A trajectory without tokens still enters the group's statistics.
     """
     token_rewards: Tensor | None = None
-    """[T] added to the rewards of tokens (a KL penalty). The score is on the last token."""
+    """[T] rewards of tokens (a KL penalty), without the score, which is on the last token."""
     components: dict[str, Tensor] | None = None
-    """Name to [N]: the rewards that gdpo normalises separately."""
+    """Rewards by name, each [N], that gdpo normalises separately."""
     values: Tensor | None = None
     """[T] gae: the critic's value of the state before each token."""
     truncated: Tensor | None = None
@@ -44,14 +45,15 @@ class AdvantageBatch:
     greedy_scores: Tensor | None = None
     """[N] remax: the score of the greedy response to the same prompt."""
     log_probs: Tensor | None = None
-    """[T] optimal_token_baseline: from the policy of sum_pi_squared, at the batch's arrival."""
+    """[T] optimal_token_baseline: log-probs of the policy at the batch's arrival."""
     sum_pi_squared: Tensor | None = None
-    """[T] optimal_token_baseline: the sum of squared probabilities over the vocabulary."""
+    """[T] optimal_token_baseline: the same policy's sum of p^2 over the vocabulary."""
     weights: Tensor | None = None
     """[T] optimal_token_baseline: importance weights, 1 if None."""
     keep: Tensor | None = None
-    """[N] bool: trajectories that take part. The others get 0 and have no effect, whatever their
-    values.
+    """[N] bool: trajectories that take part; all if None.
+
+    Other trajectories get 0 and have no effect, whatever their values are.
     """
 
     def __post_init__(self) -> None:
@@ -95,12 +97,9 @@ class AdvantageOptions:
     component_weights: dict[str, float] | None
     """gdpo: weight of each component, 1 if its name is missing."""
     bootstrap_truncated: bool
-    """gae: a truncated trajectory ends with the value of its last state, and its score is ignored.
-    """
+    """gae: end a truncated trajectory with the value of its last state, and ignore its score."""
     whiten: bool
-    """gae: whiten the advantages over all tokens. Other estimators whiten if their definition says
-    so.
-    """
+    """gae: whiten the advantages over all tokens. Other estimators do not read this option."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
@@ -114,19 +113,22 @@ class Advantages:
     tokens: Tensor
     """[T] float64."""
     returns: Tensor | None = None
-    """[T] float64, gae only: targets of the critic, that is, unwhitened advantages plus values."""
+    """[T] float64, gae only: targets of the critic (advantages before whitening, plus values)."""
 
 
 def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     """Return the advantages of the trained tokens of a batch, by the name of an estimator.
 
-    Outcome estimators take s_i = score + the sum of the trajectory's token_rewards. Each token of a
-    trajectory gets its number. A group has zero variance if its s_i are equal. N = 0 and T = 0 give
-    empty tensors.
+    Outcome estimators use the outcome s_i = score + the sum of the trajectory's token_rewards. They
+    compute one number for each trajectory, and each of its tokens gets that number. N = 0 and T = 0
+    give empty tensors.
 
-    Raises ValueError for an unknown name, for a missing field of NEEDS (with its name), and for a
-    kept trajectory with a float that is not finite. Raises ValueError for token_rewards with gdpo,
-    which cannot use them.
+    Raises ValueError in these cases:
+
+    - an unknown name
+    - a missing field of NEEDS; the error has its name
+    - a float of a kept trajectory that is not finite
+    - token_rewards with gdpo, which cannot use them
     """
     if name not in ESTIMATORS:
         raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ESTIMATORS)}")
@@ -145,8 +147,9 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
 
 
 def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
-    """Select the trajectories `keep` [N] and their tokens `at` [T], in float64, checked to be
-    finite.
+    """Select the trajectories `keep` [N] and their tokens `at` [T], with floats in float64.
+
+    Raises ValueError if a selected float is not finite.
     """
 
     def floats(name: str, x: Tensor, index: Tensor) -> Tensor:
@@ -233,7 +236,8 @@ def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptio
 
     (REINFORCE++ with baseline, arXiv 2501.03262.) A long response has more weight in the whitening.
     Groups of equal s_i, including groups of one, are exactly 0 before whitening and share one value
-    after it. verl enters a group of one with its raw score, among differences.
+    after it. verl whitens the raw score of a group of one together with the differences of other
+    groups.
     """
     centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False)
     return Advantages(returns.whiten(_each_token(batch, centered)))
@@ -318,6 +322,7 @@ NEEDS: dict[str, frozenset[str]] = {
     "optimal_token_baseline": frozenset({"log_probs", "sum_pi_squared"}),
     "remax": frozenset({"greedy_scores"}),
 }
-"""The optional fields of AdvantageBatch that an estimator requires. gae with bootstrap_truncated
-also requires `truncated`.
+"""The optional fields of AdvantageBatch that an estimator requires.
+
+gae with bootstrap_truncated also requires `truncated`.
 """

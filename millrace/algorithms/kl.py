@@ -1,8 +1,8 @@
 """Estimators of KL(pi || reference) from the log-probs of tokens that pi drew.
 
-(J. Schulman, "Approximating KL divergence".) Each takes log_probs and ref_log_probs of one shape
-and one floating dtype. It returns one estimate for each token, in that shape, with a gradient to
-log_probs.
+(J. Schulman, "Approximating KL divergence".) Each estimator takes log_probs and ref_log_probs of
+one shape and one floating dtype. It returns one estimate for each token, in that shape, with a
+gradient to log_probs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute log pi - log ref: unbiased, may be negative.
 
-    As a loss, its expected gradient is 0. It is useful in rewards and metrics.
+    As a loss it is useless, because its expected gradient is 0. It is useful in rewards and
+    metrics.
     """
     return log_probs - ref_log_probs
 
@@ -49,9 +50,9 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 def with_k2_gradient(estimator: Estimator) -> Estimator:
     """Return an estimator with the value of `estimator` and the gradient of k2, log pi - log ref.
 
-    The mean of that gradient is the gradient of the KL. The form is straight-through: k2 - sg(k2) +
-    sg(estimator). Where `estimator` is clamped and has no gradient, the gradient is still that of
-    k2.
+    The mean of that gradient is the gradient of the KL. The result is k2 - sg(k2) + sg(estimator),
+    a straight-through estimator. Its gradient is that of k2 even where `estimator` is clamped and
+    has no gradient.
     """
 
     def estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -82,15 +83,17 @@ MAX_ERROR = 0.2
 
 
 def adapt(coef: float, kl: float, target: float, horizon: float, count: float) -> float:
-    """Return the next coefficient of a KL penalty in the reward.
+    """Compute coef (1 + clip(kl / target - 1, +-0.2) count / horizon).
 
-    It is coef (1 + clip(kl / target - 1, +-0.2) count / horizon) (arXiv 1909.08593, whose constant
-    0.1 is count / horizon). kl is the mean over the batch. count is the batch's number of
-    trajectories. For a fixed coefficient, do not call this function.
+    The result is the next coefficient of a KL penalty in the reward (arXiv 1909.08593, where
+    count / horizon is the constant 0.1). kl is the mean over the batch. count is the batch's number
+    of trajectories. For a fixed coefficient, do not call this function.
 
-    Raises ValueError if target or horizon is not over 0, if kl is not finite (the coefficient would
-    never recover), or if 0.2 count reaches the horizon. In the last case, the coefficient could
-    reach 0 or change its sign.
+    Raises ValueError in these cases:
+
+    - target or horizon is not over 0
+    - kl is not finite; the coefficient would never recover
+    - 0.2 count reaches the horizon; the coefficient could reach 0 or change its sign
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"target and horizon must be over 0, got {target} and {horizon}")

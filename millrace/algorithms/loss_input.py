@@ -1,4 +1,4 @@
-"""What every policy loss takes and gives back."""
+"""The input, the options and the result that all policy losses share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class LossInput:
     log_probs: Tensor
     """[M] floating, of the policy under training. Only this tensor has a gradient."""
     old_log_probs: Tensor
-    """[M] of the policy in the denominator of ratios. Any finite value in modes outside USES_OLD.
-    """
+    """[M] of the policy in the denominator of ratios. Modes outside USES_OLD ignore the values."""
     advantages: Tensor
     """[M]."""
     sequence_ids: Tensor
@@ -29,11 +28,11 @@ class LossInput:
     """[M] bool: tokens selected in the whole mini-batch, for modes in SELECTS."""
 
     def trained(self) -> LossInput:
-        """Return a copy with log-probs and advantage 0, and not selected, where masked.
+        """Return a copy in which tokens outside the mask have log-probs 0 and advantage 0.
 
-        Only log_probs keeps its gradient. A masked token then has ratio 1, loss 0 and gradient 0,
-        and adds nothing to a sum over its sequence. Raises ValueError if a tensor's shape differs
-        from that of log_probs.
+        They are also not selected. Such a token then has ratio 1, loss 0 and gradient 0, and adds
+        nothing to a sum over its sequence. Only log_probs keeps its gradient. Raises ValueError if
+        a tensor's shape differs from that of log_probs.
         """
         self._check_shapes()
         masked = ~self.mask
@@ -68,28 +67,36 @@ class LossOptions:
     """Numbers of all modes. Each mode reads its own. Raises ValueError for a value out of range."""
 
     clip_low: float
-    """How far below 1 a ratio may be. dppo_tv: fall of the token's probability. dppo_kl: binary KL
-    where A < 0. geo_mean: bound on the log-ratio (0.4 in its paper). gspo's paper has 3e-4.
+    """Largest distance of a ratio below 1 (gspo's paper: 3e-4).
+
+    dppo_tv   largest fall of the token's probability
+    dppo_kl   largest binary KL where A < 0
+    geo_mean  largest fall of the log-ratio (0.4 in its paper)
     """
     clip_high: float
-    """How far above 1 a ratio may be. dppo_tv: rise of the token's probability. dppo_kl: binary KL
-    where A > 0. geo_mean: bound on the log-ratio (0.4 in its paper). gspo's paper has 4e-4.
+    """Largest distance of a ratio above 1 (gspo's paper: 4e-4).
+
+    dppo_tv   largest rise of the token's probability
+    dppo_kl   largest binary KL where A > 0
+    geo_mean  largest rise of the log-ratio (0.4 in its paper)
     """
     clip_c: float
-    """vanilla: bound on the ratio where A < 0."""
+    """vanilla: upper bound of the ratio where A < 0."""
     tau_pos: float
     """sapo: temperature where A > 0."""
     tau_neg: float
     """sapo: temperature elsewhere."""
     dro_beta: float
-    """dro: weight of the squared log-ratio, on the scale of advantages. Tinker uses 0.05. verl has
-    no default.
+    """dro: weight of the squared log-ratio, relative to the advantages.
+
+    Tinker uses 0.05. verl has no default.
     """
     ppo_kl_coef: float
     """kl_cov: weight of |log-ratio| on selected tokens."""
     dppo_clip_c: float
-    """dppo_tv, dppo_kl: bound on the ratio as a weight. verl intends 20, but its clip_ratio_c = 3
-    always overrides it.
+    """dppo_tv, dppo_kl: upper bound of the ratio as a weight.
+
+    verl intends 20, but its clip_ratio_c = 3 always overrides that.
     """
 
     def __post_init__(self) -> None:
@@ -117,11 +124,11 @@ class LossOptions:
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
 """Token losses [M] and statistics.
 
-The losses have a gradient to log_probs and are 0 where masked. Each statistic is [M], of the same
-dtype, detached, and 0 where masked or where the mode lacks it:
+The losses have a gradient to log_probs and are 0 outside the mask. Each statistic is [M], of the
+same dtype and detached. It is 0 outside the mask, and if the mode lacks it:
 
 clipped        1 where a bound of the mode changed the token's contribution
-clipped_lower  1 where the bound on a large ratio did: dual clip (vanilla, A < 0), truncated
+clipped_lower  1 where the bound on a large ratio did this: dual clip (vanilla, A < 0), truncated
                weight (dppo)
 log_ratio      log(pi / pi_old) clamped to +-20; -mean is verl's ppo_kl
 """

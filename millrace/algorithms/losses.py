@@ -1,9 +1,11 @@
 """Policy losses for each token.
 
-The file has the proximal policy, the losses, the choice of tokens by covariance, and the weights
-that reduce token losses to one number. correction.py computes the weights W of a rollout
-correction, and the caller multiplies them in. sequence_losses.py has the losses on whole sequences,
-and policy_losses.py has all modes by name.
+The file has the proximal policy, the losses, the selection of tokens by covariance, and the factors
+that reduce token losses to one number. Other parts are elsewhere:
+
+correction.py       the weights W of a rollout correction, which the caller multiplies in
+sequence_losses.py  the losses on whole sequences
+policy_losses.py    all modes by name
 
 Below, rho = exp(clamp(log pi - log pi_old, +-20)), A is the advantage, and sg is a stop gradient.
 """
@@ -19,7 +21,7 @@ from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, st
 from millrace.algorithms.modes import AggMode
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios: the square of exp(20) = 4.9e8 is still finite in float32."""
+"""Bound of log-ratios. The square of exp(20) = 4.9e8 is still finite in float32."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -39,30 +41,29 @@ def interpolate(
 
     The result estimates the proximal policy of decoupled PPO from versions, without a forward pass
     (A-3PO, arXiv 2512.06547). Decoupled PPO (AReaL, arXiv 2505.24298) takes its ratio against the
-    proximal policy, from which training started. It weighs each token by proximal / rollout. This
-    needs no loss of its own. Pass the proximal log-probs as `old_log_probs` of any mode. Multiply
-    by the weights of correction.py for proximal and rollout.
+    proximal policy, from which training started. It weighs each token by proximal / rollout. Any
+    loss mode can do this: pass the proximal log-probs as `old_log_probs`, and multiply by the
+    weights of correction.py for proximal and rollout.
 
-    rollout_log_probs (mu) and log_probs (theta, of the policy under training) are [T] floating.
-    token_versions (v_mu) are [T] integers: the version that drew each token. `version` is the live
-    version, of the last sync, from which training started. It is v_prox. The policy under training
-    is published next, so v_theta = version + 1. With d = version - v_mu:
+    mu       rollout_log_probs [T] floating
+    theta    log_probs [T] floating, of the policy under training
+    v_mu     token_versions [T] integers: the version that drew each token
+    v_prox   `version`: the live version, from which training started
+    v_theta  version + 1: the policy under training is published next
 
-    alpha = d / (d + 1): 0 for a token of the live version, whose proximal policy drew it, 1/2 for
-    one version back, then towards 1
+    With d = version - v_mu, alpha = d / (d + 1). It is 0 for a token of the live version, because
+    the proximal policy drew it. It is 1/2 for one version back, and then grows towards 1. The ratio
+    theta / prox is therefore (theta / mu)^(1 / (d + 1)): one version's share of the way from mu to
+    theta. A version above the live one counts as the live one. T = 0 gives an empty tensor.
 
-    The ratio theta / prox is therefore (theta / mu)^(1 / (d + 1)): one version's share of the way
-    from mu to theta. A version above the live one counts as the live one. T = 0 gives an empty
-    tensor.
+    AReaL's documentation has this definition: v_prox = v_theta - 1 is the last published version.
+    AReaL's code differs: its v_theta is the live version, because the engine gets its new number
+    only after the update. Its alpha is (d - 1) / d. Tokens one version back get alpha 0, as if the
+    policy had not moved since.
 
-    AReaL's documentation has this definition: v_prox is the last published version, and v_prox =
-    v_theta - 1. AReaL's code differs. It reads v_theta from an engine that gets its new number only
-    after the update. There, v_theta is the live version and alpha is (d - 1) / d. Tokens one
-    version back get alpha 0, as if the policy had not moved since.
-
-    This is an estimate: it assumes that log-probs move evenly from version to version. Before the
-    first optimizer step of a version, theta still is the proximal policy (true alpha 1). This
-    function subtracts 1 / (d + 1) of the way there, as if a step had happened.
+    The estimate assumes that log-probs move evenly from version to version. Before the first
+    optimizer step of a version, theta still is the proximal policy (true alpha 1). The result is
+    then too close to mu, by 1 / (d + 1) of the way, as if a step had happened.
     """
     mu, theta = rollout_log_probs.detach().to(log_probs.dtype), log_probs.detach()
     age = (version - token_versions).clamp(min=0).to(theta.dtype)
@@ -72,10 +73,10 @@ def interpolate(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) and where the clip won.
+    """Compute max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and a mask.
 
-    The second result is a bool mask. Both have the shape of `ratio`. A ratio on an edge is inside:
-    it is not clipped and has its full gradient.
+    The bool mask is true where the clipped term is larger. Both results have the shape of `ratio`.
+    A ratio on a bound is not clipped and has its full gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -97,18 +98,17 @@ def ppo_clip(
     (arXiv 1707.06347; DAPO, arXiv 2503.14476; arXiv 1912.09729.)
 
     ratio = exp(clamp(log_probs - old_log_probs, +-20))
-
-    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A clip_c where A <
-    0, times `weights`
+    clip  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
+    loss  = weights (min(clip, -A clip_c) if A < 0, else clip)
 
     All tensors are [T] and of one floating dtype. Only `log_probs` has a gradient. `weights` are
-    the constant importance weights of the rollout correction. clip_c must be over 1. Ratios on an
-    edge are inside.
+    the constant importance weights of the rollout correction. clip_c must be over 1. Ratios on a
+    bound are not clipped.
 
     Returns the token losses [T] and detached statistics, each [T] in the dtype of `log_probs`:
 
     clipped        1 where the clip changed the loss (its mean is verl's pg_clipfrac)
-    clipped_lower  1 where the dual clip did (A < 0 and ratio over clip_c)
+    clipped_lower  1 where the dual clip changed it (A < 0 and ratio over clip_c)
     log_ratio      clamped log-ratio; -mean is verl's ppo_kl
 
     T = 0 gives empty tensors.
@@ -155,7 +155,7 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
     (CISPO, MiniMax-M1, arXiv 2506.13585.) The clip bounds a token's weight and never sets its
     gradient to 0. `clipped` marks weights that it changed where A is not 0. The paper has only an
-    upper bound: use clip_low = 1 for that.
+    upper bound, which is clip_low = 1.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs).detach()
@@ -171,7 +171,7 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Compute -A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg.
 
     (SAPO, arXiv 2511.20347.) This is a smooth clip. At rho = 1, the gradient is that of -A log pi,
-    and it fades on both sides. In the statistics, nothing is clipped.
+    and it fades on both sides. The `clipped` statistics are 0.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
@@ -197,8 +197,8 @@ def dro(inputs: LossInput, options: LossOptions) -> TokenLoss:
 def clip_cov(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Compute PPO's clip without dual clip, and 0, without gradient, for selected tokens.
 
-    (Clip-Cov, arXiv 2505.22617.) `clipped` marks both kinds of tokens. `clip_cov_tokens`
-    selects them. Raises ValueError without `selected`.
+    (Clip-Cov, arXiv 2505.22617.) `clip_cov_tokens` selects the tokens. `clipped` marks tokens that
+    PPO's clip changed, and selected tokens. Raises ValueError without `selected`.
     """
     x = inputs.trained()
     selected = _selected(x)
@@ -235,7 +235,7 @@ def _selected(inputs: LossInput) -> Tensor:
     return inputs.selected
 
 
-# The choice of tokens for clip_cov and kl_cov ------------------------------------------------
+# The selection of tokens for clip_cov and kl_cov ---------------------------------------------
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -246,10 +246,10 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     floating, mask is [T] bool. log_probs are those of the policy under training. At the first step
     on a batch, they equal the old ones.
 
-    Pass the WHOLE mini-batch, of all ranks, because the choice is a share of its tokens. verl
-    computes means, share and draw for each micro-batch. At 2e-4, every micro-batch of up to 9,999
-    tokens then gives one token, for any covariance in the mini-batch. verl also draws from an
-    unseeded permutation: ranks disagree, and runs cannot be repeated.
+    Pass the WHOLE mini-batch, of all ranks, because the selection is a share of its tokens. verl
+    computes means, share and draw for each micro-batch. With a share of 2e-4, it then selects one
+    token in every micro-batch of up to 9,999 tokens, whatever their covariances are. verl also
+    draws from an unseeded permutation, so ranks disagree and runs cannot be repeated.
     """
     result = log_probs.new_full(log_probs.shape, torch.nan, dtype=torch.float64)
     a, logp = (x.detach()[mask].double() for x in (advantages, log_probs))
@@ -260,8 +260,8 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def kl_cov_tokens(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
     """Mark the max(int(ratio * trained tokens), 1) trained tokens of largest covariance, [T] bool.
 
-    Among equal covariances, the first in the batch come first. Without trained tokens, none is
-    marked. Raises ValueError unless 0 < ratio <= 1.
+    Among equal covariances, earlier tokens of the batch come first. Without trained tokens, no
+    token is marked. Raises ValueError unless 0 < ratio <= 1.
     """
     cov = covariances(log_probs, advantages, mask)
     at = mask.nonzero().squeeze(-1)
@@ -284,9 +284,10 @@ def clip_cov_tokens(
 
     The number of tokens is max(int(ratio * trained tokens), 1), or all candidates if there are
     fewer. `clipped` [T] bool marks tokens that PPO's clip leaves without a gradient. They are never
-    drawn (verl's choice). There are none while log_probs are the old ones. The draw depends on the
-    generator's state alone: equal seeds give equal tokens on every rank. Raises ValueError unless 0
-    < ratio <= 1 and lower < upper.
+    drawn, as in verl. While log_probs are the old ones, there are no such tokens. The draw depends
+    on the generator's state alone, so equal seeds give equal tokens on every rank.
+
+    Raises ValueError unless 0 < ratio <= 1 and lower < upper.
     """
     if not lower < upper:
         raise ValueError(f"lower must be below upper, got {lower} and {upper}")
@@ -334,21 +335,21 @@ def token_weights(
     seq-mean-token-sum-norm  1 / (total_sequences * scale), `scale` being Dr.GRPO's constant length
     seq-mean-token-mean      1 / (total_sequences * sequence_lengths[sequence])
 
-    Factors are computed in float64, so every dtype of `sequence_lengths` gives full precision.
+    sequence_ids [T]      index into sequence_lengths of each token
+    sequence_lengths [S]  trained tokens of each WHOLE sequence, even if this call has only some
+    total_tokens          trained tokens of the global mini-batch
+    total_sequences       its sequences with at least one trained token
 
-    The caller passes the counts. They never come from the tensors of the call. The parts that
-    micro-batches and ranks compute therefore add up to the result of one batch, for any split.
+    Factors are computed in float64, so every dtype of `sequence_lengths` gives full precision. The
+    caller passes the counts, and they are global. The sums of micro-batches and ranks therefore add
+    up to the result of one batch, for any split.
 
-    sequence_ids [T] are integers that index sequence_lengths. sequence_lengths [S] counts the
-    trained tokens of each WHOLE sequence, even if this call has only some of them. total_tokens
-    counts the trained tokens of the global mini-batch. total_sequences counts its sequences with at
-    least one such token.
-
-    Both totals are counted after rejection. A sequence that is masked whole therefore has no weight
-    in a mean. (verl's trainers divide by the configured mini-batch size, which counts such a
-    sequence. Without that size, verl's agg_loss omits the sequence too.) A total of 0 counts as 1,
-    because there is nothing to add. (Source: verl's agg_loss, verl/trainer/ppo/core_algos.py. Its
-    1e-8 in the divisor is omitted, because the sequence of a token has at least one token.)
+    Both totals are counted after rejection. A sequence whose tokens are all rejected therefore has
+    no weight in a mean. (verl's trainers divide by the configured mini-batch size, which counts
+    such a sequence. Without that size, verl's agg_loss omits the sequence too.) A total of 0 counts
+    as 1, because there is nothing to add. (Source: verl's agg_loss, in
+    verl/trainer/ppo/core_algos.py. Its 1e-8 in the divisor is omitted, because the sequence of a
+    token has at least one token.)
     """
     if mode not in get_args(AggMode):
         raise ValueError(

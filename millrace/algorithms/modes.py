@@ -44,26 +44,28 @@ USES_OLD = frozenset(
         "dro",
     }
 )
-"""Modes with a ratio against old log-probs. gpg and reinforce read none."""
+"""Modes with a ratio against old log-probs. gpg and reinforce do not read old log-probs."""
 
 SELECTS = frozenset({"clip_cov", "kl_cov"})
-"""Modes that need `LossInput.selected`: tokens chosen over the whole mini-batch."""
+"""Modes that need `LossInput.selected`: tokens selected in the whole mini-batch."""
 
 # A trust region bounds a token's effect by its distance to old_log_probs:
-# - vanilla, clip_cov, gspo, geo_mean: no gradient beyond the edge that the advantage pushes to.
-# - dppo_tv, dppo_kl: the same, with a divergence. sapo: the gate fades. dro: the square pulls back.
-# - cispo bounds only a token's weight. Its gradient never ends, so it limits the size of one step,
+# - vanilla, clip_cov, gspo, geo_mean: no gradient beyond the bound that the advantage pushes to.
+# - dppo_tv, dppo_kl: the same, with a bound on a divergence.
+# - sapo: the gradient fades with the distance.
+# - dro: the squared log-ratio pulls a token back.
+# - cispo: bounds only a token's weight, and the gradient never becomes 0. This limits one step, but
 #   not the sum of many (arXiv 2602.04879 says that it has no trust region).
-# - gpg and reinforce read no old policy.
-# - kl_cov penalises a few tokens in ten thousand. The ratio of the others is unbounded.
+# - gpg and reinforce: have no trust region, because they read no old policy.
+# - kl_cov: has none. It penalises a few tokens in ten thousand, and bounds no other ratio.
 TRUST_REGION = USES_OLD - {"kl_cov"}
 """Modes in which the distance to old_log_probs bounds the effect of a token."""
 
 
 def default_aggregation(mode: str) -> AggMode:
-    """Return the aggregation in a mode's paper.
+    """Return the aggregation that a mode's paper uses.
 
-    verl 0.9.1 forces it only for sapo. In verl, gspo has token-mean unless loss_agg_mode overrides
-    it, and geo_mean is a plain mean over the micro-batch.
+    In verl 0.9.1, only sapo always uses it. gspo has token-mean unless loss_agg_mode overrides it,
+    and geo_mean is a plain mean over the micro-batch.
     """
     return "seq-mean-token-mean" if mode in ("gspo", "sapo", "geo_mean") else "token-mean"

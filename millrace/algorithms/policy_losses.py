@@ -2,9 +2,9 @@
 
 modes.py has facts about each name.
 
-There is no `tpo`. T-PPO (arXiv 2506.15050) adds two parts to PPO: an advantage for truncated
-responses and a choice of tokens. The advantage is EGAE: `gae` with `bootstrap_truncated`. The
-abstract names no new loss, so the loss is `vanilla`.
+There is no `tpo`. T-PPO (arXiv 2506.15050) adds two parts to PPO: EGAE, an advantage for truncated
+responses, and a selection of tokens. EGAE is `gae` with `bootstrap_truncated`. The paper's abstract
+names no new loss, so the loss is `vanilla`.
 """
 
 from __future__ import annotations

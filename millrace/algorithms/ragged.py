@@ -1,8 +1,8 @@
 """Ragged tokens: the layout that every function of this package shares.
 
-A batch of N trajectories is flat. `[T]` tensors contain only the **trained** tokens, trajectory
-after trajectory. `lengths [N]` has the number of tokens of each trajectory (0 is allowed; the sum
-is T). There is no padding and no token of an environment: tokens between two turns of the policy
+A batch of N trajectories is flat. `[T]` tensors contain only the **trained** tokens, one trajectory
+after the other. `lengths [N]` has the number of trained tokens of each trajectory. Their sum is T,
+and 0 is allowed. There is no padding. Tokens of an environment, between two turns of the policy,
 are left out.
 """
 
@@ -18,7 +18,11 @@ def sequence_ids(lengths: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
-    """Sum the values [T] of each trajectory, [num_sequences] in their dtype, 0 without tokens."""
+    """Sum the values [T] of each trajectory.
+
+    The result is [num_sequences], in the dtype of the values, and 0 for a trajectory without
+    tokens.
+    """
     return values.new_zeros(num_sequences).index_add(0, ids, values)
 
 

@@ -1,9 +1,9 @@
 """Token estimators: rewards to go, GAE, ReMax, the optimal token baseline, and whitening.
 
-Tokens are flat, as in `ragged`: [T] trained tokens, trajectory after trajectory, lengths [N]. The
-successor of a token is the next trained token, so the tokens of an environment between two turns
-cause no discount. Everything is computed in float64 and has no gradient. Results are float64 if the
-first argument is, else float32. N = 0 and T = 0 give empty tensors.
+Tokens are flat, as in `ragged`: [T] trained tokens with lengths [N]. The successor of a token is
+the next trained token, so the tokens of an environment between two turns cause no discount. All
+functions compute in float64, without a gradient. Results are float64 if the first argument is, else
+float32. N = 0 and T = 0 give empty tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from millrace.algorithms.ragged import last_tokens, sequence_ids, sequence_sums
 
 
 def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None = None) -> Tensor:
-    """Return the rewards of tokens [T]: token_rewards [T] plus each trajectory's score on its last
-    token.
+    """Return the rewards of tokens [T]: token_rewards, plus each score on its last token.
 
-    scores is [N]. Without token_rewards, they are 0. The score of a trajectory without tokens is
-    dropped.
+    scores is [N], and token_rewards is [T] or None, which means 0. The score of a trajectory
+    without tokens is dropped.
     """
     score = scores.detach().double()
     base = (
@@ -35,9 +34,9 @@ def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None =
 def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> Tensor:
     """Compute the reward to go, G_t = r_t + discount G_{t+1} within each trajectory, [T] from [T].
 
-    The sum doubles its range in each step, and takes log2 of the longest length in steps. After
-    step k, G_t contains the next 2^k rewards. A token's sum depends only on the rewards after it,
-    to the last bit. Trajectories with equal ends have equal sums.
+    Each step doubles the range of the sum: after step k, G_t contains 2^k rewards, from r_t on. The
+    number of steps is log2 of the longest length. To the last bit, a token's sum depends only on
+    its own reward and on later ones. Trajectories with equal ends therefore have equal sums there.
     """
     total = rewards.detach().double()
     remaining = (lengths.cumsum(0) - 1)[sequence_ids(lengths)] - torch.arange(
@@ -60,17 +59,19 @@ def gae(
     lam: float,
     truncated: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute generalised advantage estimation, not yet whitened, and the critic's targets, both
-    [T].
+    """Compute the advantages of GAE, not whitened, and the critic's targets, both [T].
 
-    (arXiv 1506.02438.) delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1};
-    target_t = A_t + V_t.
+    (Generalised advantage estimation, arXiv 1506.02438.)
+
+    delta_t  = r_t + gamma V_{t+1} - V_t
+    A_t      = delta_t + gamma lam A_{t+1}
+    target_t = A_t + V_t
 
     rewards [T] have the score on the last token. values [T]: V_t is the value of the state before
     token t. After the last token, V and A are 0.
 
     truncated [N] bool marks trajectories that the length limit cut. They did not end there, so the
-    state after their last token has a V that is not 0. The critic has not seen that state. Its
+    state after their last token has a V that is not 0. The critic did not evaluate that state. Its
     value is taken from the state before it, V_l = V_{l-1} (the EGAE of T-PPO, arXiv 2506.15050).
     The rewards of such trajectories should have no score, because the score of a cut text is not an
     estimate of V.
@@ -86,8 +87,8 @@ def gae(
 def remax(rewards: Tensor, lengths: Tensor, greedy_scores: Tensor) -> Tensor:
     """Compute the undiscounted reward to go minus the greedy response's score, [T].
 
-    (ReMax, arXiv 2310.10505.) The greedy response is to the same prompt. rewards [T] have the score
-    on the last token. greedy_scores is [N].
+    (ReMax, arXiv 2310.10505.) rewards [T] have the score on the last token. greedy_scores [N] are
+    the scores of the greedy responses to the same prompts.
     """
     to_go = discounted_sums(rewards.double(), lengths)
     return (to_go - greedy_scores.detach().double()[sequence_ids(lengths)]).to(_dtype(rewards))
@@ -106,13 +107,9 @@ def optimal_token_baseline(
     (Optimal token baseline, arXiv 2602.07078.)
 
     G_t = the reward to go, not discounted
-
     w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2, the squared gradient of the logits
-
     W_t = w_1 + ... + w_t
-
     B_t = sum_j G_jt W_jt / sum_j W_jt over the trajectories j of the group that have a token t
-
     A_t = G_t - B_t
 
     t counts trained tokens, as in verl's `tir_optimal_token_baseline`. With a single turn, that
@@ -120,15 +117,17 @@ def optimal_token_baseline(
     [N]. log_probs [T] and sum_pi_squared [T] (over the vocabulary) are of one policy. weights [T]
     are the importance weights rho, 1 if None.
 
-    The result is exactly 0 where all G of a position are equal. Examples are a group of one,
-    positions beyond the second-longest trajectory, and a group of equal scores. The formula gives
-    the same (B = G), and a single trajectory has no other to compare with. verl sets B = 0 for a
-    single trajectory, and by default also for a single tail. The raw reward then rewards the
-    longest trajectory, and a constant added to all rewards changes the gradient.
+    The result is exactly 0 where all G of a position are equal, as the formula gives (B = G).
+    Examples are a group of one, positions beyond the second-longest trajectory, and a group of
+    equal scores.
 
-    There are two more differences to verl. Rounding cannot make w negative. verl's 1e-8, added to
-    the sum of W, is omitted: it pulls B to 0 where the policy is certain. If every W is 0, B is the
-    plain mean.
+    There are three differences to verl:
+
+    - verl sets B = 0 for a single trajectory, and by default also for a single tail. The raw reward
+      then rewards the longest trajectory, and a constant added to all rewards changes the gradient.
+    - Here, rounding cannot make w negative.
+    - verl adds 1e-8 to the sum of W, which pulls B to 0 where the policy is certain. Here, B is the
+      plain mean if every W is 0.
     """
     to_go = discounted_sums(rewards.double(), lengths)
     energy = (1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()).clamp(
@@ -152,8 +151,8 @@ def optimal_token_baseline(
 def whiten(values: Tensor) -> Tensor:
     """Compute (x - mean) / sqrt(var + 1e-8) over all given tokens, with unbiased variance, [T].
 
-    One token gives 0 (verl raises an error). Equal values give exactly 0. No values give none.
-    (Source: verl's masked_whiten, without the 1e-8 added to its count.)
+    One token gives 0 (verl raises an error). Equal values give exactly 0. T = 0 gives an empty
+    tensor. (Source: verl's masked_whiten, without the 1e-8 added to its count.)
     """
     x = values.detach().double()
     if len(x) < 2 or bool(x.min() == x.max()):

@@ -21,7 +21,7 @@ RULES = (
 class RejectionRule:
     """A rule that accepts a token (token_*), or all tokens of a sequence (seq_*), within bounds.
 
-    The statistic must be within inclusive bounds:
+    Bounds are inclusive. l is the log-ratio of a token, log pi_a - log pi_b.
 
     name         statistic                                                   bounds
     token_k1     r = e^l                                                     lower <= r <= upper
@@ -30,11 +30,12 @@ class RejectionRule:
     *_k2         l^2 / 2; its sum, mean or max over the sequence             . <= upper, no `lower`
     *_k3         e^l - 1 - l; its sum, mean or max over the sequence         . <= upper, no `lower`
 
-    Bounds of k1 are of the RATIO pi_a / pi_b. (verl compares -l with their logs, which keeps
+    k1 bounds the RATIO pi_a / pi_b. (verl compares -l with the logs of the bounds, and so keeps
     1/upper <= r <= 1/lower. That is the same only for reciprocal bounds, and wrong for 0.5 to 5.)
-    lower = 0 or upper = inf removes a bound. A sequence with a ratio that is not finite is
-    rejected. Without a `lower`, the field is None. Raises ValueError for an unknown name and for
-    invalid bounds.
+    lower = 0 or upper = inf removes a bound. For k2 and k3, `lower` is None. A sequence with a
+    ratio that is not finite is rejected.
+
+    Raises ValueError for an unknown name and for invalid bounds.
     """
 
     name: str
@@ -60,7 +61,7 @@ class RejectionRule:
 
     @property
     def in_ratio_space(self) -> bool:
-        """Whether the bounds are of a ratio (k1)."""
+        """Whether the rule bounds a ratio (k1)."""
         return self.name.endswith("k1")
 
 
@@ -75,9 +76,10 @@ def check_band(lower: float, upper: float) -> None:
 def parse_threshold(value: str | float) -> float | tuple[float, float]:
     """Parse an upper bound, 2.0 or "2.0", or a pair of bounds, "0.5_5.0" (verl's spelling).
 
-    In YAML a pair needs quotes: YAML reads an unquoted 0.5_5 as the number 0.55. Raises ValueError
-    for any other value, for bounds below 0, for an upper bound of 0, and for a lower bound over the
-    upper one.
+    In YAML a pair needs quotes: YAML reads an unquoted 0.5_5 as the number 0.55.
+
+    Raises ValueError for any other value, for bounds below 0, for an upper bound of 0, and for a
+    lower bound over the upper one.
     """
     parts = value.split("_") if isinstance(value, str) else [value]
     try:
@@ -105,13 +107,16 @@ def parse_rules(
 ) -> tuple[RejectionRule, ...]:
     """Parse rules in verl's spelling: names, and one threshold for each rule or one for all.
 
-    Both are a comma list or a sequence. k1 rules take "lo_hi" in ratio space. A single u of at
-    least 1 means 1/u to u there. The other rules take an upper bound. Without names there are no
-    rules.
+    Both arguments are a comma-separated list or a sequence. A k1 rule takes bounds of the ratio,
+    "lo_hi". A single number u of at least 1 means 1/u to u. The other rules take an upper bound.
+    Without names, there are no rules.
 
-    Raises ValueError with the value, the rule and the fix in these cases: an unknown or duplicate
-    name, a threshold that does not fit its rule, too few or too many thresholds, and a threshold
-    without a rule.
+    Raises ValueError with the value, the rule and the fix in these cases:
+
+    - an unknown or duplicate name
+    - a threshold that does not fit its rule
+    - too few or too many thresholds
+    - a threshold without a rule
     """
     names = [str(name) for name in _items(rollout_rs)]
     specs = _items(thresholds)

@@ -1,7 +1,8 @@
 """Policy losses with the ratio of a whole sequence.
 
-Means are over the sequence's trained tokens. A sequence without any adds nothing. Both losses are
-designed for seq-mean-token-mean, in which all sequences have equal weight. Both work with any mode.
+Means are over the sequence's trained tokens. A sequence without trained tokens adds nothing. Both
+losses are designed for the aggregation seq-mean-token-mean, in which all sequences have equal
+weight. Both also work with any other aggregation.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """Compute PPO's clip, without dual clip, on the sequence's ratio s (GSPO-token, arXiv
-    2507.18071).
+    """Compute PPO's clip, without dual clip, on the sequence's ratio s.
+
+    (GSPO-token, arXiv 2507.18071.)
 
     s     = exp(min(mean_t (log pi - log pi_old), 10)); no gradient where the bound acts
     ratio = sg(s) pi / sg(pi): the value of s, with the gradient of the token's log-prob
     loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
 
     If all tokens of a sequence have one advantage, seq-mean-token-mean gives the value and gradient
-    of GSPO. Single log-ratios are not clamped, because that would bias the mean. The log_ratio
-    statistic is of tokens.
+    of GSPO. The log-ratios of tokens are not clamped, because that would bias the mean. The
+    log_ratio statistic is that of each token.
     """
     x = inputs.trained()
     mean = _sequence_means((x.log_probs - x.old_log_probs).detach(), x)[x.sequence_ids]
-    # In this order, the difference is exactly 0 and the mean keeps its digits. Clips of 3e-4 need
+    # In this order, the difference is exactly 0 and the mean keeps its digits. A clip of 3e-4 needs
     # these digits.
     log_s = (x.log_probs - x.log_probs.detach() + mean).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     loss, clipped = clipped_surrogate(
@@ -45,19 +47,19 @@ def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Compute -A exp(mean_t d) for each trained token of the sequence (GMPO, arXiv 2507.20673).
 
-    d = min(log rho, clip_high) if A > 0, max(log rho, -clip_low) if A < 0, after log rho is clamped
-    to +-20
-
+    d = min(log rho, clip_high) if A > 0, with log rho clamped to +-20
+    d = max(log rho, -clip_low) if A < 0, with log rho clamped to +-20
     A = the mean of the sequence's advantages (the paper has one for all its tokens)
 
-    The clip acts on each token's log-ratio and is pessimistic. An edge is inside. `clipped` marks
-    only tokens that the clip changed, for either sign of A. (verl also counts tokens beyond the
-    other edge, which it leaves unchanged.)
+    The clip acts on each token's log-ratio and is pessimistic. A value on a bound is not clipped.
+    `clipped` marks only tokens that the clip changed, for either sign of A. (verl also counts
+    tokens beyond the opposite bound, which the clip leaves unchanged.)
 
     Every token has the sequence's loss. seq-mean-token-mean then gives the paper's mean over
     sequences, for any split of the mini-batch. verl takes a plain mean over the micro-batch for
-    every aggregation mode, so its result depends on the split into micro-batches and ranks. Here,
-    importance weights act as their mean over the sequence. verl uses a geometric mean.
+    every aggregation mode, so its result depends on the split into micro-batches and ranks.
+    Importance weights act here as their mean over the sequence, and in verl as their geometric
+    mean.
     """
     x = inputs.trained()
     advantages = _sequence_means(x.advantages, x)

@@ -6,13 +6,17 @@ from __future__ import annotations
 def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float) -> float:
     """Return the penalty on the reward of a long response: DAPO's soft overlong punishment.
 
-    (arXiv 2503.14476, section 3.4.) It is 0 up to E = max_length - buffer tokens. From there it
-    falls linearly to -factor at max_length, and stays at -factor beyond: max(-factor, min(0,
-    -factor (length - E) / buffer)).
+    (arXiv 2503.14476, section 3.4.) With E = max_length - buffer:
+
+    length           penalty
+    up to E          0
+    E to max_length  -factor (length - E) / buffer
+    over max_length  -factor
 
     `length` counts the policy's own tokens in all its turns, without the tokens of an environment
-    or a tool. (verl counts both, and its penalty grows past -factor.) Raises ValueError unless 0 <
-    buffer <= max_length, factor >= 0 and length >= 0.
+    or a tool. (verl counts both, and its penalty grows past -factor.)
+
+    Raises ValueError unless 0 < buffer <= max_length, factor >= 0 and length >= 0.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(

@@ -11,14 +11,15 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped value loss.
 
-    It is 0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2). All tensors are
-    [T] and of one floating dtype. Only `values` has a gradient: v - R, or 0 where the clipped side
-    is larger. A value on an edge is inside. Aggregate the result with `token_weights`, like the
-    policy's loss. Raises ValueError unless cliprange is over 0.
+    loss = 0.5 max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2)
 
-    Returns the token losses [T] and {"clipped": [T]}, which is 1 where the clipped side is larger.
-    It is detached, in the dtype of `values`. T = 0 gives empty tensors. (Sources: the clip is from
-    OpenAI's PPO code, not from arXiv 1707.06347; verl's compute_value_loss.)
+    All tensors are [T] and of one floating dtype. Only `values` has a gradient: v - R, or 0 where
+    the clipped term is larger. A value on a bound is not clipped. Aggregate the result with
+    `token_weights`, like the policy's loss. Raises ValueError unless cliprange is over 0.
+
+    Returns the token losses [T] and {"clipped": [T]}, which is 1 where the clipped term is larger.
+    It is detached, in the dtype of `values`. T = 0 gives empty tensors. (Sources: OpenAI's PPO
+    code, because arXiv 1707.06347 has no such clip; verl's compute_value_loss.)
     """
     if cliprange <= 0:
         raise ValueError(f"cliprange must be over 0, got {cliprange}")

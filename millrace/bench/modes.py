@@ -1,4 +1,4 @@
-"""`millrace bench modes`: modes and splits of the same devices, on the same samples, in one run."""
+"""`millrace bench modes`: a comparison of modes and of splits of the devices, on equal samples."""
 
 from __future__ import annotations
 
@@ -70,11 +70,10 @@ QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
 
 
 def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] = ()) -> list[Arm]:
-    """Return every mode on every split TRAINERS+ROLLOUTS, and the modes of `uniform` again with
-    equal lengths.
+    """Return an arm for every mode on every split TRAINERS+ROLLOUTS.
 
-    A colocated mode uses all devices of a split for both sides. Raises ConfigError for an unknown
-    mode or a wrong split.
+    The modes of `uniform` have further arms, with responses of equal lengths. A colocated mode uses
+    all devices of a split for both sides. Raises ConfigError for an unknown mode or a wrong split.
     """
     arms: list[Arm] = []
     for mode in [*modes, *uniform]:
@@ -111,9 +110,10 @@ async def bench_modes(
 ) -> None:
     """Run every arm `repeats` times and append the figures of each run to `figures`.
 
-    Arms that share engines run on the same engines, in turns. Only versions in `counted` are
-    measured: in the others the pipeline fills or drains, and kernels compile. `seconds` is the time
-    of the whole run. Each run adds its figures to FOLDER/figures.jsonl at once.
+    Arms with the same placement and split share engines, and run on them in turn. Figures cover
+    only the versions in `counted`, because in other versions the pipeline fills or drains, and
+    kernels compile. `seconds` is the time of the whole run. After each run, its figures are added
+    to FOLDER/figures.jsonl.
     """
     engines = {
         (arm.colocated, arm.trainers, arm.rollouts): [
@@ -135,7 +135,7 @@ async def bench_modes(
             alone: dict[tuple[bool, int], float] = {}
             for turn in range(repeats):
                 for arm in group:
-                    # This layer is above the user's, so a user's key cannot change every mode.
+                    # This layer is above the user's, so a user's key cannot change an arm.
                     fixed = [*QUIET, *arm.overrides, f"trainer.run_dir={folder / f'{arm}-{turn}'}"]
                     own = recipe.load(
                         path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
@@ -148,7 +148,7 @@ async def bench_modes(
                     figures.append(
                         _with_ceilings(measured, arm, turn, session, rate, alone[requests])
                     )
-                    # Written at once, because a later arm may fail.
+                    # Write now, because a later arm may fail.
                     with (folder / "figures.jsonl").open("a") as lines:
                         lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {measured['samples_per_s']:.2f} samples/s")
@@ -159,7 +159,7 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
 
 
 def _uniform(s: Session) -> list[str]:
-    """Return overrides that give every response the mean length."""
+    """Return overrides that give every response the mean of the drawn lengths."""
     config = s.config
     if drawn_lengths(config) is None:
         raise bad_value(
@@ -213,7 +213,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "samples_per_s": samples / wall,
         "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
         "drawn_tokens_per_s": drawn,
-        # Tokens read into KV caches: prompts, and again the prefixes of interrupted responses.
+        # Tokens read into KV caches: prompts, and the prefixes of interrupted responses.
         "read_per_drawn": over_time("rollouter/prefill_tokens_per_s") / drawn if drawn else 0.0,
         "version_s": wall / len(rows),
         "step_s": seconds("step"),
@@ -231,11 +231,13 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
 
 
 def counted(samples: int, skip: int, schedule: Schedule) -> range:
-    """Return the versions of a run of `samples` samples that are like those of a long run.
+    """Return the versions of a run of `samples` samples that represent a long run.
 
-    Three kinds of versions are left out: those of the first `skip` optimizer steps, the first ones,
-    whose samples were drawn while the trainer was idle, and the last ones, during which less than a
-    window of samples was admitted.
+    These versions are left out:
+
+    - those of the first `skip` optimizer steps
+    - the first ones, whose samples were drawn while the trainer was idle
+    - the last ones, during which less than a window of samples was admitted
     """
     ahead = math.ceil(schedule.capacity / schedule.window) - 1
     steps = schedule.trigger_parameter_sync_step * schedule.require_batches
@@ -263,7 +265,10 @@ def _with_ceilings(
     rate: float,
     alone: float,
 ) -> dict[str, Any]:
-    """Return the figures with the share of what the devices can do."""
+    """Return the figures, extended by their shares of the devices' limits.
+
+    The limits are the matmul rate, and the decoding speed without training.
+    """
     flops = train_flops(s.run.model, _lengths(s), s.config)
     per_sample = flops / s.config.rollout.total_rollout_steps
     stepping = measured["step_s"] / measured["version_s"]
@@ -289,7 +294,7 @@ def _with_ceilings(
 
 
 def _lengths(s: Session) -> list[int]:
-    """Return the tokens of prompt and response of every trajectory of the run.
+    """Return the length of every trajectory of the run, prompt and response, in tokens.
 
     A response has its drawn length, or the length limit if the recipe draws no lengths.
     """
@@ -309,7 +314,7 @@ def _lengths(s: Session) -> list[int]:
 async def _alone(s: Session) -> float:
     """Return the tokens per second of the same engines without training.
 
-    All requests that the mode may have in flight run at once, with their own lengths.
+    As many requests as the mode may have in flight run at once, each with its own length.
     """
     config = s.config
     drawn, rollout = drawn_lengths(config), config.rollout
@@ -340,8 +345,8 @@ async def _alone(s: Session) -> float:
 def table(figures: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of medians over repeats, fastest first.
 
-    Ratios are relative to the fastest split of colocate_sync on the same lengths, or to the slowest
-    arm.
+    Ratios are relative to the fastest split of colocate_sync with the same lengths. Without such an
+    arm, they are relative to the slowest arm with the same lengths.
     """
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for run in figures:

@@ -1,6 +1,6 @@
 """`millrace bench sync`: the cost of a weight sync, with idle and with busy rollout engines.
 
-It is compared with the bandwidth of the bare link.
+The benchmark also measures the bandwidth of the bare link, for comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SyncFigures:
     """The figures of one sync."""
 
     load: str
-    """idle, or busy: every decode slot has a request."""
+    """The load of the engines: idle, or busy (every decode slot has a request)."""
     bytes: int
     transfer_s: float
     pause_s: float
@@ -34,7 +34,7 @@ class SyncFigures:
 
 
 async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[str, Any]:
-    """Time `repeats` syncs of idle engines, as many of busy engines, and the bare link."""
+    """Time `repeats` syncs of idle engines, `repeats` syncs of busy engines, and the bare link."""
     async with open_session(config, progress) as s:
         await s.engines.train.begin("rl", 1)
         await s.engines.publish(0)
@@ -97,9 +97,9 @@ async def _under_load(s: Session, first: int, repeats: int) -> list[SyncFigures]
 
 
 async def _one_more_each(s: Session, drawers: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until the engines have drawn as many tokens as there are `drawers`.
+    """Wait until the engines have drawn one more token for each of `drawers`, on average.
 
-    Raises the error of a drawer that fails.
+    Raises the error of a failed drawer, and DeadlineError after trainer.wait_deadline_s.
     """
     goal = (await s.engines.pool.stats()).tokens + len(drawers)
     clock, limit_s = asyncio.get_running_loop().time, s.config.trainer.wait_deadline_s

@@ -23,8 +23,8 @@ async def bench_train(
 ) -> dict[str, Any]:
     """Time `steps` supervised steps.
 
-    Each step has one micro-batch of actor.ppo_max_token_len_per_gpu tokens on every rank, in
-    documents of `length` random tokens. The time includes forward, backward, gradient norm and
+    Each step has one micro-batch on every rank: as many documents of `length` random tokens as fit
+    in actor.ppo_max_token_len_per_gpu. The time includes forward, backward, gradient norm and
     optimizer step.
     """
     rows = config.actor.ppo_max_token_len_per_gpu // length * config.trainer_ranks

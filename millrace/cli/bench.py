@@ -78,8 +78,9 @@ def bench_train(
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
 ) -> None:
-    """Measure training alone: tokens per second, MFU (share of the devices' matmul rate) and
-    memory.
+    """Measure training alone: tokens per second, MFU and memory.
+
+    MFU is the share of the devices' matmul rate that training reaches.
 
     Example: millrace bench train shapes/qwen2_1.5b --length 2048
     """
@@ -178,7 +179,7 @@ def bench_modes(
 def _report_modes(
     json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
 ) -> None:
-    """Report the figures of all finished runs, of the `planned` ones."""
+    """Report the figures of all finished runs, out of `planned` runs."""
     from millrace.bench import modes as work
 
     complete = len(figures) == planned

@@ -71,7 +71,7 @@ def stopped_by() -> int | None:
 
 
 def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
-    """Return the overrides, with --address as the last ones.
+    """Return the overrides, with those of --address last.
 
     Raises ConfigError if --address is empty, because a script may have passed an unset variable.
     """

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | the command is complete |
-| 1 | it failed |
+| 1 | the command failed |
 | 2 | a key, a file or a row is wrong |
 | 130, 143 | a signal (Ctrl-C, SIGTERM) stopped it; a training run saved a checkpoint first |
 """
@@ -298,8 +298,9 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def main() -> None:
-    """Run the command line. Every failure ends in one readable last line and a documented exit
-    code.
+    """Run the command line.
+
+    Every failure ends in one readable last line and a documented exit code.
     """
     try:
         app(standalone_mode=True)

@@ -32,8 +32,9 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Epsilon of AdamW."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest norm of the whole gradient. A larger gradient is scaled down to it. 0 disables
-    clipping.
+    """Largest norm of the whole gradient.
+
+    A larger gradient is scaled down to it. 0 disables clipping.
     """
 
 
@@ -56,8 +57,9 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = 5.0
     """clip_cov: a token may be detached only if its covariance is at most this."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """kl_cov: share of the mini-batch's tokens that get a KL penalty. The tokens with the largest
-    covariance are chosen.
+    """kl_cov: share of the mini-batch's tokens that get a KL penalty.
+
+    The tokens with the largest covariance are chosen.
     """
     ppo_kl_coef: float = Field(0.1, ge=0)
     """kl_cov: weight of that penalty."""
@@ -77,31 +79,37 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """The policy loss and the keys of single losses."""
     clip_ratio_low: float = Field(0.2, gt=0, le=1)
-    """PPO's clip below 1. gspo, cispo and geo_mean clip their own ratios with it. dppo_* bounds
-    differences of probabilities, or the KL, with it.
+    """PPO's clip below 1.
+
+    gspo, cispo and geo_mean clip their own ratios with it. dppo_* bounds differences of
+    probabilities, or the KL, with it.
     """
     clip_ratio_high: float = Field(0.2, gt=0)
     """PPO's clip above 1. A value over clip_ratio_low is DAPO's clip-higher."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: upper bound on the ratio for negative advantages."""
     loss_agg_mode: AggMode | None = None
-    """How token losses become one number. The mean or sum is over the tokens of the global
-    mini-batch that rejection leaves. null means seq-mean-token-mean for gspo, sapo and geo_mean,
-    and token-mean for all others.
+    """How token losses become one number.
+
+    The mean or sum is over the tokens of the global mini-batch that rejection leaves. null means
+    seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for all others.
     """
     loss_scale_factor: float = Field(0.0, ge=0)
     """Divisor of seq-mean-token-sum-norm. 0 means rollout.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
-    """Add the KL to the reference policy to the loss. The reference policy has the weights that RL
-    started from.
+    """Add the KL to the reference policy to the loss.
+
+    The reference policy has the weights that RL started from.
     """
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that KL."""
     kl_loss_type: KlType = "low_var_kl"
-    """Estimator of that KL. A name with + has the value of the named estimator and the gradient of
-    k2, which is the gradient of the KL.
+    """Estimator of that KL.
+
+    A name with + has the value of the named estimator and the gradient of k2, which is the gradient
+    of the KL.
     """
     optim: OptimConfig = OptimConfig()
     """The policy's optimizer."""
@@ -111,8 +119,9 @@ class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The critic's optimizer. Its schedule ends at the same step as the policy's."""
     cliprange_value: float = Field(0.5, gt=0)
-    """The value loss rewards a value only for moves up to this distance from the value that the
-    critic gave when the batch arrived.
+    """Largest useful distance of a value from the critic's value at the batch's arrival.
+
+    The value loss rewards no move beyond it.
     """
 
 
@@ -124,44 +133,55 @@ class KlCtrlConfig(Section):
     target_kl: float = Field(0.1, gt=0)
     """adaptive: the KL per token to reach."""
     horizon: int = Field(10000, ge=1)
-    """adaptive: trajectories over which the coefficient changes by a fifth at most."""
+    """adaptive: over this many trajectories, the coefficient changes by at most a fifth."""
 
 
 class FilterGroupsConfig(Section):
     enable: bool = False
-    """Dynamic sampling (DAPO). Drop a sample if all its trajectories have the same outcome. It
-    counts as `equal_outcomes`, and another prompt takes its slot at once.
+    """Dynamic sampling (DAPO).
+
+    Drop a sample if all its trajectories have the same outcome. It counts as `equal_outcomes`, and
+    another prompt takes its slot at once.
     """
     metric: str = "score"
-    """The outcome to compare: score (of the reward function, before any shaping), reward (after
-    shaping), or a component that the reward function returns, such as acc.
+    """The outcome to compare.
+
+    It is score (before any shaping), reward (after shaping), or a component that the reward
+    function returns, such as acc.
     """
     max_num_gen_batches: int = Field(20, ge=0)
-    """The run fails if more than this many windows of samples are dropped for one version. 0 sets
-    no limit.
+    """The run fails if more than this many windows of samples are dropped for one version.
+
+    0 sets no limit.
     """
 
 
 class CorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights against the mismatch of trainer and rollout, for each token or for each
-    response. A weight is a trainer probability over the rollout probability. With
-    use_rollout_log_probs=false, the trainer probability is that of the old policy (see proximal).
-    With true, the loss must have no ratio (gpg, reinforce), and it is that of the current policy.
+    """Importance weights against the mismatch of trainer and rollout.
+
+    They are for each token, or for each response. A weight is a trainer probability over the
+    rollout probability. With use_rollout_log_probs=false, the trainer probability is that of the
+    old policy (see proximal). With true, it is that of the current policy, and the loss must have
+    no ratio (gpg, reinforce).
     """
     rollout_is_threshold: float | str = 2.0
-    """A number truncates larger weights to it (TIS). A pair "lo_hi" sets weights outside of it to 0
-    (IcePop).
+    """A number is an upper bound: larger weights become the bound (TIS).
+
+    A pair "lo_hi" sets weights outside of it to 0 (IcePop).
     """
     rollout_is_batch_normalize: bool = False
     """Divide the truncated weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Rejection rules, separated by commas: token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3,
-    seq_max_k2|k3. A token is trained if every rule accepts it.
+    """Rejection rules, separated by commas. A token is trained if every rule accepts it.
+
+    The rules are token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3 and seq_max_k2|k3.
     """
     rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
-    """Bounds of rollout_rs: one for all rules, or one for each. k1 takes "lo_hi" on the ratio; a
-    single number u means 1/u to u. k2 and k3 take an upper bound on the divergence.
+    """Bounds of rollout_rs: one for all rules, or one for each.
+
+    k1 takes "lo_hi" on the ratio; a single number u means 1/u to u. k2 and k3 take an upper bound
+    on the divergence.
     """
     rollout_token_veto_threshold: float | None = Field(None, gt=0)
     """Reject a whole response if the ratio of one of its tokens is below this."""
@@ -170,9 +190,11 @@ class CorrectionConfig(Section):
     reject_before_baseline: bool = False
     """Leave responses that are rejected whole out of their group's baseline too."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The old policy of PPO's ratio if use_rollout_log_probs is false. recompute takes the
-    trainer's policy at the batch's arrival, which costs a forward pass. interpolate mixes the
-    rollout's and the current log-probs by each token's version, which costs none.
+    """The old policy of PPO's ratio if use_rollout_log_probs is false.
+
+    recompute takes the trainer's policy at the batch's arrival, which costs a forward pass.
+    interpolate mixes the rollout's and the current log-probs by each token's version, which costs
+    none.
     """
 
     @property
@@ -213,10 +235,10 @@ class CorrectionConfig(Section):
             )
 
     def plan(self, *, bypass: bool) -> CorrectionPlan:
-        """Return the plan that this section describes. `bypass` is
-        async_training.use_rollout_log_probs.
+        """Return the plan that this section describes.
 
-        Raises ConfigError if a threshold or a rule cannot be parsed.
+        `bypass` is async_training.use_rollout_log_probs. Raises ConfigError if a threshold or a
+        rule cannot be parsed.
         """
         threshold, rules = _rejection(self)
         options = CorrectionOptions(
@@ -293,26 +315,27 @@ class AlgorithmConfig(Section):
     adv_estimator: Estimator = "grpo"
     """Advantage estimator. docs/algorithms.md has the formulas. gae trains a critic."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk, gdpo: divide advantages by the group's standard deviation. false is
-    Dr.GRPO.
+    """grpo, grpo_passk, gdpo: divide advantages by the group's standard deviation.
+
+    false is Dr.GRPO.
     """
     gamma: float = Field(1.0, gt=0, le=1)
     """gae, reinforce_plus_plus: discount of later rewards."""
     lam: float = Field(1.0, ge=0, le=1)
     """gae: lambda."""
     bootstrap_truncated: bool = False
-    """gae: if the length limit cuts a response, its return ends with the critic's value in place of
-    its score (T-PPO's EGAE).
+    """gae: bootstrap responses that the length limit cuts (T-PPO's EGAE).
+
+    Their return ends with the critic's value in place of their score.
     """
     gdpo_reward_keys: tuple[str, ...] = ()
-    """gdpo: components of the reward, by the names that the reward function returns. Empty means
-    all components.
-    """
+    """gdpo: names of the reward's components. Empty means all components."""
     gdpo_reward_weights: tuple[float, ...] = ()
     """gdpo: one weight for each of these components. Empty means 1 for each."""
     use_kl_in_reward: bool = False
-    """Subtract the KL to the reference policy, times kl_ctrl's coefficient, from the reward of each
-    token.
+    """Subtract the KL to the reference policy from the reward of each token.
+
+    The KL is multiplied by kl_ctrl's coefficient.
     """
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that KL."""
@@ -321,8 +344,9 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     """Dynamic sampling."""
     overlong_filtering: bool = False
-    """Train no token of a response that the length limit cut. The response still counts in its
-    group's baseline.
+    """Train no token of a response that the length limit cut.
+
+    The response still counts in its group's baseline.
     """
     rollout_correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""

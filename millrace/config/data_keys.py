@@ -10,14 +10,17 @@ from millrace.errors import bad_value
 
 class DataConfig(Section):
     train_files: Sources = ()
-    """Sources of problems to train on: .parquet, .jsonl or .json files, hub ids (owner/name:split),
+    """Sources of problems to train on.
+
+    They are .parquet, .jsonl or .json files, hub ids (owner/name:split),
     reasoning_gym:NAME?param=value, or task:NAME?param=value.
     """
     val_files: Sources = ()
     """Sources of problems for validation. They are never trained."""
     train_batch_size: int = Field(0, ge=0)
-    """Samples of one window, in the modes colocate_sync and one_step_off only. It sets
-    async_training.trigger_parameter_sync_step. Must be 0 in all other modes.
+    """Samples of one window, in the modes colocate_sync and one_step_off only.
+
+    It sets async_training.trigger_parameter_sync_step. Must be 0 in all other modes.
     """
     gen_batch_size: int = Field(1, ge=1)
     """Samples that are admitted at a time. millrace admits them one by one, so this must be 1."""
@@ -26,7 +29,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """Whether to shuffle the data in each epoch. trainer.seed decides the order."""
     filter_overlong_prompts: bool = False
-    """Leave out prompts that are longer than rollout.max_prompt_length and report their number.
+    """Leave out prompts that are longer than rollout.max_prompt_length, and report their number.
+
     With false, such a prompt is an error.
     """
     train_max_samples: int = Field(0, ge=0)
@@ -46,9 +50,10 @@ class DataConfig(Section):
 
 class OverlongBufferConfig(Section):
     enable: bool = False
-    """DAPO's soft penalty for long responses, in training only. It is 0 up to
-    rollout.max_response_length - len tokens and falls linearly to -penalty_factor at the limit. It
-    is added to the score, and `reward/overlong_reward/mean` is its mean.
+    """DAPO's soft penalty for long responses, in training only.
+
+    It is 0 up to rollout.max_response_length - len tokens and falls linearly to -penalty_factor at
+    the limit. It is added to the score, and `reward/overlong_reward/mean` is its mean.
     """
     len: int = Field(0, ge=0)
     """Tokens before the limit over which the penalty grows."""
@@ -58,8 +63,10 @@ class OverlongBufferConfig(Section):
 
 class RewardConfig(Section):
     function: str = ""
-    """Reward function: path.py:name or module:name, with verl's or TRL's signature, or a built-in
-    name such as exact or math. Empty uses the function that belongs to each data source.
+    """Reward function: path.py:name, module:name, or a built-in name such as exact or math.
+
+    A user's function has verl's or TRL's signature. Empty uses the function that belongs to each
+    data source.
     """
     num_workers: int = Field(1, ge=1)
     """Processes that call reward functions."""

@@ -141,8 +141,9 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _default(key: str) -> Any:
-    """Return the default of a key. It depends on the section: the two optimizers have different
-    defaults.
+    """Return the default of a key.
+
+    It depends on the section: the two optimizers have different defaults.
     """
     return functools.reduce(getattr, key.split("."), Config())
 

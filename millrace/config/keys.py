@@ -27,8 +27,10 @@ class Config(Section):
     name: str = Field("run", pattern=r"^\w[\w.-]*$")
     """Name of the recipe. The run's folder starts with it."""
     mode: ModeName | None = None
-    """A named set of values for async_training. The README has a table of modes. A key in the same
-    recipe or in a later layer overrides the mode.
+    """A named set of values for async_training.
+
+    The README has a table of modes. A key in the same recipe or in a later layer overrides the
+    mode.
     """
     trainer: TrainerConfig = TrainerConfig()
     """Training devices, and settings of the whole run."""
@@ -45,8 +47,9 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     """Policy loss and optimizer."""
     critic: CriticConfig = CriticConfig()
-    """The critic of algorithm.adv_estimator=gae. It has the policy's architecture and start
-    weights, and a scalar head.
+    """The critic of algorithm.adv_estimator=gae.
+
+    It has the policy's architecture and start weights, and a scalar head.
     """
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, KL and off-policy correction."""

@@ -24,8 +24,9 @@ class ModelShape(Section):
     tie_word_embeddings: bool = True
     """Use one matrix for input and output embeddings."""
     vocab_size: int = Field(0, ge=0)
-    """Size of the vocabulary. 0 means the size of the tokenizer. Set it for models without a
-    tokenizer.
+    """Size of the vocabulary.
+
+    0 means the size of the tokenizer. Set it for models without a tokenizer.
     """
 
     def check(self) -> None:
@@ -55,42 +56,49 @@ class ModelShape(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Folder or hub id of a Hugging Face causal model with its tokenizer. Empty builds a new
-    Qwen2-shaped model from model.shape.
+    """Folder or hub id of a Hugging Face causal model with its tokenizer.
+
+    Empty builds a new Qwen2-shaped model from model.shape.
     """
     shape: ModelShape = ModelShape()
     """Shape of the model that is built if model.path is empty. Its weights are random."""
     tokenizer: Literal["chars", "bpe"] = "chars"
-    """Tokenizer of a newly built model. chars has one token for each character of the data. bpe
-    learns byte pairs from the data.
+    """Tokenizer of a newly built model.
+
+    chars has one token for each character of the data. bpe learns byte pairs from the data.
     """
     tokenizer_vocab_size: int = Field(512, ge=8)
     """Largest number of tokens of a bpe tokenizer that is learned from the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the rollout engine's weights and of the train engine's computation. Master weights
-    are always float32.
+    """Dtype of the rollout engine's weights and of the train engine's computation.
+
+    Master weights are always float32.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This takes less memory and more time."""
     gradient_checkpointing_share: float = Field(1.0, gt=0, le=1)
-    """Share of the decoder layers that recompute their activations. A smaller share is faster and
-    takes more memory.
+    """Share of the decoder layers that recompute their activations.
+
+    A smaller share is faster and takes more memory.
     """
     compile: bool = False
-    """Compile each decoder layer, and the passes of the log-probs over the vocabulary, with
-    torch.compile. The first training step waits for the compilation.
+    """Use torch.compile for each decoder layer and for the log-probs over the vocabulary.
+
+    The first training step waits for the compilation.
     """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     lora_rank: int = Field(0, ge=0)
-    """Train low-rank adapters of this rank and freeze the model's own weights. 0 trains all
-    weights. Needs the extra millrace[lora].
+    """Train low-rank adapters of this rank and freeze the model's own weights.
+
+    0 trains all weights. Needs the extra millrace[lora].
     """
     lora_alpha: float = Field(16.0, gt=0)
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     target_modules: Annotated[tuple[str, ...], OneOrMore] = ("all-linear",)
-    """Linear modules of the decoder layers that get adapters: all-linear, or ends of module names,
-    such as [q_proj, v_proj].
+    """Linear modules of the decoder layers that get adapters.
+
+    all-linear, or ends of module names, such as [q_proj, v_proj].
     """
 
     @property
@@ -122,8 +130,9 @@ class ModelConfig(Section):
 
 class SftConfig(Section):
     steps: int = Field(0, ge=0)
-    """Supervised optimizer steps before RL. 0 skips the warm-up. If a later layer sets model.path,
-    steps becomes 0.
+    """Supervised optimizer steps before RL.
+
+    0 skips the warm-up. If a later layer sets model.path, steps becomes 0.
     """
     batch_size: int = Field(128, ge=1)
     """Demonstrations in one step."""
@@ -132,10 +141,12 @@ class SftConfig(Section):
     lr_warmup_steps: int = Field(20, ge=0)
     """Steps of linear learning rate warm-up."""
     messiness: float = Field(0.0, ge=0, le=1)
-    """Share of demonstrations with a corrupted answer. The model then learns the form but not the
-    answer, which leaves work for RL.
+    """Share of demonstrations with a corrupted answer.
+
+    The model then learns the form but not the answer, which leaves work for RL.
     """
     files: Sources = ()
-    """Sources of demonstrations. Empty uses data.train_files, whose rows then need an `answer` or a
-    ground truth.
+    """Sources of demonstrations.
+
+    Empty uses data.train_files, whose rows then need an `answer` or a ground truth.
     """

@@ -131,7 +131,7 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML: a recipe that makes the same run.
 
-    The text is ASCII, because PyYAML cannot read back every other character that it writes.
+    The text is ASCII, because PyYAML cannot read back all non-ASCII characters that it writes.
     """
     text: str = yaml.dump(
         _without_references(config.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False

@@ -23,15 +23,17 @@ class ValidationConfig(Section):
 
 class DrawnLengthsConfig(Section):
     enable: bool = False
-    """Draw the length of each training response from a log-normal distribution, whatever the model
-    says. rollout.max_response_length cuts it. Use it for benchmarks without trained weights. The
-    lengths are the same in every mode.
+    """Draw the length of each training response from a log-normal distribution.
+
+    The model's end-of-sequence tokens are ignored. rollout.max_response_length cuts the length. The
+    lengths are the same in every mode. Use them for benchmarks without trained weights.
     """
     median: float = Field(0.0, ge=0)
     """Median length, in tokens."""
     sigma: float = Field(1.0, ge=0)
-    """Standard deviation of the natural logarithm of the lengths. With 0 all lengths are equal.
-    With 1, 5 % of the lengths are over five medians.
+    """Standard deviation of the natural logarithm of the lengths.
+
+    With 0 all lengths are equal. With 1, 5 % of the lengths are over five medians.
     """
 
 
@@ -39,31 +41,37 @@ class RolloutConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the rollout side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices of the rollout side on each of its nodes: GPUs, or processes on a CPU. A replica of
-    the engine takes tensor_model_parallel_size devices.
+    """Devices of the rollout side on each of its nodes: GPUs, or processes on a CPU.
+
+    A replica of the engine takes tensor_model_parallel_size devices.
     """
     engine: Literal["torch", "vllm"] = "torch"
-    """Rollout engine. torch decodes with the transformers model and needs nothing else. vllm
-    decodes with vLLM (docs/vllm.md).
+    """Rollout engine.
+
+    torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM
+    (docs/vllm.md).
     """
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Devices over which one replica splits the model. Values over 1 need engine=vllm."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """vllm: share of a GPU's memory for weights and KV cache. The staged weights of the next
-    version need further memory.
+    """vllm: share of a GPU's memory for weights and KV cache.
+
+    The staged weights of the next version need further memory.
     """
     enforce_eager: bool = False
     """vllm: do not use CUDA graphs."""
     enable_prefix_caching: bool = True
-    """vllm: share the KV cache of equal prefixes between requests of one policy version. The
-    trajectories of a sample then read their prompt once.
+    """vllm: share the KV cache of equal prefixes between requests of one policy version.
+
+    The trajectories of a sample then read their prompt once.
     """
     max_num_batched_tokens: int = Field(8192, ge=1)
     """vllm: tokens of one engine step, prefill and decode together."""
     free_cache_engine: bool = True
-    """vllm, colocated: free the memory of weights and KV cache while training runs. false keeps
-    both on the GPU and saves the time to load them. gpu_memory_utilization must then leave room for
-    training.
+    """vllm, colocated: free the memory of weights and KV cache while training runs.
+
+    false keeps both on the GPU and saves the time to load them. gpu_memory_utilization must then
+    leave room for training.
     """
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vllm: further arguments of AsyncEngineArgs."""
@@ -72,9 +80,7 @@ class RolloutConfig(Section):
     total_rollout_steps: int = Field(100, ge=1)
     """Samples that the run trains. A dropped sample is replaced and does not count."""
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations. It means the same as trainer.test_freq and is used if that
-    is 0.
-    """
+    """Another name of trainer.test_freq, which is used if trainer.test_freq is 0."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of sampling. Log-probs are computed at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -82,8 +88,9 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample from this many of the most likely tokens. Must be 0 (all tokens) in training."""
     max_prompt_length: int = Field(512, ge=1)
-    """Largest number of tokens of a prompt. A longer prompt is an error, or is left out with
-    data.filter_overlong_prompts=true.
+    """Largest number of tokens of a prompt.
+
+    A longer prompt is an error, or is left out with data.filter_overlong_prompts=true.
     """
     max_response_length: int = Field(512, ge=1)
     """Largest number of tokens of a response, over all its segments."""
@@ -96,8 +103,9 @@ class RolloutConfig(Section):
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
     """Response lengths from a distribution, for benchmarks."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """KV caches of running requests when on_sync=swap changes the weights. keep keeps them.
-    recompute computes them again with the new weights.
+    """KV caches of running requests when on_sync=swap changes the weights.
+
+    keep keeps them. recompute computes them again with the new weights.
     """
     val_kwargs: ValidationConfig = ValidationConfig()
     """Sampling in validation."""

@@ -14,71 +14,86 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the training side."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Devices of the training side on each of its nodes: GPUs, or processes on a CPU. Each is one
-    rank of the train engine.
+    """Devices of the training side on each of its nodes: GPUs, or processes on a CPU.
+
+    Each is one rank of the train engine.
     """
     fsdp_size: int = Field(0, ge=0)
-    """Ranks that share one copy of the model, its gradients and its optimizer state. 0 means all
-    ranks. A smaller number makes several copies, each on consecutive ranks (HSDP). Copies exchange
-    only gradients, once for each mini-batch.
+    """Ranks that share one copy of the model, its gradients and its optimizer state.
+
+    0 means all ranks. A smaller number makes several copies, each on consecutive ranks (HSDP).
+    Copies exchange only gradients, once for each mini-batch.
     """
     gpus_in_node: int = Field(0, ge=0)
-    """Devices that one node has. If the devices of both sides fit on one node, the sides share
-    nodes. Otherwise each side has its own nodes. 0 means 8, or the sizes that a Ray cluster
-    reports: the sides then share as many nodes as those sizes allow.
+    """Devices that one node has.
+
+    If the devices of both sides fit on one node, the sides share nodes. Otherwise each side has its
+    own nodes. 0 means 8, or the sizes that a Ray cluster reports: the sides then share as many
+    nodes as those sizes allow.
     """
     runtime: Literal["local", "ray"] = "local"
-    """Where engines run: local starts processes on this machine, ray starts Ray actors in a
-    placement group.
+    """Where engines run.
+
+    local starts processes on this machine. ray starts Ray actors in a placement group.
     """
     ray_address: str = ""
-    """HOST:PORT of a running Ray cluster, or auto to find it. Empty starts a cluster on this
-    machine. `--address` sets this key and runtime=ray.
+    """HOST:PORT of a running Ray cluster, or auto to find it.
+
+    Empty starts a cluster on this machine. `--address` sets this key and runtime=ray.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type of the engines. auto uses GPUs if there are any."""
     threads: int = Field(0, ge=0)
-    """Torch threads of each engine process. 0 divides the cores of a node by its devices. Sides
-    that share devices take turns, so both get the same cores.
+    """Torch threads of each engine process.
+
+    0 divides the cores of a node by its devices. Sides that share devices take turns, so both get
+    the same cores.
     """
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the model, of the order of the data and of every random stream of sampling."""
     deterministic: bool = False
-    """The same seed gives the same bits, whatever the timing. It uses fixed shapes and one thread,
-    and is slower. Needs on_sync=drain.
+    """The same seed gives the same bits, whatever the timing.
+
+    It uses fixed shapes and one thread, and is slower. Needs on_sync=drain.
     """
     total_epochs: int = Field(0, ge=0)
-    """Passes over the training data. The run trains at most this many times the rows of the data. A
-    later sample replaces a dropped one. 0 sets no limit, and rollout.total_rollout_steps alone ends
-    the run.
+    """Passes over the training data.
+
+    The run trains at most total_epochs x rows samples. A later sample replaces a dropped one. 0
+    sets no limit, and rollout.total_rollout_steps alone ends the run.
     """
     save_freq: int = Field(0, ge=0)
-    """Versions between two checkpoints. 0 saves only at the end. A run that is stopped always
-    saves.
+    """Versions between two checkpoints.
+
+    0 saves only at the end. A run that is stopped always saves.
     """
     async_save: bool = True
-    """Write checkpoints while the next versions train. The trainer only waits for a copy to host
-    memory, which is kept until it is written. For each copy of the model, this takes 12 bytes for
-    each parameter of the policy, 12 of the critic and 4 of the reference. With GPUs it can take
-    twice as much, because pinned memory has sizes of powers of two, and it is reused by the next
-    checkpoint. With false, and at the last save of a run, the trainer waits for the writing and
-    needs no copy.
+    """Write checkpoints while the next versions train.
+
+    The trainer waits only for a copy to host memory. The copy is kept until it is written. For each
+    copy of the model, this takes 12 bytes for each parameter of the policy, 12 of the critic and 4
+    of the reference. With GPUs it can take twice as much, because pinned memory has sizes of powers
+    of two. The next checkpoint reuses this memory. With false, and at the last save of a run, the
+    trainer waits for the writing and needs no copy.
     """
     save_last: bool = True
-    """Save a checkpoint when the run is complete. false is for benchmarks: such a run leaves
-    nothing to export.
+    """Save a checkpoint when the run is complete.
+
+    false is for benchmarks: such a run leaves nothing to export.
     """
     test_freq: int = Field(0, ge=0)
-    """Versions between two validations. 0 validates only the final weights. rollout.test_freq is
-    another name of this key.
+    """Versions between two validations.
+
+    0 validates only the final weights. rollout.test_freq is another name of this key.
     """
     val_before_train: bool = True
     """Validate the start weights too, for the "before" of each comparison."""
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Number of checkpoints to keep. The oldest one is deleted first."""
     resume: str = "never"
-    """never, auto (the newest whole checkpoint of run_dir, if there is one), or the folder of a
-    checkpoint.
+    """Which checkpoint the run resumes from: never, auto, or the folder of a checkpoint.
+
+    auto takes the newest whole checkpoint of run_dir, if there is one.
     """
     run_dir: str = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
@@ -87,23 +102,27 @@ class TrainerConfig(Section):
     critic_warmup: int = Field(0, ge=0)
     """Optimizer steps at the start of the run that train only the critic."""
     offload: bool = True
-    """Colocated, on GPUs: move weights and optimizer state to host memory while rollouts run. false
-    keeps them on the GPU and saves the time of the moves. rollout.gpu_memory_utilization must then
-    leave room for them.
+    """Colocated, on GPUs: move weights and optimizer state to host memory while rollouts run.
+
+    false keeps them on the GPU and saves the time of the moves. rollout.gpu_memory_utilization must
+    then leave room for them.
     """
     offload_policy: bool = False
-    """On GPUs: keep weights, gradients and optimizer state in host memory. This takes 16 to 24
-    bytes for each parameter, because pinned blocks have sizes of powers of two. A layer's weights
-    come to the GPU for its passes, and AdamW runs on the CPU. It is slower: use it for models that
-    do not fit otherwise.
+    """On GPUs: keep weights, gradients and optimizer state in host memory.
+
+    This takes 16 to 24 bytes for each parameter, because pinned blocks have sizes of powers of two.
+    A layer's weights come to the GPU for its passes, and AdamW runs on the CPU. It is slower: use
+    it for models that do not fit otherwise.
     """
     wait_deadline_s: float = Field(1800.0, gt=0)
-    """Seconds that any wait may take. After that, the run fails with an error that names what
-    waited for what.
+    """Seconds that any wait may take.
+
+    After that, the run fails. The error names the waiting task and the event that it waits for.
     """
     stop_grace_s: float = Field(8.0, ge=0)
-    """Seconds that a stopped run may spend to finish its window. After that, it syncs early and
-    saves.
+    """Seconds that a stopped run may spend to finish its window.
+
+    After that, it syncs early and saves.
     """
 
     @property
@@ -112,8 +131,9 @@ class TrainerConfig(Section):
 
     @property
     def shard_size(self) -> int:
-        """Number of ranks that share one copy of the model. The ranks of the first copy send the
-        weights.
+        """Number of ranks that share one copy of the model.
+
+        The ranks of the first copy send the weights.
         """
         return self.fsdp_size or self.ranks
 
@@ -163,12 +183,15 @@ class SyncConfig(Section):
 
 class GuardConfig(Section):
     enable: bool = True
-    """Check the metrics of each version. An alarm names the problem, its cause and a fix, and is
-    written to the metrics as `alarm/<name>`.
+    """Check the metrics of each version.
+
+    An alarm names the problem, its cause and a fix, and is written to the metrics as
+    `alarm/<name>`.
     """
     max_zero_variance_share: float = Field(0.95, ge=0)
-    """Alarm zero_variance: train/zero_advantage_share is larger than this. Groups that were dropped
-    before training do not count.
+    """Alarm zero_variance: train/zero_advantage_share is larger than this.
+
+    Groups that were dropped before training do not count.
     """
     max_clip_ratio: float = Field(0.5, ge=0)
     """Alarm truncation: response_length/clip_ratio is larger than this."""
@@ -187,10 +210,11 @@ class GuardConfig(Section):
     min_grad_rows: int = Field(5, ge=1)
     """Rows that the median needs before the alarm applies."""
     max_log_prob_gap: float = Field(0.01, ge=0)
-    """Alarm log_prob_gap: actor/log_prob_gap_same_version is larger than this. It is the mean
-    |trainer's - rollout's log-prob| in the first optimizer step, over tokens that the live version
-    drew. Both engines then have the same weights, so the gap shows a difference between the
-    engines.
+    """Alarm log_prob_gap: actor/log_prob_gap_same_version is larger than this.
+
+    It is the mean |trainer's - rollout's log-prob| in the first optimizer step, over tokens that
+    the live version drew. Both engines then have the same weights, so the gap shows a difference
+    between the engines.
     """
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""

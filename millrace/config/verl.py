@@ -23,4 +23,4 @@ FOREIGN = {
     "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
     "trainer.experiment_name": "name",
 }
-"""Keys of verl without an equal here, and the nearest keys of millrace."""
+"""Keys of verl that have no equivalent, and the nearest keys of millrace."""

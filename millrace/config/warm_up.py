@@ -1,6 +1,6 @@
-"""The supervised warm-up, for newly built models.
+"""Removal of a recipe's supervised warm-up if the user replaces the recipe's model.
 
-With a user's own model, the user must ask for it.
+With another model, the user must ask for the warm-up.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _WAIT_S = 5.0
 
 
 def refusal(kind: Literal["model", "dataset"], name: str) -> str:
-    """Return why the hub cannot give `name`. Return "" if it can, or if the cache must answer.
+    """Return why the hub cannot give `name`. Return "" if it can, or if only the cache can.
 
     This makes one request without retries. If the hub does not answer, this process and its
     children use the cache alone from now on. Libraries then fail at once instead of after half a

@@ -18,7 +18,7 @@ from millrace.types import Prompt, Tokens
 _PROBED = 64
 """Rows of a generated source that are checked before the run. Files are checked whole."""
 _COUNTED = 20_000
-"""Generated sources up to this size are filtered before the run. Larger ones: row by row."""
+"""Generated sources up to this size are filtered before the run, larger ones row by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,10 @@ class PromptStream:
         )
 
     def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
-        """Return row `row`. With filter_overlong, return the next row that is short enough."""
+        """Return the index, problem, text and tokens of a row.
+
+        With filter_overlong, this is the first row from `row` on that is short enough.
+        """
         for tried in range(row, row + (1000 if self.filter_overlong else 1)):
             at = tried % len(self.rows)
             shown = problem(self.rows, at, prompt_key=self.prompt_key)
@@ -133,9 +136,9 @@ class PromptStream:
 def shuffled(i: int, n: int, key: str) -> int:
     """Return the image of i in a permutation of 0..n-1 that `key` names, in constant memory.
 
-    This is a Feistel network over the smallest even number of bits that can represent n. It
-    repeats until the result is below n (Black and Rogaway, Ciphers with Arbitrary Finite Domains,
-    2002). The result is the same on every machine and in every version of Python.
+    This is a Feistel network over the smallest even number of bits that can represent n. It repeats
+    until the result is below n (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    The result is the same on every machine and in every version of Python.
     """
     half = max(3, ((n - 1).bit_length() + 1) // 2)
     mask, secret = (1 << half) - 1, blake2b(key.encode(), digest_size=32).digest()

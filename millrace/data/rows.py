@@ -93,7 +93,7 @@ def problem(
 
 
 def check_rows(rows: Rows, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> None:
-    """Raise DataError for the first bad row of a file or hub source, or a generated first row."""
+    """Raise DataError for the first bad row. Of a generated source, check only the first row."""
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         for i in range(at, at + 1 if part.generated else end):

@@ -113,8 +113,8 @@ def load_sources(
     """Return the rows of `specs`, one after the other, at most `max_rows` if that is not 0.
 
     `seed` and `split` ("train" or "val") are the defaults of generated sources, so that the two
-    splits never share a stream. Raise ConfigError or DataError for a missing file, an unknown kind,
-    name or parameter, a source without rows, or a line that is not a JSON object.
+    splits never share a stream. Raise ConfigError for a missing file, an unknown kind, name or
+    parameter, or a source without rows. Raise DataError for a line that is not a JSON object.
     """
     if not specs:
         raise bad_value(key, (), "names no source", f"{key}=[...] with {_KINDS}")

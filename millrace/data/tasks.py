@@ -1,8 +1,8 @@
 """Generated tasks: endless problems with checkable answers, for first runs and tests.
 
 Row i is a pure function of (task and its parameters, seed, split, i): random access and no state.
-Training and validation share no problem. The hash of a problem alone decides its split: one in
-eight belongs to validation, for any seed.
+Training and validation share no problem, unless a task has so few problems that one split is empty.
+The hash of a problem alone decides its split: one in eight belongs to validation, for any seed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stream:
     seed: int = 0
     """The seed of the stream. The default is trainer.seed."""
     split: str = "train"
-    """train or val. No problem is in both."""
+    """train or val. No problem is in both, except as `task_row` says."""
 
     def __post_init__(self) -> None:
         if self.size < 0:
@@ -119,8 +119,8 @@ TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "copy": Copy}
 def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
     """Return row i of a task, in the columns of any other source.
 
-    If `_TRIES` draws give no problem of the split, because the task has few problems, the row is
-    the last draw.
+    A task with few problems may have none in a split. If `_TRIES` draws give no problem of the
+    split, the row is the last draw.
     """
     prompt = answer = ""
     for attempt in range(_TRIES):

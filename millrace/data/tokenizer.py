@@ -28,9 +28,11 @@ def make_tokenizer(
 
     chars: one token for each character of `texts` and each digit. `vocab_size` is not used. Other
     characters become `<unk>`.
+
     bpe: byte pairs learned from `texts`, at most `vocab_size` tokens. Every digit stays a single
     token. Everything else may merge across words, so a constant preamble becomes few tokens. Any
     text survives encoding and decoding.
+
     Raise ConfigError if `vocab_size` is too small for the 256 bytes that bpe starts from.
     """
     from transformers import PreTrainedTokenizerFast

@@ -1,6 +1,6 @@
 """The synchronous half of the torch rollout engine.
 
-One call reads new prompts and draws one token in every occupied slot.
+Each step reads new prompts and draws one token in every occupied slot.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from millrace.errors import bad_value
 from millrace.types import PolicyVersion, Stop
 
 PREFILL_TOKENS = 16384
-"""Most padded context tokens in one forward pass (a single context always fits). The limit bounds
-memory and the pause of decoding.
+"""Largest number of padded context tokens in one forward pass. A single context may exceed it.
+
+The limit bounds memory and the pause of decoding.
 """
 FIXED_PROMPTS = 8
-"""Contexts in every prefill batch of deterministic mode."""
+"""Number of contexts in every prefill batch of deterministic mode."""
 
 
 class Decoder:
     """A model, its slots and its KV cache. Between two steps, the caller adds and removes requests.
 
-    `deterministic` gives every forward pass one of a few fixed shapes, chosen by the length of a
-    request alone. The bits of a request are then independent of other requests, if the device's
-    matrix products treat all rows of a matrix alike.
+    With `deterministic`, every forward pass has one of a few fixed shapes, and only the length of a
+    request selects its shape. The bits of a request are then independent of other requests, if the
+    device's matrix products treat all rows of a matrix alike.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class Decoder:
         self.slots = slots
         self.max_len = max_len
         self.deterministic = deterministic
-        # Whole vectors only: scalar code would compute a ragged end with different rounding.
+        # A multiple of 8 rows: scalar code would compute the remaining rows with other rounding.
         width = round_up(slots, 8) if deterministic else slots
         self.cache = SlotCache(width, max_len, parameter.dtype, parameter.device)
         self.table = SlotTable(width, self.cache, eos_ids)
         self.no_mask = torch.zeros(1, 1, 1, 1, device=parameter.device)
-        """Four dimensions: transformers then builds no mask of its own."""
+        """A mask with four dimensions, which stops transformers from building its own mask."""
 
     @torch.inference_mode()
     def allocate(self) -> None:
@@ -81,10 +82,10 @@ class Decoder:
     def step(
         self, arrived: Sequence[Request], version: PolicyVersion
     ) -> list[tuple[Request, Stop]]:
-        """Seat the requests `arrived` and draw one token in each slot.
+        """Put the requests `arrived` into slots, and draw one token in each occupied slot.
 
-        There must be room for all of `arrived`. Returns the requests that ended by token or by
-        length.
+        There must be an empty slot for each of `arrived`. Returns the requests that ended by token
+        or by length.
         """
         table = self.table
         plan = None
@@ -113,9 +114,9 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, requests: Sequence[Request]) -> None:
-        """Read the contexts of seated requests into the cache, without drawing.
+        """Read the contexts of requests in slots into the cache, without drawing.
 
-        The requests are new ones, or all requests after a change of weights.
+        The requests are new ones or, after a change of weights, all requests.
         """
         for group in self._groups(requests):
             plan = self._plan(group)
@@ -124,14 +125,17 @@ class Decoder:
 
     @torch.inference_mode()
     def compact(self) -> None:
-        """Close the gaps between occupied slots if the gaps cost more than moving the slots."""
+        """Close the gaps between occupied slots if at least a quarter of the rows are empty.
+
+        With fewer gaps, the move costs more than the gaps.
+        """
         if not self.deterministic and 0 < self.table.occupied * 4 <= self.table.rows * 3:
             self.table.move_down()
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Yield requests whose contexts are read together.
+        """Yield groups of requests whose contexts are read together.
 
-        They have one fixed shape, or as many tokens as PREFILL_TOKENS allows.
+        In deterministic mode, a group has a fixed shape. Otherwise, PREFILL_TOKENS limits it.
         """
         if self.deterministic:
             by_length: dict[int, list[Request]] = {}
@@ -162,7 +166,7 @@ class Decoder:
         return plan_prefill(contexts, [r.slot for r in requests], self.cache.length, fixed)
 
     def _forward(self, rows: int, plan: PrefillPlan | None) -> torch.Tensor:
-        """Read the contexts of `plan` and feed the next token of the first `rows` slots.
+        """Read the contexts of `plan`, and the next input token of the first `rows` slots.
 
         Returns logits [rows, vocabulary].
         """

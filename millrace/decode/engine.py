@@ -1,8 +1,8 @@
 """The embedded rollout engine: continuous batching of a transformers causal model, without threads.
 
-It handles calls of `generate` in this process. A single asyncio task runs while there is work. It
-draws one token for every occupied slot, and then yields to the event loop. All other code runs
-during these yields, so between two tokens. Interrupt, swap and cancellation therefore need no flags
+It serves calls of `generate` in this process. While there is work, one asyncio task draws a token
+for every occupied slot and then yields to the event loop, again and again. All other code runs
+during these yields, between two tokens. Interrupt, swap and cancellation therefore need no flags
 and no locks.
 """
 
@@ -28,11 +28,12 @@ from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens,
 
 
 class TorchRolloutEngine:
-    """A RolloutEngine and a WeightHolder. Only stop strings need `decode` (tokens to text).
+    """A RolloutEngine and a WeightHolder.
 
     `slots` requests decode together. The others wait in order of arrival. A prompt and its response
-    have at most `max_len` tokens. With `deterministic`, the bits of a request are independent of
-    other requests, because shapes are fixed. That is slower.
+    together have at most `max_len` tokens. With `deterministic`, shapes are fixed, so the bits of a
+    request are independent of other requests. That is slower. Only stop strings need `decode`, a
+    function from tokens to text.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class TorchRolloutEngine:
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        """Generate a response, see the port.
+        """Generate a response, as the port describes.
 
-        Raises DataError if `tokens` leave no room in max_len, and WorkerError if the engine cannot
-        serve.
+        Raises DataError if `tokens` leave no room in max_len, and WorkerError if the engine is
+        closed, asleep or has failed.
         """
         if self._failure is not None:
             raise WorkerError(
@@ -102,7 +103,7 @@ class TorchRolloutEngine:
     async def interrupt(self) -> None:
         """End every interruptible request, running or queued.
 
-        All of their calls have returned when this returns.
+        All of their calls return before this returns.
         """
         ends = [r for r in self._table.running() if r.params.interruptible]
         queued = [r for r in self._queue if r.params.interruptible]
@@ -110,7 +111,7 @@ class TorchRolloutEngine:
         self._finish([(r, Stop.INTERRUPTED) for r in ends])
         for request in queued:
             _resolve(request, ())
-        # The event loop queued the callers before this task. They have run after one yield.
+        # The event loop has queued the callers before this task, so one yield lets them run.
         await asyncio.sleep(0)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -137,7 +138,8 @@ class TorchRolloutEngine:
             self._decoder.read(running)
             self._prefill_tokens += sum(len(self._table.context(r)) for r in running)
         if any(tensor.is_cuda for tensor in live.values()):
-            torch.cuda.synchronize()  # for correct seconds, and so the caller can reuse `staged`
+            # The seconds are then correct, and the caller can reuse `staged`.
+            torch.cuda.synchronize()
         return perf_counter() - start
 
     async def stats(self) -> RolloutStats:
@@ -175,7 +177,7 @@ class TorchRolloutEngine:
         await asyncio.sleep(0)
 
     async def _run(self) -> None:
-        """Serve the queue until no request is left, yielding to the event loop after each token."""
+        """Serve requests until none is left. Yield to the event loop after each token."""
         self._allocate()
         while self._queue or self._table.live.any():
             self._step()
@@ -245,8 +247,9 @@ class TorchRolloutEngine:
         return [*self._table.running(), *self._queue]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of the loop: idle, cancelled by close(), or an error that every caller
-        sees.
+        """Handle the end of the loop. If it failed, raise the error in every waiting call.
+
+        The loop also ends when it is idle, and when close() cancels it.
         """
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = failure
@@ -264,14 +267,14 @@ class TorchRolloutEngine:
             self._allocated = True
 
     def _tick(self) -> None:
-        """Add the time since the last change of the seated requests to the busy time."""
+        """Add the time since the last `_tick` to the busy time of the occupied slots."""
         now = perf_counter()
         self._busy_slot_s += (now - self._busy_since) * self._table.occupied
         self._busy_since = now
 
 
 def _resolve(request: Request, segments: tuple[Segment, ...]) -> None:
-    if not request.future.done():  # cancelled since the last token
+    if not request.future.done():  # it is done if the caller cancelled it since the last token
         request.future.set_result(segments)
 
 

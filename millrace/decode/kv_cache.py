@@ -1,11 +1,12 @@
 """The KV cache of fixed decode slots, and the attention function that reads and writes it.
 
-A forward pass is one packed row of tokens [1, prefill + rows]. The contexts of newly admitted
-requests come first, then one token for each decode row (row i is slot i). Linear layers see one
-matrix, and only attention separates the parts. The function is registered with transformers as
-NAME, so it works for every causal model on the attention interface. There is no Cache object. The
-keyword `slot_forward` passes the data of a forward pass. Without that keyword, the function is
-plain `sdpa`.
+A forward pass is one packed row of tokens [1, prefill + rows]. The contexts of new requests come
+first, then one token for each decode row (row i is slot i). Linear layers see one matrix, and only
+attention separates the parts.
+
+The function is registered with transformers as NAME, so it works for every causal model that uses
+transformers' attention interface. There is no Cache object: the keyword `slot_forward` passes the
+data of a forward pass. Without that keyword, the function is plain `sdpa`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from millrace.errors import bad_value
 
 NAME = "millrace_slots"
 ALIGN = 16
-"""KV lengths are multiples of this: few distinct shapes, aligned mask rows."""
+"""KV lengths are multiples of this number. Shapes are then few, and mask rows are aligned."""
 
 
 def round_up(n: int, to: int) -> int:
@@ -33,8 +34,8 @@ def round_up(n: int, to: int) -> int:
 class SlotCache:
     """K and V of every layer, [slots + 1, length, kv_heads, head_dim].
 
-    The last row takes values that are never read. A layer is allocated at its first write: shapes
-    come from the model's tensors, not from its config.
+    The last row takes writes whose values are never read. A layer is allocated at its first write,
+    because shapes come from the model's tensors, not from its config.
     """
 
     def __init__(self, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,12 +48,13 @@ class SlotCache:
         self.device = device
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.mask = torch.zeros(0)
-        """[slots + 1, length]: 0 where a slot's queries attend, -inf elsewhere. It has the model's
-        dtype, as sdpa requires.
+        """[slots + 1, length]: 0 where a slot's queries attend, -inf elsewhere.
+
+        It has the model's dtype, as sdpa requires.
         """
 
     def allocate(self) -> None:
-        # Position 0 stays open for empty slots too: a row that attends to nothing would be NaN.
+        # Empty slots also attend to a position: a row that attends to nothing would give NaN.
         self.mask = torch.zeros(self.slots + 1, self.length, dtype=self.dtype, device=self.device)
 
     def free(self) -> None:
@@ -62,13 +64,15 @@ class SlotCache:
     def layer(
         self, index: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's K and V. `key` and `value` [tokens, kv_heads, head_dim] give the
-        shapes.
+        """Return the K and V of layer `index`. `key` and `value` give the shapes.
+
+        They are [tokens, kv_heads, head_dim].
         """
         pair = self.layers.get(index)
         if pair is None:
             shape = (self.slots + 1, self.length)
-            # Zeros: masked values are multiplied by 0, and 0 times a NaN in fresh memory is NaN.
+            # Zeros, because attention multiplies masked values by 0, and new memory may contain
+            # NaN: 0 times NaN is NaN.
             pair = (
                 key.new_zeros(*shape, *key.shape[1:]),
                 value.new_zeros(*shape, *value.shape[1:]),
@@ -85,9 +89,7 @@ class SlotCache:
         self.mask.index_copy_(0, slots, rows)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `source` over slots `target` (int64
-        [n] each).
-        """
+        """Copy the first `length` positions of slots `source` over slots `target`, int64 [n]."""
         for pair in self.layers.values():
             for tensor in pair:
                 front = tensor[:, :length]
@@ -97,16 +99,17 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Prefill:
-    """The contexts at the front of a forward pass: packed, each with its own causal attention."""
+    """The packed contexts at the front of a forward pass. Each attends only to itself, causally."""
 
     prompts: int
     longest: int
     padded_from: torch.Tensor | None
-    """int64 [prompts * longest]: the packed token at each place of the padded batch. None if packed
-    and padded tokens are the same.
+    """int64 [prompts * longest]: the packed token at each place of the padded batch.
+
+    None if packed and padded tokens are the same.
     """
     packed_from: torch.Tensor | None
-    """int64 [tokens]: the inverse, the padded place of each packed token."""
+    """int64 [tokens]: the place of each packed token in the padded batch."""
 
 
 @dataclass(slots=True)
@@ -121,8 +124,9 @@ class Forward:
     write_to: torch.Tensor
     """int64 [writes]: flat cache positions."""
     write_from: torch.Tensor | None
-    """int64 [writes]: the token of the pass to write (siblings share a prompt's). None: token i
-    goes to write i.
+    """int64 [writes]: the token of the forward pass whose K and V are written.
+
+    Siblings share the tokens of their prompt. None: write i takes token i.
     """
     prefill: Prefill | None
 
@@ -139,9 +143,10 @@ def slot_attention(
     slot_forward: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write K and V ([1, kv_heads, tokens, head_dim]) and attend with `query`.
+    """Write `key` and `value` into the cache, and return the attention of `query`.
 
-    `query` is [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim].
+    `query` is [1, heads, tokens, head_dim]. `key` and `value` are [1, kv_heads, tokens, head_dim].
+    The result is [1, tokens, heads, head_dim].
     """
     if slot_forward is None:
         kwargs["sliding_window"] = sliding_window
@@ -188,9 +193,9 @@ def _decode_attention(
     values: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend with one query for each row to its slot.
+    """Compute the attention of each decode row's query to its slot.
 
-    The query heads of one KV head act as query positions, so no KV is repeated.
+    The query heads of one KV head act as query positions, so no K and V are repeated.
     """
     rows, length, kv_heads = forward.rows, forward.kv_length, keys.shape[2]
     out = F.scaled_dot_product_attention(
@@ -227,6 +232,6 @@ def _refuse_unsupported(
 
 
 def register() -> None:
-    """Register NAME with transformers. Ordinary forward passes use the masks of sdpa."""
+    """Register NAME with transformers. Forward passes without slots use the masks of sdpa."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -10,8 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Contexts to read into slots. Equal contexts are read once: siblings share their prompt's K,
-    V.
+    """The contexts to read into slots. Equal contexts are read once.
+
+    Siblings, the requests of one prompt, therefore share its K and V.
     """
 
     tokens: np.ndarray
@@ -25,7 +26,7 @@ class PrefillPlan:
     prompts: int
     longest: int
     padded_from: np.ndarray | None
-    """int64 [prompts * longest]: index into `tokens`. None if `tokens` is already that batch."""
+    """int64 [prompts * longest]: index into `tokens`. None if `tokens` is already padded."""
     packed_from: np.ndarray | None
     """int64 [tokens]: index into the padded batch."""
 
@@ -36,10 +37,10 @@ def plan_prefill(
     slot_length: int,
     fixed: tuple[int, int] | None = None,
 ) -> PrefillPlan | None:
-    """Plan the read of `contexts` (int32 [length] each) into `slots`, None if all are empty.
+    """Plan the read of `contexts` (int32 [length] each) into `slots`.
 
-    `fixed` = (prompts, longest) gives every plan the shape of that batch, filled with zeros. The
-    shapes then do not depend on the contexts.
+    Return None if all contexts are empty. With `fixed` = (prompts, longest), every plan has the
+    shape of that batch, padded with zeros. The shape then does not depend on the contexts.
     """
     first: dict[bytes, int] = {}
     chosen = np.array([first.setdefault(c.tobytes(), len(first)) for c in contexts])
@@ -60,8 +61,8 @@ def plan_prefill(
         padded[np.repeat(starts, lengths) + positions] = tokens
         tokens, positions = padded, np.tile(np.arange(longest), prompts)
     elif total != prompts * longest:
-        # Places after a context's end repeat some token of the pass. The causal mask hides them
-        # from real tokens.
+        # Places after a context's end repeat some token of the forward pass. The causal mask hides
+        # them from real tokens.
         padded_from = np.minimum(starts[:, None] + np.arange(longest), total - 1).ravel()
         packed_from = np.repeat(np.arange(prompts) * longest, lengths) + positions
     write_lengths = lengths[chosen]

@@ -1,6 +1,6 @@
 """Token sampling: one random stream for each request, inverse CDF, exact log-probs.
 
-The uniform number of a token is a hash of (request seed, position in the response). It needs no
+The uniform number of a token is a hash of (request seed, position in the response), so there is no
 state. A resumed response continues its own stream, and other requests in the batch have no effect.
 """
 
@@ -30,24 +30,29 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def stream_keys(seeds: Sequence[int]) -> np.ndarray:
-    """Return the start of each seed's stream, uint64 [n]. Mixed, because callers count 0, 1, 2."""
+    """Return the start of each seed's stream, uint64 [n].
+
+    Seeds are mixed, because callers use consecutive seeds: 0, 1, 2.
+    """
     return _mix(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the number at `positions` (int64 [n]) of each stream (uint64 [n]),
-    float64 in [0, 1).
+    """Return each stream's number at its position, float64 [n] in [0, 1).
+
+    `keys` are uint64 [n], and `positions` are int64 [n].
     """
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    # 52 bits, not 53: u * total must round to less than total, whatever total is.
+    # 52 bits, not 53: the rounded product u * total must be below any total.
     fractions: np.ndarray = (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
     return fractions
 
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """Cuts of the distribution, by row. For validation only: training needs the full
-    distribution.
+    """top-p and top-k of each row.
+
+    These are for validation only. Training needs the full distribution.
     """
 
     top_p: torch.Tensor
@@ -56,8 +61,9 @@ class Nucleus:
     """int64 [rows]; the vocabulary's size keeps everything."""
 
     def apply(self, probs: torch.Tensor) -> torch.Tensor:
-        """Set `probs` [rows, vocabulary] outside of both cuts to 0. The most likely token always
-        stays.
+        """Set `probs` [rows, vocabulary] outside top-p or top-k to 0.
+
+        The most likely token always stays.
         """
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
@@ -75,12 +81,15 @@ def draw(
     greedy: torch.Tensor | None = None,
     nucleus: Nucleus | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token for each row: (int64 [rows], float32 [rows] log-probs).
+    """Draw one token for each row, and return (tokens int64 [rows], log-probs float32 [rows]).
 
-    The log-probs are of the full distribution at `temperature`. `logits` are [rows, vocabulary] of
-    any float dtype. `uniform` is float64 [rows]. `temperature` is float32 [rows] (None: all 1).
-    `greedy` is bool [rows] (None: no row is greedy); greedy rows need temperature 1. The CDF is
-    summed in float64: a drawn token has p > 0. Raises MillraceError for logits that are not finite.
+    logits       [rows, vocabulary] of any float dtype
+    uniform      float64 [rows]
+    temperature  float32 [rows]; None: all 1
+    greedy       bool [rows]; None: no row is greedy. A greedy row needs temperature 1
+
+    The log-probs are of the full distribution at `temperature`. The CDF is summed in float64, so a
+    drawn token has p > 0. Raises MillraceError for logits that are not finite.
     """
     z = logits.float()
     if temperature is not None:

@@ -1,7 +1,7 @@
 """The state of fixed decode slots as vectors.
 
-The model reads vectors on the device, and decisions use vectors on the host. This module knows
-neither the model nor asyncio. Positions are absolute: the prompt's first token is at 0.
+The model reads vectors on the device, and decisions use vectors on the host. This module uses
+neither the model nor the event loop. Positions are absolute: the prompt's first token is at 0.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from millrace.types import (
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of generate."""
+    """One call of `generate`."""
 
     tokens: Tokens
     params: SamplingParams
     future: Future[tuple[Segment, ...]]
     slot: int = -1
-    """-1 while it waits."""
+    """-1 while the request has no slot."""
     bounds: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(number of its first token, version) for each version. A version without tokens makes no
-    segment.
+    """(number of the version's first token, version) for each version that served the request.
+
+    A version without tokens makes no segment.
     """
 
     def at_version(self, drawn: int, version: PolicyVersion) -> None:
-        """Record that `version` draws the tokens from number `drawn` on."""
+        """Record that `version` draws the tokens after the first `drawn`."""
         self.bounds.append((drawn, version))
 
     def segments(self, tokens: Tokens, log_probs: Floats, stop: Stop) -> tuple[Segment, ...]:
@@ -59,15 +60,15 @@ class SlotTable:
         self.cache = cache
         self.eos_ids = eos_ids
         self.requests: list[Request | None] = [None] * slots
-        # Host mirrors, [slots]. `position` is that of the next input token: position + 1 tokens
-        # are known.
+        # Host mirrors, [slots]. `position` is the position of the next input token, so position + 1
+        # tokens are known.
         self.live = np.zeros(slots, dtype=bool)
         self.position = np.zeros(slots, dtype=np.int64)
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
         self.key = np.zeros(slots, dtype=np.uint64)
         self.shift = np.zeros(slots, dtype=np.int64)
-        """Position minus the place in the random stream."""
+        """Position of a token minus its place in the random stream."""
         self.temperature = np.ones(slots, dtype=np.float32)
         self.greedy = np.zeros(slots, dtype=bool)
         self.top_p = np.ones(slots, dtype=np.float32)
@@ -86,14 +87,12 @@ class SlotTable:
     def allocate(self) -> None:
         cache = self.cache
         self.state = torch.zeros(4, self.slots, dtype=torch.int64, device=cache.device)
-        """Rows: the next input token, its position, its flat cache position, and 1 for an occupied
-        slot.
-        """
+        """Rows: next input token, its position, its flat cache position, 1 for an occupied slot."""
         self.state[2] = cache.trash
         self.log_probs = torch.zeros(
             (self.slots + 1) * cache.length, dtype=torch.float32, device=cache.device
         )
-        """By flat position of the drawn token."""
+        """The log-prob of each drawn token, at the token's flat cache position."""
 
     @property
     def occupied(self) -> int:
@@ -105,7 +104,7 @@ class SlotTable:
         return int(self.live.nonzero()[0][-1]) + 1 if self.live.any() else 0
 
     def free(self, limit: int) -> list[int]:
-        """Return the lowest empty slots, at most `limit`."""
+        """Return at most `limit` empty slots, lowest first."""
         return [int(slot) for slot in (~self.live).nonzero()[0][:limit]]
 
     def running(self) -> list[Request]:
@@ -118,7 +117,7 @@ class SlotTable:
         version: PolicyVersion,
         max_len: int,
     ) -> None:
-        """Seat `requests`. After prefill, the next forward pass feeds their last token."""
+        """Put `requests` into `slots`. The next decode step reads the last token of each."""
         at = np.array(slots)
         for request, slot in zip(requests, slots, strict=True):
             request.slot = slot
@@ -173,9 +172,7 @@ class SlotTable:
         return finished
 
     def move_down(self) -> None:
-        """Move the highest occupied slots into the lowest gaps, so that `rows` equals
-        `occupied`.
-        """
+        """Move the highest occupied slots into the lowest gaps. `rows` then equals `occupied`."""
         count = self.occupied
         target = (~self.live[:count]).nonzero()[0]
         source = self.live[count:].nonzero()[0] + count
@@ -200,7 +197,7 @@ class SlotTable:
         """Empty the slots of `requests` and return the tokens and log-probs of each."""
         at = np.array([r.slot for r in requests])
         index = self.to_device(at)
-        # One transfer for all requests: a row of log-probs is small, a device round trip is slow.
+        # One transfer for all requests: a row of log-probs is small, but each transfer is slow.
         log_probs = self.log_probs.view(self.slots + 1, -1).index_select(0, index).cpu().numpy()
         drawn = []
         for i, request in enumerate(requests):
@@ -233,18 +230,16 @@ class SlotTable:
         return int(self.position[request.slot] + 1 - self.prompt[request.slot])
 
     def context(self, request: Request) -> np.ndarray:
-        """Return the tokens whose K and V belong in the cache, int32: all known tokens but the
-        last.
-        """
+        """Return all known tokens but the last, int32. Their K and V belong in the cache."""
         return self.ids[request.slot, : self.position[request.slot]]
 
     def nucleus(self, rows: int, vocabulary: int) -> Nucleus | None:
-        """Return the cuts of the first `rows` slots, or None if no request has one."""
+        """Return top-p and top-k of the first `rows` slots, or None if no request has them."""
         top_p, top_k = self.top_p[:rows], self.top_k[:rows]
         if not (top_k.any() or (top_p < 1).any()):
             return None
-        # Rows without a cut keep their last token too, whatever the rounded sum of probabilities:
-        # hence inf, not 1.
+        # Rows with top_p = 1 must keep even their least likely token. The rounded sum of
+        # probabilities may reach 1 before it, so the limit is inf.
         return Nucleus(
             self.to_device(np.where(top_p == 1, np.float32(np.inf), top_p)),
             self.to_device(np.where(top_k == 0, vocabulary, top_k)),
@@ -255,10 +250,10 @@ class SlotTable:
 
 
 def round_length(length: int, most: int) -> int:
-    """Return a KV length of at least `length`, at most `most`.
+    """Round `length` up to a KV length, at most `most`.
 
-    It is a multiple of 16, and of larger powers of two for larger lengths. There are therefore few
-    distinct shapes.
+    The result is a multiple of 16, and of larger powers of two for larger lengths. There are
+    therefore few distinct shapes.
     """
     step = 16
     while step * 8 < length:

@@ -1,8 +1,8 @@
 """Models that cannot work, recognised by config.json and refused before anything starts.
 
-Measured with transformers 5.19 on tiny models of every causal type. Packed log-probs and decoding
-were compared with the model's own forward pass. Engines repeat the checks that they can make on the
-loaded model.
+The lists come from tests with transformers 5.19 on tiny models of every causal type. The tests
+compared packed log-probs and decoding with the model's own forward pass. Engines repeat the checks
+that they can make on the loaded model.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("xlm-roberta", "xlm-roberta-xl"),
     ),
 }
-"""The values of model_type, by the reason for the refusal."""
+"""The refused values of model_type, by the reason for the refusal."""
 
 VLLM_ALONE = ("diffllama", "hrm_text")
-"""Models that train well, but that the torch rollout engine samples from a wrong distribution."""
+"""Models that only vLLM can sample. The torch rollout engine gives a wrong distribution.
+
+They train well.
+"""
 
 WITH_IMAGES = ("gemma3", "gemma4", "gemma4_unified")
 """Models of text and images that transformers also loads as causal models."""
 
 LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys that change logits, unless they are null or 1."""
+"""Keys of config.json that change logits, unless they are null or 1."""
 
 _FIX = "a causal model with standard attention, such as Qwen2, Qwen3, Llama or Mistral"
 
@@ -72,8 +75,9 @@ def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | 
 
 
 def _causal(config: Mapping[str, Any]) -> bool:
-    """Return whether transformers would load it as a causal model. Custom code in the folder
-    passes.
+    """Return whether transformers would load the model as a causal model.
+
+    Models with custom code in the folder pass.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or "auto_map" in config:
@@ -81,5 +85,5 @@ def _causal(config: Mapping[str, Any]) -> bool:
     ends: tuple[str, ...] = ("ForCausalLM", "LMHeadModel")
     if config.get("model_type") in WITH_IMAGES:
         ends += ("ForConditionalGeneration",)
-    body = ("Model",)  # without a head: its embeddings are the head
+    body = ("Model",)  # no head of its own: the embeddings are the head
     return any(str(name).endswith(ends if "For" in str(name) else ends + body) for name in names)

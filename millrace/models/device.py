@@ -17,7 +17,7 @@ from millrace.models.model import DTYPES
 def pick(kind: str) -> torch.device:
     """Return the device of this process, by `trainer.device`.
 
-    auto means the process's own GPU if the machine has GPUs, else the CPU.
+    auto means the process's current GPU if there is one, else the CPU.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +29,8 @@ def pick(kind: str) -> torch.device:
 def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerConfig) -> None:
     """Create the default process group of a train engine's ranks.
 
-    On GPUs, checkpoints also need its CPU backend. The other ranks wait in the group while the
-    first loads a model or writes an export.
+    On GPUs, the group also has a CPU backend, which checkpoints need. The other ranks wait in the
+    group while rank 0 loads a model or writes an export.
     """
     backend = "gloo" if pick(trainer.device).type == "cpu" else "cpu:gloo,cuda:nccl"
     own = dist.PrefixStore("millrace/train", store)
@@ -44,8 +44,9 @@ def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerCo
 
 
 def prepare(trainer: TrainerConfig) -> None:
-    """Set the threads and the determinism of this process. Call it once, before
-    anything is built.
+    """Set the number of threads and the determinism of this process.
+
+    Call it once, before anything is built.
     """
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
@@ -57,8 +58,8 @@ def prepare(trainer: TrainerConfig) -> None:
 def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
     """Return the operations per second of one large matmul: an upper bound for training.
 
-    Operations are multiplications and additions. The numbers are random, and the result is the best
-    of several measurements.
+    Operations are multiplications and additions. The matrices are random, and the result is the
+    best of three measurements.
     """
     device = pick(trainer.device)
     size, turns = (8192, 20) if device.type == "cuda" else (1024, 4)
@@ -80,7 +81,7 @@ def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:
 def peak_memory(trainer: TrainerConfig) -> int:
     """Return the peak memory in bytes.
 
-    On a GPU, this is the peak of this process's tensors. On a CPU, it is the peak of the process.
+    On a GPU, it is the peak of this process's tensors. On a CPU, it is the peak of this process.
     """
     device = pick(trainer.device)
     if device.type == "cuda":

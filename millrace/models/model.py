@@ -1,7 +1,7 @@
 """Models: shapes written as Hugging Face folders, and weights from a folder, the hub or a seed.
 
-Rollout and train engines load with the same two functions. They start from the same bits without a
-transfer of weights.
+Rollout and train engines load models with the same functions. They therefore start from the same
+bits without a transfer of weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def write_shape(
 ) -> None:
     """Write config.json (a Qwen2 of this shape) and generation_config.json to `folder`, no weights.
 
-    `initializer_range` is 0.5 / sqrt(hidden_size). Qwen2's fixed 0.02 is too small for narrow
-    models to learn from.
+    `initializer_range` is 0.5 / sqrt(hidden_size). Qwen2's fixed 0.02 is too small: narrow models
+    do not learn from it.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     ids: dict[str, Any] = {
@@ -75,9 +75,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the causal model in `folder` (or of a hub id), in eval mode.
 
-    The weights are its own, or random ones from the seed if it has none. Random weights are drawn
-    in float32 and then cast, so every dtype starts from the same numbers. They are drawn on a GPU
-    if they take at most half of its free memory, else on the CPU.
+    A folder without weights gives random weights from the seed. They are drawn in float32 and then
+    cast, so every dtype starts from the same numbers. They are drawn on a GPU if they take at most
+    half of its free memory, else on the CPU.
     """
     path = Path(folder)
     model: Any  # transformers' stubs know neither eval() nor to()
@@ -100,7 +100,7 @@ def load_model(
             "a folder of a Hugging Face causal model",
         )
     for parameter in model.parameters():
-        # Not model.to(dtype): that would also round the rotary embedding's float32 buffers.
+        # model.to(dtype) would also round the rotary embedding's float32 buffers.
         parameter.data = parameter.data.to(device=device, dtype=DTYPES[dtype])
     return cast(PreTrainedModel, model.to(device).eval())
 
@@ -108,7 +108,7 @@ def load_model(
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the ids that end a response: from the generation config, else from the model config.
 
-    The result is empty if neither names one.
+    The result is empty if neither config has such an id.
     """
     return _first_eos(model.generation_config, model.config)
 
@@ -136,9 +136,9 @@ def _has_weights(path: Path) -> bool:
 
 
 def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the model in `folder` (or of a hub id) on the meta device.
+    """Build the float32 model in `folder` (or of a hub id) on the meta device.
 
-    It has names, shapes and float32, but uses no memory.
+    Its parameters have names and shapes, but use no memory.
     """
     with torch.device("meta"):
         return _from_config(folder, "sdpa", trust_remote_code).eval()
@@ -173,8 +173,9 @@ def _random_model(
 
 
 def fits(folder: str | Path, device: torch.device, *, trust_remote_code: bool = False) -> bool:
-    """Return whether the float32 model takes at most half of a GPU's free memory.
-    False on a CPU.
+    """Return whether the float32 model takes at most half of the GPU's free memory.
+
+    The result is false on a CPU.
     """
     if device.type == "cpu":
         return False

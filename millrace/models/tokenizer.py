@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder. Imports torch late, so bad data is refused without it."""
+"""The tokenizer of a model folder. torch is imported late, so bad data is refused quickly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder` (or of a hub id).
 
-    If the folder names the generic class, only its tokenizer.json counts. With a Qwen2 config.json
+    If the folder names the generic class, only its tokenizer.json is used. With a Qwen2 config.json
     in the folder, AutoTokenizer would choose Qwen2's own class. That class splits words by Qwen2's
-    rules instead of the file's.
+    rules, not by those of tokenizer.json.
     """
     config = Path(folder) / "tokenizer_config.json"
     tokenizer: PreTrainedTokenizerBase

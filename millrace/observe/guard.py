@@ -117,7 +117,7 @@ class Guard:
         return {PREFIX + name: float(name in self._active) for name in CAUSES}
 
     def _judge(self, row: Mapping[str, float | None]) -> dict[str, tuple[float, float, bool]]:
-        """Return value, limit and whether it is passed, for every alarm with its metric in `row`."""
+        """Return (value, limit, passed) of every alarm whose metric is in `row`."""
         o = self.options
         judged: dict[str, tuple[float, float, bool]] = {}
         for name, key, limit in (

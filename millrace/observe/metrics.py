@@ -1,7 +1,7 @@
 """The metrics of one policy version. This file computes, names and documents each of them.
 
-Row v describes the training of version v: its samples and its steps, which start from version v -
-1. It is flushed after the last step of version v.
+Row v describes the training of version v: its samples and its steps. The steps start from version
+`v - 1`. The row is flushed after the last step.
 """
 
 from __future__ import annotations

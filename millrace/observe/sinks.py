@@ -73,7 +73,7 @@ def read_rows(
 
 
 class TensorBoard:
-    """Event files for TensorBoard, written without torch and TensorFlow.
+    """Event files for TensorBoard, written without torch or TensorFlow.
 
     A resumed run marks the steps that it repeats.
     """

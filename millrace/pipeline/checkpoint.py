@@ -63,7 +63,7 @@ class Checkpoints:
         self._keep = keep
 
     async def save(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
-        """Write one cut. A crash at any moment leaves the previous checkpoint intact."""
+        """Write one checkpoint. A crash at any moment leaves the previous one intact."""
         await self.begin(snapshot, engine, staged=False)
         return await self.finish(snapshot, engine)
 

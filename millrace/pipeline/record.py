@@ -66,8 +66,8 @@ class RunRecord:
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None:
         """Write a metrics row, with checkpoint/write_s if a checkpoint completed since the last.
 
-        checkpoint/write_s is the seconds from the cut of the checkpoint to its completion. They
-        include those in which the trainer waits for it. Of two checkpoints the longer one counts.
+        checkpoint/write_s is the seconds from the start of the save to its completion. The
+        trainer's wait for it is included. If two checkpoints completed, the longer time counts.
         """
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []

@@ -75,7 +75,7 @@ class Rollouter:
         """Admit and launch samples until the run cancels this task."""
         ledger = self.queue.ledger
         async with asyncio.TaskGroup() as tasks:
-            for sample_id in ledger.ids(State.WAITING):  # of a checkpoint
+            for sample_id in ledger.ids(State.WAITING):  # restored from a checkpoint
                 self._launch(tasks, sample_id)
             while True:
                 # No deadline: the trainer frees slots, and each of its waits has one.
@@ -117,7 +117,7 @@ class Rollouter:
         self.queue.ledger.record(sample_id, self._resumable(trajectories))
 
     def _resumable(self, trajectories: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
-        """Return what a restart may continue.
+        """Return the trajectories, without the tokens that a restart must draw again.
 
         In drain mode a trajectory has one version. One that a stop interrupts restarts from its
         first token.
@@ -177,11 +177,10 @@ class Rollouter:
 
     @asynccontextmanager
     async def pause_for_sync(self, who: str) -> AsyncIterator[bool]:
-        """Draw no training token while the body runs. The body gets whether rollouts are paused.
+        """Pause rollouts while the body runs, and give the body whether they are paused.
 
-        Drain mode waits for running trajectories; the other modes interrupt them. With `swap` on
-        separate devices the engine changes weights under the running requests, so there is no
-        pause.
+        Drain mode waits for running trajectories. The other modes interrupt them. With `swap` on
+        separate devices there is no pause: the engine changes its weights while requests run.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
@@ -200,7 +199,7 @@ class Rollouter:
                     on=Topic.ROLLOUTS,
                 )
             if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
-                # In drain mode, the run must stop and these trajectories take too long.
+                # In drain mode, these trajectories outlast the grace period of a stop.
                 await self._interrupt(who)
             yield True
 

@@ -55,7 +55,7 @@ class SampleQueue:
                 waiter.woken.set_result(None)
 
     def stop(self, grace_s: float) -> None:
-        """Ask the loops to end at the next cut.
+        """Ask the loops to end after the current window.
 
         A window that takes longer than `grace_s` seconds from now is cut short.
         """

@@ -44,7 +44,7 @@ class Observer(Protocol):
     def checkpoint_due(self, version: PolicyVersion) -> bool: ...
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
-        """Save this cut. On return training may continue.
+        """Save this snapshot. On return training may continue.
 
         The checkpoint may still be incomplete on return, unless it is the `last` one.
         """
@@ -189,8 +189,8 @@ class Trainer:
             )
             return
         synced = await self._activate(version, self.watch.part)
-        # The cut. No await came since the version is live, so the trainer has no sample. The
-        # weights do not change until the next step.
+        # Nothing is awaited between the new version and this snapshot, so the trainer has no
+        # sample. The weights do not change until the next step.
         snapshot = ledger.snapshot()
         row = await self._close()
         self._write_row(version, row(synced=synced))
@@ -224,9 +224,9 @@ class Trainer:
         return Synced(transfer, pause_s, None if paused_since is None else clock() - paused_since)
 
     async def _close(self) -> MakeRow:
-        """End the figures of the steps since the last version.
+        """Close the figures of the steps since the last version.
 
-        Return a function that makes their row from the figures of the sync.
+        Return a function that takes the figures of the sync and makes the row.
         """
         after, before = await self.rollouter.pool.stats(), self._stats
         metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after

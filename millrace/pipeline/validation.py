@@ -1,4 +1,4 @@
-"""Validation of one version on held-out problems.
+"""Validation of one version on problems that are never trained.
 
 The metrics are mean@k, best@k, maj@k and greedy, by data source.
 """

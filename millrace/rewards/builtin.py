@@ -46,8 +46,8 @@ def math(
 ) -> float:
     """Return 1 if math-verify finds the completion's answer equal to the ground truth.
 
-    In GSM8K, the ground truth is the text after ####. The answer is the first of these that the
-    completion has: a formula after "final answer is", all of its boxes, its last formula or number.
+    In GSM8K, the ground truth is the text after ####. The answer is the first that exists of a
+    formula after "final answer is", all boxes, and the last formula or number of the completion.
     Several boxes are one answer, the set of their contents: boxes of 1 and 2 do not equal 2.
     math-verify's own deadlines are off, because they need signals. The pool has a deadline that
     also stops code that ignores signals.

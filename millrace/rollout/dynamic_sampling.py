@@ -1,9 +1,7 @@
 """Dynamic sampling (DAPO): another prompt replaces a group with equal outcomes.
 
-Such a group teaches nothing.
-
-This module decides and counts, by the version that is live when a sample finishes. The Rollouter
-drops the samples.
+Such a group teaches nothing. This module decides and counts, by the version that is live when a
+sample finishes. The Rollouter drops the samples.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Log-normal lengths of `median` tokens, with `sigma` in the logarithm, cut at `limit`."""
+    """Log-normal lengths: `median` in tokens, `sigma` of the natural logarithm, cut at `limit`."""
 
     median: float
     sigma: float

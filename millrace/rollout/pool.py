@@ -13,8 +13,8 @@ from millrace.types import SamplingParams, Segment, Tokens
 class RolloutPool:
     """Several replicas behind the port of one.
 
-    A session and its siblings stay at their home replica. Other requests go to the least loaded
-    one.
+    A session and its siblings prefer their home replica. Other requests go to the least loaded one
+    (see `route`).
     """
 
     def __init__(self, engines: Sequence[Replica]) -> None:

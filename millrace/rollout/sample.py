@@ -34,11 +34,11 @@ class SampleRoller:
     greedy_baseline: bool = False
     """Draw one more response, at temperature 0."""
     lengths: DrawnLengths | None = None
-    """The fixed length of every response, if set."""
+    """The distribution that sets the length of each response, if any."""
 
     @property
     def num_responses(self) -> int:
-        """Return the number of trajectories for each sample: n, then the greedy one."""
+        """Return the number of trajectories of each sample: n, plus the greedy one."""
         return self.n + self.greedy_baseline
 
     async def roll(
@@ -55,7 +55,7 @@ class SampleRoller:
 
         Raises RewardError if one of its trajectories has no score. `on_progress` gets all
         trajectories, the greedy one last, whenever one of them changes. `on_drawn` is called when
-        the last token of each is drawn, before its score is known.
+        the last token of a trajectory is drawn, before its score is known.
         """
         count = self.num_responses
         trajectories = [*progress[:count], *[Trajectory()] * (count - len(progress))]

@@ -75,9 +75,9 @@ async def build_engines(
 ) -> Engines:
     """Build every engine and connect the weight sync.
 
-    All workers start at once, and all engines are built at once. The exception is vLLM on shared
-    devices: it allocates the memory that it finds free, so the train engine is built first and
-    frees its memory.
+    All workers start at once, and all engines are built at once. vLLM on shared devices is the
+    exception: it allocates the memory that is free. So the train engine is built first and frees
+    its memory.
     """
     ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
     peers = await asyncio.gather(

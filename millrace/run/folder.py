@@ -144,7 +144,7 @@ def _missing(path: Path) -> tuple[Path, ...]:
 
 
 def _checkpoint(resume: str) -> Path:
-    """Return the folder of the checkpoint `resume`. Raises ConfigError if it is not a whole one."""
+    """Return the folder of the checkpoint `resume`. Raises ConfigError if it is incomplete."""
     checkpoint = Path(resume)
     if not os.path.isdir(checkpoint):  # Path.is_dir raises if a folder above cannot be entered
         raise bad_value(

@@ -290,16 +290,17 @@ def _write_model(
 
 
 def weights_folder(path: str, model_folder: Path) -> str:
-    """Return where engines read the architecture, and the weights if there are any.
+    """Return the folder or hub id from which engines read the architecture and any weights.
 
-    This is the user's model, or the folder of the newly built one.
+    It is the user's model, or the folder of the newly built one.
     """
     return path if path and not Path(path).is_dir() else str(Path(path or model_folder).resolve())
 
 
 def copy_config(model: ModelConfig, model_folder: Path) -> None:
-    """Copy config.json of a user's model into the run's model folder, so that checkpoints are
-    complete.
+    """Copy config.json of a user's model into the run's model folder.
+
+    Checkpoints are then complete.
     """
     if not model.path:
         return

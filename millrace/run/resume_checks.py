@@ -154,15 +154,16 @@ APPLIED = (
     *(f"data.{key}" for key in _DATA),
     *(f"model.{key}" for key in _MEMORY),
 )
-"""Keys that take effect at once, and sections whose remaining keys do.
+"""Keys that take effect at once. A section stands for all its keys that have no rule above.
 
 top_p and top_k have only one valid value.
 """
 
 
 def check(config: Config, checkpoint: Path) -> list[str]:
-    """Raise ConfigError for a change that a resume cannot make. Return notes on changes without
-    effect.
+    """Return notes on the changes that have no effect after a resume.
+
+    Raises ConfigError for a change that a resume cannot make.
     """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
     for rule, key in _changed(RULES, config, before):
@@ -239,8 +240,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
-    """Raise ConfigError if the estimator needs a critic or greedy responses and the checkpoint has
-    none, or the reverse.
+    """Raise ConfigError if only one of the run and the checkpoint has a critic.
+
+    The same applies to greedy responses.
     """
     estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
     if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:

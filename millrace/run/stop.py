@@ -17,9 +17,10 @@ class StopRequest:
         self._abandon: Callable[[], None] = lambda: None
 
     def attach(self, queue: SampleQueue, grace_s: float, abandon: Callable[[], None]) -> None:
-        """Connect to a training run. A stop then ends the run at its next cut.
+        """Connect to a training run.
 
-        A stop also calls `abandon`, which ends a running validation.
+        A stop then ends the run after its window, or after `grace_s` seconds. It also calls
+        `abandon`, which ends a running validation.
         """
         self._queue, self._grace_s, self._abandon = queue, grace_s, abandon
         if self.requested:

@@ -73,8 +73,8 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
     """Run the RL part, from the state that `start_state` made to the end, or to a stop."""
     c = s.config.trainer
-    # This attempt makes some versions again, so their rows are removed: all rows at version 0. The
-    # validation of the start weights stays. It is the "before" of this attempt too.
+    # This attempt trains the versions after the checkpoint again, so their rows are removed. A
+    # validation of the start weights stays: it is the "before" of this attempt too.
     rows, validated = (
         read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     )
@@ -157,10 +157,10 @@ async def _train_to_end(
 async def settle(
     trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
 ) -> bool:
-    """Wait for the last validation and checkpoint of a run, `trained` or stopped.
+    """Wait for the last validation and checkpoint of a run. Returns whether the run is complete.
 
-    Returns whether the run is complete. A stop may come while a run that trained all its samples
-    waits here. That run saves too, but is not complete.
+    `trained` says whether the run trained all its samples. A stop may come while such a run waits
+    here. It then saves too, but is not complete.
     """
     if trained:
         await record.validated()

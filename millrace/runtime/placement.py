@@ -56,7 +56,7 @@ def threads(trainer: TrainerConfig, cores: int, devices: int) -> int:
 
 
 def plans(sides: Sides) -> list[Plan]:
-    """Return the plans that the configuration allows, those with fewest nodes first.
+    """Return the plans that the configuration allows, those with the fewest nodes first.
 
     If trainer.gpus_in_node is set, there is exactly one plan.
     """

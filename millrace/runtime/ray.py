@@ -3,8 +3,8 @@
 Frames travel through two actor methods, `push` and a long poll `pull`. A step's hundreds of
 requests therefore cost a few Ray calls. A bundle is one node's share of both sides, and
 STRICT_SPREAD places each bundle on its own node. The placement group reserves the GPUs, and actors
-request none: with fractions, Ray could place two ranks on one GPU. The driver gives each actor
-its GPUs of the bundle.
+request none: with fractions, Ray could place two ranks on one GPU. The driver gives each actor its
+GPUs of the bundle.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ class RayRuntime:
     async def close(self) -> None:
         """Kill the actors and free the devices. Stop the cluster if this run started it."""
         self._closing = True
-        # With an actor, Ray also kills Python's tracker of vLLM's shared memory. Each replica
-        # would leave 0.4 GB in /dev/shm. So the engines close first.
+        # When Ray kills an actor, it also kills Python's tracker of vLLM's shared memory. Each
+        # replica would then leave 0.4 GB in /dev/shm. So the engines close first.
         closing = [
             asyncio.ensure_future(peer.call("engine.close", deadline_s=GOODBYE_S))
             for peer in self._replicas

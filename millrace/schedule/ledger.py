@@ -49,7 +49,7 @@ class Topic(StrEnum):
     SAMPLES = "samples"
     """More samples are finished, or the oldest one changed."""
     ROLLOUTS = "rollouts"
-    """Fewer rollouts are under way."""
+    """A sample left WAITING, or a rollout ended."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Totals:
 class LedgerSnapshot:
     """The ledger at a cut, as plain data.
 
-    Nothing is TAKEN, TRAINED or SEALED, and RUNNING became WAITING.
+    A cut is a moment at which nothing is TAKEN, TRAINED or SEALED. RUNNING became WAITING.
     """
 
     version: PolicyVersion

@@ -118,7 +118,7 @@ MODES: Mapping[str, Mode] = MappingProxyType({name: _TABLE[name] for name in get
 
 
 def name_of(schedule: Schedule, asked: str | None = None) -> str:
-    """Return the name of the mode that `schedule` is, or "custom".
+    """Return the name of the mode that `schedule` matches, or "custom".
 
     `asked` is the mode that the run started from. A mode with a default staleness fits only a
     staleness_threshold over 0. If several modes fit, the result is `asked`, or else the mode that

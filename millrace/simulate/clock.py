@@ -1,8 +1,8 @@
 """An asyncio event loop whose clock jumps to the next deadline instead of waiting for it.
 
-A deadlock is a deterministic failure: if no task can move and no deadline is set, `run` raises. A
-timer of a day or more does not count. Otherwise the long deadlines of waits would turn a deadlock
-into a jump.
+A deadlock is a deterministic failure: if every task waits and there is no deadline, `run` raises
+Deadlock. A timer of a day or more does not count as a deadline. Otherwise, the long deadlines of
+waits would turn a deadlock into a jump.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 HORIZON_S = 86_400.0
-"""The longest wait that asyncio requests from a selector. It hides the time of later timers."""
+"""The longest wait that asyncio requests from a selector. Later timers request the same wait."""
 
 
 class Deadlock(RuntimeError):

@@ -12,7 +12,7 @@ class CostModel:
     token_s: float = 0.01
     """One decode step, for any number of requests and devices.
 
-    Memory bounds decoding, and latency bounds a long tail.
+    Memory bandwidth limits decoding, and latency limits the last few requests.
     """
     prefill_token_s: float = 0.0
     train_token_s: float = 0.0005
@@ -24,7 +24,7 @@ class CostModel:
     """One sleep or wake of an engine in colocated placement."""
     reward_s: float = 0.0
     share: float = 1.0
-    """Share of the devices that train. Training takes 1 / share as long.
+    """Share of the devices that train. It divides the time of a step.
 
-    The number of slots stands for the share of the rollout side.
+    The number of decode slots represents the share of the rollout side.
     """

@@ -31,7 +31,8 @@ from millrace.types import (
 def target_length(tokens: Tokens, params: SamplingParams) -> int:
     """Return the response length of a simulated trajectory.
 
-    It is the prompt's first token, varied by the request's seed, within limits.
+    It is the prompt's first token times 0.5 to 1.5, by the request's seed, within 1 and the limit.
+    With ignore_eos, it is the limit.
     """
     limit = params.offset + params.max_tokens
     spread = 0.5 + (params.seed % 1000) / 1000
@@ -40,16 +41,16 @@ def target_length(tokens: Tokens, params: SamplingParams) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """A request in a slot. It draws at most `limit` tokens from the time `start` on."""
+    """A request in a slot. From the time `start` on, it draws at most `limit` tokens."""
 
     start: float
     limit: int
 
 
 class SimRolloutEngine:
-    """Draws one token for every running request each `token_s`.
+    """A rollout engine that draws one token for every running request in each `token_s`.
 
-    Requests beyond `slots` queue in order.
+    At most `slots` requests run. The others wait in order.
     """
 
     def __init__(self, cost: CostModel, *, slots: int = 64, version: PolicyVersion = -1) -> None:
@@ -59,7 +60,7 @@ class SimRolloutEngine:
         self._slots = slots
         self._in_use = 0
         self._queue: deque[tuple[asyncio.Future[bool], bool]] = deque()
-        """The waits for a slot, in order, and whether `interrupt` may end each."""
+        """The waits for a slot, in order, each with whether `interrupt` may end it."""
         self._waits: dict[asyncio.Future[bool], None] = {}
         """The waits that an interruption or a swap ends, in order."""
         self._draws: dict[_Draw, None] = {}
@@ -167,7 +168,7 @@ class SimRolloutEngine:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.result():
-                self._release()  # The slot and the cancellation came in the same step of the loop.
+                self._release()  # the slot and the cancellation came in the same step of the loop
             raise
 
     def _release(self) -> None:
@@ -184,12 +185,12 @@ class SimRolloutEngine:
             if interruptible:
                 _resolve(waiter, False)
         self._wake_all()
-        await asyncio.sleep(0)  # The interrupted calls return before this task continues.
+        await asyncio.sleep(0)  # the interrupted calls return before this task continues
         self._interrupting = False
 
     async def swap(self, version: PolicyVersion) -> float:
         await asyncio.sleep(self._cost.pause_s)
-        self._wake_all()  # Ends the segments of the old version at this token.
+        self._wake_all()  # the segments of the old version end at this token
         self.version = version
         return self._cost.pause_s
 
@@ -231,7 +232,7 @@ def _segment(
 ) -> Segment:
     """Return a segment whose tokens depend on the seed and on their places in the response.
 
-    Greedy tokens depend only on their places.
+    Greedy tokens depend only on their places, not on the seed.
     """
     seed = params.seed if params.temperature else 0
     tokens = tokens_of(1 + (seed * 31 + place * 17) % 97 for place in places)
@@ -239,7 +240,7 @@ def _segment(
 
 
 class SimTrainEngine:
-    """Sleeps for the tokens of a batch, and records the batches."""
+    """A train engine whose step sleeps in proportion to the tokens, and records the batch."""
 
     def __init__(self, cost: CostModel) -> None:
         self.trained: list[tuple[PolicyVersion, tuple[Sample, ...]]] = []
@@ -287,7 +288,7 @@ class SimTrainEngine:
 
 
 class SimWeightSync:
-    """Takes `transfer_s` for a transfer and `pause_s` at every replica."""
+    """A weight sync that takes `transfer_s` for a transfer and `pause_s` at every replica."""
 
     def __init__(self, cost: CostModel, replicas: Sequence[SimRolloutEngine]) -> None:
         self._cost = cost
@@ -305,9 +306,10 @@ class SimWeightSync:
 
 
 class SimReward:
-    """Takes `reward_s` for each call. A response scores 1 with its prompt's chance, else 0.
+    """A reward that takes `reward_s` for each call.
 
-    The draw depends only on the prompt and the text.
+    A response scores 1 with the probability `chance` of its prompt, else 0. The draw depends only
+    on the prompt and the text.
     """
 
     def __init__(

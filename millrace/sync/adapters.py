@@ -1,7 +1,7 @@
 """The receiving end of a policy with low-rank adapters.
 
-The base arrives once, and the adapters arrive with every version. The staged tensors are whole
-tensors again. Engines, proofs and vLLM's loaders therefore know nothing of adapters.
+The base arrives once, and the adapters arrive with every version. The staged tensors are merged
+whole tensors, so engines, proofs and vLLM's loaders need no support for adapters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from millrace.types import PolicyVersion
 
 
 class AdaptedInbox:
-    """The weights that one device receives, as in `Inbox`.
+    """The weights that one device receives, as in `Inbox`, for a policy with adapters.
 
-    The base stays in memory, so every adapted tensor has a second copy.
+    The base stays in memory, so each adapted tensor exists twice: as the base and merged.
     """
 
     def __init__(self, base: Inbox, adapters: Inbox, scale: float) -> None:
@@ -49,7 +49,10 @@ class AdaptedInbox:
         """Whole tensors, in the base's order."""
 
     def receive(self, version: PolicyVersion) -> int:
-        """Stage `version`, verify it, and return its bytes. Blocks: call it in a thread."""
+        """Stage `version`, verify it, and return the received bytes.
+
+        This blocks, so call it in a thread.
+        """
         self.version, received = None, 0
         if not self._asked:  # the trainer sends the base once, even if the transfer fails
             self._asked = True
@@ -85,9 +88,7 @@ class AdaptedInbox:
         return self._adapters.link()
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError for the first live tensor whose checksum differs from the staged
-        one's.
-        """
+        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
         if self._sums is None:
             raise SyncError(f"there are no checksums of version {version}: nothing was received")
         self.version = None  # until the checksums agree
@@ -104,7 +105,10 @@ def join_inbox(
     agreed: Agreement,
     shard: int = 0,
 ) -> Inbox | AdaptedInbox:
-    """Meet every trainer rank that sends. Blocks until all devices of the sync have joined."""
+    """Join every trainer rank that sends, and return the inbox of this device.
+
+    This blocks until all devices of the sync have joined.
+    """
     wire = wire_device(agreed, device)
     position = 1 + replica * agreed.devices + shard
     size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
@@ -112,7 +116,8 @@ def join_inbox(
         make_group(store, str(r), wire, position, size, timeout_s) for r in range(agreed.senders)
     ]
     bucket_bytes = agreed.bucket_bytes
-    # vLLM fuses and splits tensors on loading. Bit sums can verify these, and checksums cannot.
+    # vLLM fuses and splits tensors on loading. Bit sums can verify such tensors, but checksums
+    # cannot.
     base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
     if agreed.adapter_scale is None:
         return base

@@ -1,4 +1,4 @@
-"""The numbers that both ends of a weight sync share."""
+"""The settings that both ends of a weight sync share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace.config import Config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """Numbers of a weight sync. Every end computes the same ones from the configuration."""
+    """The settings of a weight sync. Every end computes the same ones from the configuration."""
 
     senders: int
     """Trainer ranks of the first copy of the model. Each sends its rows."""

@@ -16,8 +16,8 @@ T = TypeVar("T")
 async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `work` in a new thread, and return its value.
 
-    Cancellation ends the wait at once. The work continues, but neither the event loop nor the
-    process waits for it on exit, as they would with `asyncio.to_thread`.
+    Cancellation ends the wait at once, and the work continues. With `asyncio.to_thread`, the event
+    loop and the process would wait for it at their end. Here they do not.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -39,7 +39,7 @@ async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
 
 class Background:
-    """One background task at a time: await `wait` before the next `start`."""
+    """A thread for one task at a time. Await `wait` before the next `start`."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -50,8 +50,9 @@ class Background:
         self._work = self._thread.submit(work, *args, **kwargs)
 
     async def wait(self) -> None:
-        """Wait for the end of the work, and raise its error once. Cancellation does not end the
-        work.
+        """Wait for the end of the work, and raise its error once.
+
+        Cancellation of the wait does not end the work.
         """
         if self._work is not None:
             work = asyncio.wrap_future(self._work)

@@ -15,11 +15,12 @@ from torch import Tensor
 _LANES = 32
 _WORDS = _LANES * _LANES
 ALIGN = 4 * _WORDS
-"""Alignment in bytes: every tensor begins with a block of 32 x 32 words. A few kernels then compute
-the sums of a whole bucket.
+"""Alignment of tensors in bytes: the size of a block of 32 x 32 words.
+
+With whole blocks, a few kernels compute the sums of a whole bucket.
 """
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype that reads an element's bits, by bytes of the element."""
+"""The integer dtype that reads an element's bits, by the element's size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors of the plan, one after the other in one message."""
+    """One message of the plan: several tensors, one after the other."""
 
     specs: tuple[Spec, ...]
     offsets: tuple[int, ...]
@@ -92,7 +93,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
 def rows_of(spec: Spec, part: int, parts: int) -> slice:
     """Return the rows of rank `part` of `parts`, as FSDP2 distributes them.
 
-    Each rank has as many rows as the first, until no rows remain.
+    Each rank gets ceil(rows / parts) rows, until no rows remain.
     """
     rows = spec.shape[0]
     each = -(-rows // parts)
@@ -124,10 +125,11 @@ def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's 32-bit words and their position-weighted sum (from 1).
+    """Return the sum of a tensor's 32-bit words, and the sum of words times position (from 1).
 
     The result is int64 [2] on the tensor's device. A flipped bit changes the first sum. Two swapped
-    words change the second: (a - b)(i - j) is not a multiple of 2^64, the modulus of both sums.
+    words change the second, because (a - b)(i - j) is not a multiple of 2^64, the modulus of both
+    sums.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := data.numel() % ALIGN:
@@ -140,16 +142,16 @@ def checksum(tensor: Tensor) -> Tensor:
 def _block_sums(data: Tensor, bits: bool) -> Tensor:
     """Return the sums of each block, int64 [blocks, 2 or 3].
 
-    The columns are the sum of words, the sum of words times their place in the block (from 1), and,
-    with `bits`, the sum of 16-bit halves.
+    The columns are the sum of 32-bit words, the sum of words times their place in the block (from
+    1), and the sum of 16-bit halves. On a CPU, the third column exists only with `bits`.
     """
     if data.is_cuda:
         from millrace.sync import kernels
 
         return kernels.block_sums(data)
     words = data.view(torch.int32).view(-1, _LANES, _LANES)
-    # Word (r, c) has place 32 r + c + 1. Sums along r and along c are enough, without a temporary
-    # of the words' size.
+    # Word (r, c) has place 32 r + c + 1. Row sums and column sums are enough, so there is no
+    # temporary tensor as large as the words.
     lane = torch.arange(_LANES)
     rows, columns = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
     sums = [rows.sum(1), (rows * lane).sum(1) * _LANES + (columns * (lane + 1)).sum(1)]

@@ -2,12 +2,12 @@
 
 The groups use gloo on CPUs and NCCL on GPUs. Each trainer rank of the first copy of the model has
 its own group with all replicas. It sends its own rows: nothing is gathered, and other copies of the
-model send nothing. Received weights are staged in separate tensors while rollouts continue
-(`transfer`). They are then copied over the live ones between two tokens (`activate`).
+model send nothing. `transfer` stages the received weights in separate tensors while rollouts
+continue. `activate` then copies them over the live weights between two tokens.
 
 The sender's checksums travel with the weights. A replica verifies them on the received weights, and
 again on its live tensors before it serves the version. For a policy with low-rank adapters, the
-base is sent once, and afterwards only the adapters.
+base is sent once, and the adapters are sent with every version.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, read_specs, wi
 from millrace.types import PolicyVersion
 
 Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
-"""For every tensor, in order: its name, whole shape, dtype of the transfer, and this rank's rows in
-any dtype.
-"""
+"""(name, whole shape, dtype of the transfer, this rank's rows in any dtype) of each tensor."""
 
 
 class Sender:
-    """The end of one trainer rank that has the first copy of the model."""
+    """The sending end of one trainer rank of the first copy of the model."""
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ class Sender:
 
     @classmethod
     async def join(cls, source: WeightSource, store: Any, rank: int, agreed: Agreement) -> Sender:
-        """Meet the replicas."""
+        """Join the replicas, and return this rank's end. Waits until all have joined."""
 
         def planned(specs: list[Spec]) -> list[Bucket]:
             return plan(part_of(specs, rank, agreed.senders), agreed.bucket_bytes)
@@ -81,7 +79,7 @@ class Sender:
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send this rank's rows of the current weights as `version`.
 
-        With adapters, only these are sent from the second call on.
+        With adapters, the base is sent only with the first version.
         """
         await self.sent()
         start, sent = time.perf_counter(), 0
@@ -95,8 +93,8 @@ class Sender:
     async def keep(self, version: PolicyVersion) -> None:
         """Copy this rank's rows as `version`, in the serving dtype, and send the copy in a thread.
 
-        The engine may continue its steps. This call replaces `transfer`. `sent` raises a failure.
-        Replicas then lack the version.
+        Call this instead of `transfer`, if the engine must continue its steps. If the transfer
+        fails, `sent` raises the error, and replicas lack the version.
         """
         await self.sent()
         kept = [
@@ -111,7 +109,7 @@ class Sender:
         self._sending.start(self._send_kept, kept)
 
     async def sent(self) -> None:
-        """Wait until the copy is sent. Raises the error of the transfer, once."""
+        """Wait until the copy is sent. Raises the error of a failed transfer, once."""
         await self._sending.wait()
 
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
@@ -132,7 +130,7 @@ class Sender:
     def _packed(
         self, buckets: list[Bucket], shards: Shards, buffers: list[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield each bucket, packed into the buffers in turn."""
+        """Yield a buffer for each bucket, packed. The buffers are used in turn."""
         for k, bucket in enumerate(buckets):
             buffer = buffers[k % len(buffers)][: bucket.num_bytes]
             self._pack(bucket, buffer, shards)
@@ -159,14 +157,14 @@ class Sender:
     def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]]) -> None:
         """Send the copy, in a thread, and empty `kept`.
 
-        On a GPU, this uses its own stream, because the engine's stream has the next step.
+        On a GPU, this uses its own stream, because the engine's stream runs the next step.
         """
         try:
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 for buckets, buffers in kept:
                     self._send(buckets, iter(buffers))
         finally:
-            kept.clear()  # free the memory now: the event loop next runs only after the step
+            kept.clear()  # free the memory now: the event loop does not run before the step ends
 
     def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
         """Copy the bucket's tensors into its buffer, cast to the serving dtype."""
@@ -198,9 +196,10 @@ class Sender:
 
 
 class Silent:
-    """The end of a trainer rank that has a further copy of the model.
+    """The end of a trainer rank of another copy of the model than the first.
 
-    It has the methods of a Sender, and sends nothing: a Sender has the same rows and sends them.
+    It has the methods of a Sender and sends nothing. A Sender of the first copy sends the same
+    rows.
     """
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
@@ -225,12 +224,12 @@ class Silent:
 async def join_sender(
     source: WeightSource, store: Any, rank: int, agreed: Agreement
 ) -> Sender | Silent:
-    """Return the end of trainer rank `rank`. A rank that sends meets the replicas."""
+    """Return the end of trainer rank `rank`. A rank that sends joins the replicas."""
     return await Sender.join(source, store, rank, agreed) if rank < agreed.senders else Silent()
 
 
 class Receiver:
-    """One replica's end, with the engine in this process."""
+    """The receiving end of one replica, with the engine in this process."""
 
     def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
         self.inbox = inbox
@@ -241,7 +240,7 @@ class Receiver:
     async def join(
         cls, holder: WeightHolder, store: Any, replica: int, agreed: Agreement
     ) -> Receiver:
-        """Meet every trainer rank that sends.
+        """Join every trainer rank that sends, and return this replica's end.
 
         Raises SyncError, with the first tensor that differs, if the models differ.
         """
@@ -261,14 +260,12 @@ class Receiver:
         return TransferReport(received, time.perf_counter() - start)
 
     async def link(self) -> TransferReport:
-        """Receive as many bytes as a transfer, and nothing else."""
+        """Receive as many bytes as a transfer has, and do nothing else."""
         start = time.perf_counter()
         return TransferReport(await asyncio.to_thread(self.inbox.link), time.perf_counter() - start)
 
     async def activate(self, version: PolicyVersion) -> float:
-        """Serve the staged version from the next token on, and return the seconds without
-        decoding.
-        """
+        """Serve the staged version from the next token on. Return the seconds without decoding."""
         if self.inbox.version != version:
             raise SyncError(
                 f"replica {self._replica} cannot serve version {version}: "
@@ -276,14 +273,15 @@ class Receiver:
             )
         start = time.perf_counter()
         paused = await self._holder.swap(version, self.inbox.staged)
-        # No await between the swap and the proof: no token is drawn from unverified weights.
+        # There is no await between the swap and the proof, so no token is drawn from unverified
+        # weights.
         after = time.perf_counter()
         self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
 
 
 def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[Spec]:
-    """Return the specs of the tensors to send, in order. Rank 0 writes them to the store."""
+    """Return the specs of the tensors to send, in order. Rank 0 also writes them to the store."""
     specs = [
         Spec(name, tuple(shape), str(dtype).removeprefix("torch."))
         for name, shape, dtype, _ in shards

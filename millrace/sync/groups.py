@@ -1,8 +1,8 @@
 """Process groups of the weight sync, separate from the default one: gloo on CPUs, NCCL on GPUs.
 
-With gloo, a broken transfer raises SyncError. With NCCL, a missing peer is detected at the timeout
-(`sync.timeout_s`). NCCL's watchdog then ends this process. The run reports a dead worker, and the
-worker's log has the cause.
+With gloo, an interrupted transfer raises SyncError. With NCCL, a missing peer is detected at the
+timeout (`sync.timeout_s`). NCCL's watchdog then ends this process. The run reports a dead worker,
+and the worker's log has the cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_group(
 
 
 def start_broadcast(group: Any, tensor: Tensor) -> Any:
-    """Start a broadcast from the group's first rank. `finish` it before using the tensor."""
+    """Start a broadcast from the group's first rank. Call `finish` before using the tensor."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
@@ -52,7 +52,7 @@ def broadcast(group: Any, tensor: Tensor) -> None:
 
 
 def start_send(group: Any, tensor: Tensor, to: int) -> Any:
-    """Start a send, and `finish` it later. It ends when the other side receives.
+    """Start a send, and return the work to `finish`. It ends when the other side receives.
 
     The tensor must not change until then.
     """
@@ -63,7 +63,7 @@ def start_send(group: Any, tensor: Tensor, to: int) -> Any:
 
 
 def receive(group: Any, tensor: Tensor, of: int) -> Tensor:
-    """Fill `tensor` with a message of rank `of`, and return it."""
+    """Fill `tensor` with a message from rank `of`, and return it."""
     try:
         group.recv([tensor], of, 0).wait()
     except RuntimeError as error:

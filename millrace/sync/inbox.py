@@ -1,4 +1,4 @@
-"""The arrival of a version on a receiving device, over one process group for each sending rank."""
+"""The receipt of a version on one device, over one process group for each sending rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ IN_FLIGHT = 3  # buckets of one sender
 class Inbox:
     """The weights that one device receives: every sender's rows, staged and verified by checksums.
 
-    The staged tensors are separate from the live weights. A replica has one inbox. A replica on
-    several devices has one on each.
+    The staged tensors are separate from the live weights. A replica has one inbox on each of its
+    devices.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class Inbox:
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every staged tensor by name, if `with_bit_sums`. These then verify the
-        live weights, instead of `prove`.
+        """`proof.bit_sum` of every staged tensor by name, if `with_bit_sums`.
+
+        The bit sums then verify the live weights, instead of `prove`.
         """
         self._with_bit_sums = with_bit_sums
         self._groups = groups
@@ -58,7 +59,7 @@ class Inbox:
             else []
         )
         self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
-        # Made once: this process decodes while a thread receives, and Python work of the thread
+        # Computed once: this process decodes while a thread receives, and Python work in the thread
         # slows both down.
         self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
         only = zip(self._plans[0], self._buffers[0], strict=False)
@@ -75,8 +76,8 @@ class Inbox:
     def _landing(self, buckets: list[Bucket], *, alone: bool) -> list[Tensor]:
         """Return the buffers in which a sender's buckets arrive.
 
-        Whole tensors stay in their buffers. Otherwise the buffers are reused in turn, once their
-        rows are copied to the whole tensors.
+        If the sender is `alone`, its tensors are whole and stay in their buffers. Otherwise, the
+        buffers are reused in turn, after their rows are copied to the whole tensors.
         """
         if alone:
             return [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
@@ -87,9 +88,7 @@ class Inbox:
         return [ring[k % IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
 
     def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return for each bucket of sender `rank`: the targets of its rows, and the rows'
-        buffers.
-        """
+        """Return for each bucket of sender `rank` its copies: (targets, rows in the buffer)."""
         parts = len(self._groups)
         at = {
             s.name: tensor[rows_of(s, rank, parts)]
@@ -102,7 +101,10 @@ class Inbox:
         return [([at[name] for name in views], list(views.values())) for views in arrive]
 
     def receive(self, version: PolicyVersion) -> int:
-        """Stage `version`, verify it, and return its bytes. Blocks: call it in a thread."""
+        """Stage `version`, verify it, and return its size in bytes.
+
+        This blocks, so call it in a thread.
+        """
         self.version, self.bit_sums = None, {}
         sums: list[list[Tensor]] = [[] for _ in self._groups]
         in_flight: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
@@ -115,7 +117,7 @@ class Inbox:
             if self._rows:
                 torch._foreach_copy_(*self._rows[rank][k])
 
-        # Keep as many buckets in flight as there are buffers. The sums of one bucket are computed
+        # As many buckets are in flight as there are buffers. The sums of one bucket are computed
         # while the next ones arrive.
         for k, rank in self._in_order():
             if self._rows and len(in_flight[rank]) == IN_FLIGHT:
@@ -152,21 +154,22 @@ class Inbox:
         return self._num_bytes
 
     def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError for the first live tensor whose checksum differs from the staged
-        one's.
-        """
+        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
         own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
         self.compare(own.to(self._wire), self.sums, version, "live")
 
     @property
     def sums(self) -> Tensor:
-        """The `checksum` of every staged tensor, int64 [tensors, 2], if there are no `bit_sums`."""
+        """The `checksum` of every staged tensor, int64 [tensors, 2], for an inbox without bit sums.
+
+        Raises SyncError if nothing was received.
+        """
         if self._sums is None:
             raise SyncError(f"replica {self._replica} has no checksums: nothing was received")
         return self._sums
 
     def _in_order(self) -> list[tuple[int, int]]:
-        """Return pairs (bucket, sender), with the senders in turn."""
+        """Return the pairs (bucket, sender): bucket 0 of every sender, bucket 1, and so on."""
         longest = max(len(buckets) for buckets in self._plans)
         return [
             (k, r)
@@ -187,8 +190,9 @@ class Inbox:
         stage: str,
         sender: int | None = None,
     ) -> None:
-        """Raise SyncError for the first tensor whose sums differ. `stage` is "received" or
-        "live".
+        """Raise SyncError for the first tensor whose sums differ.
+
+        `stage` is "received" or "live".
         """
         wrong = (own != sent).any(dim=1).nonzero().flatten().tolist()
         if wrong:
@@ -207,13 +211,13 @@ class Inbox:
 
 
 def read_specs(store: Any, key: str = PLAN) -> list[Spec]:
-    """Return the specs that trainer rank 0 wrote to the store. Blocks until they are there."""
+    """Return the specs that trainer rank 0 writes to the store. Blocks until they are there."""
     return msgspec.json.decode(store.get(key), type=list[Spec])
 
 
 def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
     """Return the device of the buckets in transit.
 
-    NCCL refuses two ranks on one GPU, so colocated sides use host memory.
+    NCCL refuses two ranks on one GPU, so colocated engines use host memory.
     """
     return torch.device("cpu") if agreed.colocated else device

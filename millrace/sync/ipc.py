@@ -1,10 +1,10 @@
 """Weight transfer between two processes on one GPU, by CUDA IPC.
 
-The replica's worker maps the trainer rank's buckets and loads from them. This is for colocated
-placement, where the replica decodes nothing during a sync: there is no second copy of the weights.
-Every trainer rank gathers whole tensors into one of two slots of GPU memory. Each bucket takes a
-pair of gloo messages: the first announces it with its checksums, the second confirms that it is
-loaded. Both sides find each other by the GPU's UUID.
+The replica's worker maps the trainer rank's memory and loads the weights from it. This is for
+colocated placement, where the replica draws no tokens during a sync. There is no second copy of the
+weights. Every trainer rank gathers whole tensors into two slots of GPU memory, in turn. Each bucket
+takes two gloo messages: the first announces it with its checksums, and the second confirms that it
+is loaded. Both sides find each other by the GPU's UUID.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Size = Annotated[int, Meta(ge=0)]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """GPU memory of a trainer rank, as another process maps it: contiguous bytes."""
+    """The description of a slot, contiguous GPU memory of a trainer rank, for another process."""
 
     handle: bytes
     """CUDA's handle of the allocation that contains the slot."""
@@ -57,7 +57,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, slot: Tensor) -> Slot:
-        """Describe a slot, a flat tensor of bytes on a GPU."""
+        """Return the description of a slot, which is a flat tensor of bytes on a GPU."""
         _, (_, size, _, offset, _, _, _, *shared) = reduce_tensor(slot)
         handle, storage_bytes, storage_offset, _, counter, at, event, needed = shared
         return cls(
@@ -106,12 +106,12 @@ def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
 
 
 def fits(agreed: Agreement, device: torch.device) -> bool:
-    """Return whether both sides share GPUs, and the replica can map the trainer's memory."""
+    """Return whether CUDA IPC works: both engines share GPUs, and the replica runs vLLM."""
     return agreed.colocated and agreed.vllm and device.type == "cuda"
 
 
 class IpcSender:
-    """The end of one trainer rank, for the one replica device on its GPU."""
+    """The sending end of one trainer rank, for the replica device on its GPU."""
 
     def __init__(
         self, source: WeightSource, pair: Any, buckets: list[Bucket], slots: list[Tensor]
@@ -136,8 +136,9 @@ class IpcSender:
         return cls(source, pair, buckets, slots)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Send the current weights as `version`, bucket by bucket. Collective over the trainer's
-        ranks.
+        """Send the current weights as `version`, bucket by bucket.
+
+        This is a collective over the trainer's ranks.
         """
         start = time.perf_counter()
         weights = self._source.full_weights()
@@ -154,7 +155,7 @@ class IpcSender:
                         f"the train engine sends {name}, but the plan expects {spec.name}"
                     )
                 views[name].copy_(tensor)
-            sums = bucket.sums(buffer).cpu()  # waits for the copies into the bucket too
+            sums = bucket.sums(buffer).cpu()  # this also waits for the copies into the bucket
             sends.append((start_send(self._pair, sums, 1), sums))
         for _ in self._buckets[-_SLOTS:]:
             receive(self._pair, torch.zeros(1), 1)
@@ -163,7 +164,7 @@ class IpcSender:
         return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
 
     async def link(self) -> TransferReport:
-        """Copy as many bytes within the GPU as a transfer does."""
+        """Copy as many bytes within the GPU as a transfer copies."""
         wait_for_device(self._slots[0].device)
         start = time.perf_counter()
         for bucket in self._buckets:
@@ -209,8 +210,9 @@ class IpcInbox:
         agreed: Agreement,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
     ) -> IpcInbox:
-        """Map the slots of the trainer rank on this GPU. `load` copies tensors into the
-        live model.
+        """Map the slots of the trainer rank on this GPU.
+
+        `load` copies tensors into the live model.
         """
         name, buckets = _name(device), plan(specs, agreed.bucket_bytes)
         try:
@@ -231,7 +233,7 @@ class IpcInbox:
         return cls(pair, buckets, slots, load, replica)
 
     def receive(self, version: PolicyVersion) -> int:
-        """Load `version`, verify the received tensors, and return their bytes. Blocks."""
+        """Verify and load `version` bucket by bucket, and return its size in bytes. This blocks."""
         self.version, self.bit_sums = None, {}
         loaded: list[tuple[Any, Tensor]] = []
         for k, bucket in enumerate(self._buckets):
@@ -257,10 +259,10 @@ class IpcInbox:
         return sum(b.num_bytes for b in self._buckets)
 
     def link(self) -> int:
-        """Return the bytes of a transfer. `IpcSender.link` needs no receiver."""
+        """Return the size of a transfer in bytes. `IpcSender.link` needs no receiver."""
         return sum(b.num_bytes for b in self._buckets)
 
 
 def _name(device: torch.device) -> str:
-    """Return the GPU's UUID: the same in every process, whatever the device's number there."""
+    """Return the GPU's UUID. A device's number may differ between processes, but not its UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)

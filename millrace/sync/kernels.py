@@ -1,6 +1,6 @@
 """Sums over weights in one pass at memory speed, for NVIDIA GPUs.
 
-Imported at first use: Triton comes with torch's CUDA builds.
+This module is imported at first use, because only torch's CUDA builds include Triton.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _sum(numbers, out, count, ELEMENTS: tl.constexpr):  # type: ignore[no-untype
 def block_sums(data: Tensor) -> Tensor:
     """Return the sums of each block, int64 [blocks, 3], from uint8 [blocks x 4096].
 
-    The columns are the sum of 32-bit words, of words times their place (from 1), and of 16-bit
-    halves.
+    Each block has three sums: of its 32-bit words, of its words times their place (from 1), and of
+    its 16-bit halves.
     """
     words = data.view(torch.int32)
     out = torch.empty(words.numel() // _WORDS, 3, dtype=torch.int64, device=data.device)

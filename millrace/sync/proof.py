@@ -1,8 +1,8 @@
 """A proof that an engine serves the sent weights, even if it fuses, splits or pads them on loading.
 
-The sum of a tensor's bits is the same for the whole tensor and for its parts. Examples are q, k and
-v in one matrix, rows on two devices, and rows of zeros at the end. Bit sums therefore verify live
-weights without knowledge of their layout.
+The bit sum of a tensor is the sum of the bit sums of its parts, and zeros add nothing. Examples of
+parts are q, k and v in one matrix, rows on two devices, and rows of zeros at the end. Bit sums
+therefore verify live weights without knowledge of their layout.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def not_live(
     sent: Mapping[str, int], live: Sequence[Mapping[str, int]], fused: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the names of live or sent tensors that do not agree. Empty if all sent weights are
-    live.
+    """Return the names of live or sent tensors whose bit sums do not agree.
 
-    `sent`: bit sums of the sent tensors. `live`: bit sums of the tensors that each device of a
-    replica serves. `fused`: a part of a module's name that replaces several sent parts, as in
-    vLLM's packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. A device may have a
-    part of a tensor, or all of it. Each sent tensor exists once in total, or on every device, or on
-    every k-th device.
+    sent   bit sums of the sent tensors, by name
+    live   for each device of a replica, bit sums of the tensors that it serves, by name
+    fused  the sent parts of each fused part of a module's name, as in vLLM's
+           packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
-    Tensors with unknown names (experts in one block) are verified together on one device. On
+    The result is empty if all sent weights are live. A device may have a part of a tensor, or all
+    of it. Each sent tensor exists once in total, or on every device, or on every k-th device.
+
+    Live tensors with unknown names (experts in one block) are verified together on one device. On
     several devices, that is impossible, and their names are returned.
     """
     copies = [k for k in range(1, len(live) + 1) if len(live) % k == 0]
@@ -82,7 +83,7 @@ def not_live(
 
 
 def _sources(name: str, sent: Mapping[str, int], fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the sent tensors that form a live one."""
+    """Return the names of the sent tensors that form the live tensor `name`."""
     if name in sent:
         return [name]
     parts = name.split(".")

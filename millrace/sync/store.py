@@ -1,4 +1,4 @@
-"""The store at which processes meet, open to one address alone.
+"""The store through which processes find each other. It listens at one address only.
 
 torch's own store listens on every interface of the machine and requires no token.
 """
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 def bound_store(
     host_name: str, port: int = 0, *, is_master: bool = True, **options: Any
 ) -> TCPStore:
-    """Return torch's TCPStore. Its master listens at `host_name`; port 0 picks a free one."""
+    """Return torch's TCPStore. Its master listens at `host_name`. Port 0 selects a free port."""
     if is_master:
         family, kind, _, _, address = socket.getaddrinfo(
             host_name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

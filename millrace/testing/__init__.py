@@ -1,7 +1,7 @@
 """Conformance suites for implementations of a port: embedded, remote or third-party.
 
 `asyncio.run(check_rollout_engine(make))` raises AssertionError with the first failure. Each check
-makes its own engine.
+creates its own engine.
 
     port                                suite
     RolloutEngine                       check_rollout_engine

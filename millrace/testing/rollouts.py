@@ -1,4 +1,4 @@
-"""The conformance checks of rollout engines and of replicas that share devices."""
+"""The conformance checks of rollout engines, and of replicas that share devices."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ class RolloutCase:
     )
     """Token ids that the engine's model knows."""
     length: int = 48
-    """Tokens of a long response. With any prompt it fits the engine.
+    """Number of tokens of a long response.
 
-    It must be long enough for an interruption to come before its end.
+    With any of the prompts, it must fit in the engine. It must be so long that an interruption
+    comes before its end.
     """
     exact_resume: bool = True
     """Whether a *sampled* response that resumes with its offset equals an uninterrupted one."""
     poll_s: float = 0.0005
     """Seconds between two calls of stats(). Several calls must fit in one long response."""
     timeout_s: float = 60.0
-    """The longest duration of any check, in seconds."""
+    """Time limit of each check, in seconds."""
 
 
 async def check_rollout_engine(
@@ -55,7 +56,7 @@ async def check_rollout_engine(
 async def check_replica(
     make: Callable[[], Awaitable[Replica]], case: RolloutCase | None = None
 ) -> None:
-    """Run the checks of a RolloutEngine and of shared devices."""
+    """Run the checks of a RolloutEngine, and those for shared devices."""
     await check_rollout_engine(make, case)
     await _check_rollouts((_sleep_and_wake,), make, case or RolloutCase())
 
@@ -178,7 +179,7 @@ async def _batch_does_not_matter(engine: RolloutEngine, case: RolloutCase) -> No
 
 
 async def _interrupt_returns_all(engine: RolloutEngine, case: RolloutCase) -> None:
-    await engine.interrupt()  # With nothing running, it returns at once.
+    await engine.interrupt()  # without running requests, it returns at once
     params = SamplingParams(max_tokens=case.length, ignore_eos=True)
     count = min((await engine.stats()).slots, 14) + 2
     tasks = [

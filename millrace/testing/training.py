@@ -1,4 +1,4 @@
-"""The conformance checks of train engines and of those that share devices."""
+"""The conformance checks of train engines, on separate devices and on shared devices."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TrainCase:
     mini_batch_size: int = 4
     """The engine's ppo_mini_batch_size.
 
-    Its ppo_epochs and its temperature must be 1. Its learning rate must be large enough for an
-    effect in `learn_steps` steps.
+    The engine's ppo_epochs and temperature must be 1. Its learning rate must be large enough for
+    an effect in `learn_steps` steps.
     """
     vocab_size: int = 8
     """All token ids below this number are in the model's vocabulary."""
@@ -42,7 +42,10 @@ class TrainCase:
     exact: bool = True
     """Whether the same calls on a fresh engine give the same bits."""
     tolerance: float = 1e-4
-    """Largest difference between log-probs of one trajectory in different batches."""
+    """Largest difference between log-probs of one trajectory in different batches.
+
+    If `exact` is false, this also limits the differences between engines.
+    """
 
 
 async def check_train_engine(
@@ -50,19 +53,19 @@ async def check_train_engine(
 ) -> None:
     """Run every check of a TrainEngine on fresh engines from `make`.
 
-    All of them start from the same weights, in the phase "rl".
+    All engines from `make` must start from the same weights, in the phase "rl".
     """
     await _check_training(_TRAIN_CHECKS, make, case or TrainCase())
 
 
 class SleepingTrainEngine(TrainEngine, Sleeper, Protocol):
-    """A train engine for any placement."""
+    """A train engine for any placement: it can also sleep."""
 
 
 async def check_sleeping_train_engine(
     make: Callable[[], Awaitable[SleepingTrainEngine]], case: TrainCase | None = None
 ) -> None:
-    """Run the checks of a TrainEngine and of shared devices."""
+    """Run the checks of a TrainEngine, and those for shared devices."""
     await check_train_engine(make, case)
     await _check_training(_SLEEPER_CHECKS, make, case or TrainCase())
 
@@ -242,7 +245,10 @@ async def _a_staged_checkpoint_is_the_state_at_its_cut(
     case: TrainCase,
     between: Callable[[Any], Awaitable[None]] = _nothing,
 ) -> None:
-    """Check this although the engine steps, runs `between` and saves again before `saved`."""
+    """Check that later calls before `saved` do not change a staged checkpoint.
+
+    These calls are steps, `between` and another save.
+    """
     samples, batches = (
         train_samples(case, 3),
         [TrainBatch(train_samples(case, case.mini_batch_size, k), k) for k in range(3)],
@@ -273,7 +279,7 @@ async def _a_staged_checkpoint_is_the_state_at_its_cut(
 async def _a_phase_begins_with_the_current_weights(
     engine: TrainEngine, other: TrainEngine, case: TrainCase
 ) -> None:
-    """Check also that the optimizer is fresh, regardless of earlier steps."""
+    """Check that `begin` keeps the weights and starts a new optimizer, whatever came before."""
     samples, batch = (
         train_samples(case, 3),
         TrainBatch(train_samples(case, case.mini_batch_size), 0),

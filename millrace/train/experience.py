@@ -1,7 +1,7 @@
 """The experience of a batch: log-probs, advantages and correction, made before the first step.
 
-All tensors are [K], over the trained tokens of the batch, on the host, and the same on every rank.
-Counts, means, draws and rejections over the batch therefore cover the whole batch.
+Tensors are on the host and the same on every rank. [K] tensors cover the trained tokens of the
+whole batch. Counts, means, draws and rejections therefore also cover the whole batch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Experience:
     ages: Tensor
     """[K] int64 number of versions between the token's own and the live one."""
     include: Tensor
-    """[K] bool: left out neither by overlong_filtering nor by max_token_age."""
+    """[K] bool: true unless overlong_filtering or max_token_age leaves the token out."""
     rollout: Tensor
     """[K] log-probs of the policy that drew each token."""
     arrival: Tensor | None
     """[K] log-probs of the policy at the batch's arrival; None if nothing needs them."""
     old: Tensor | None
-    """[K] log-probs that the loss takes ratios against.
+    """[K] log-probs in the denominator of the loss's ratios.
 
-    None: `PolicyLoss` derives them from the current log-probs.
+    If None, `PolicyLoss` derives them from the current log-probs.
     """
     reference: Tensor | None
     """[K] log-probs of the frozen reference policy."""
@@ -53,7 +53,7 @@ class Experience:
     returns: Tensor | None
     """[K] targets of the critic."""
     correction: Correction | None
-    """Correction of the whole batch, if the proximal policy is known at its arrival."""
+    """Correction of the whole batch. None if the correction happens at another place."""
     zero_variance_share: float
     """Share of samples whose rewards are all equal."""
     kl_to_reference: float
@@ -67,7 +67,7 @@ class Experience:
 
 
 class Forward(Protocol):
-    """A model without its gradients: a critic or a reference."""
+    """A forward pass without gradients, of a critic or a reference."""
 
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
@@ -77,7 +77,7 @@ class Forward(Protocol):
 
 
 class Policy(Protocol):
-    """The policy under training, as the value of a batch needs it."""
+    """The part of the policy under training that an experience and a mini-batch need."""
 
     steps: int
     """Optimizer steps so far."""
@@ -101,7 +101,7 @@ class Models:
 def make_experience(
     batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
-    """Return all that is known before the first step. Each model takes at most one forward pass."""
+    """Compute the experience of `batch`. Each model takes at most one forward pass."""
     plan, rows = options.correction, batch.rows
     include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
     arrival, squares = _arrival(models.policy, rows, options)
@@ -109,7 +109,8 @@ def make_experience(
     if arrival is not None and plan.place is Place.ARRIVAL:
         correction = correct(arrival, batch.rollout, batch.lengths, plan.options, include=include)
         if plan.before_baseline:
-            # Only a sequence that is rejected whole leaves the baselines. A filtered one stays.
+            # The baselines exclude a sequence whose tokens are all rejected. They include a
+            # filtered one.
             kept, unfiltered = (
                 sequence_sums(flags.double(), batch.ids, len(batch.lengths))
                 for flags in (correction.keep, batch.unfiltered)
@@ -164,11 +165,11 @@ def _arrival(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return log-probs and sums of squared probabilities at the batch's arrival, each [K] or None.
 
-    None: nothing in the options needs the values, and no forward pass is made.
+    A value that the options do not need is None. If both are None, there is no forward pass.
     """
     plan, actor = options.correction, options.actor
     squares = options.algorithm.adv_estimator == "optimal_token_baseline"
-    # A single step on a batch trains the policy of its arrival.
+    # In a single step on a batch, the policy under training is that of the batch's arrival.
     one_step = actor.ppo_epochs == 1 and len(rows.first_row) - 1 <= actor.ppo_mini_batch_size
     recomputed = plan.proximal is Proximal.RECOMPUTED and (
         plan.active or options.algorithm.use_kl_in_reward or not one_step
@@ -180,5 +181,5 @@ def _arrival(
 
 
 def _young(ages: Tensor, limit: int | None) -> Tensor:
-    """Return [K] bool: ages up to `limit`; all, if there is no limit."""
+    """Return whether each age is at most `limit`, [K] bool. Without a limit, all are true."""
     return torch.ones_like(ages, dtype=torch.bool) if limit is None else ages <= limit

@@ -1,4 +1,4 @@
-"""The factory of train engines: the one module that names them."""
+"""The factory of train engines: the only module that names them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from millrace.ports import TrainRank
 def train_engine(config: Config, model_folder: str, *, rank: int, world_size: int) -> TrainRank:
     """Build one rank of the train engine.
 
-    With several ranks, the default process group exists already and has a CPU backend. The engine
-    is imported here, at first use.
+    With several ranks, the default process group must exist and have a CPU backend. The engine is
+    imported here, at first use.
     """
     from millrace.train.fsdp import engine as fsdp_train
 

@@ -1,6 +1,6 @@
-"""The sums of a batch's optimizer steps, and the metrics that are made of them.
+"""The sums of a batch's optimizer steps, and the metrics computed from them.
 
-Each metric is documented here, in the function that makes it.
+The docstring of each function documents the metrics that it computes.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def batch_metrics(
     corrections   metrics of each mini-batch's own correction
     same_weights  [K] bool: tokens of the first mini-batch if no step was taken since the last sync,
                   else None
-    sum_ranks     adds up a float64 tensor of every rank; it may return another device's tensor
+    sum_ranks     adds up a float64 tensor over all ranks; the result may be on another device
 
-    With algorithm.use_kl_in_reward there are also:
+    algorithm.use_kl_in_reward adds:
     actor/reward_kl_penalty        mean KL in the rewards of this batch, before its coefficient
     actor/reward_kl_penalty_coeff  the coefficient of this batch
     """
@@ -124,7 +124,7 @@ def batch_metrics(
     own = _policy_metrics(policy, data, corrections, options)
     if critic is not None:
         own |= _critic_metrics(critic, data)
-    # A correction of the batch or of its mini-batches replaces the drift of the whole.
+    # The metrics of a correction in `own` replace those of the same name in `drift`.
     metrics = _sampler_metrics(output, data, options, same_weights=same_weights) | own
     if options.algorithm.use_kl_in_reward:
         metrics |= {
@@ -139,7 +139,7 @@ def _policy_metrics(
 ) -> dict[str, float]:
     """Return the metrics of all optimizer steps of the batch together.
 
-    Means of tokens are over trained tokens. Without a finite step there is no actor/*.
+    Means over tokens are over trained tokens. Without a finite step, there are no actor/* metrics.
 
     actor/pg_loss               policy loss without KL and entropy bonus; mean over steps
     actor/kl_loss               aggregated KL to the reference, with use_kl_loss; mean over steps
@@ -151,10 +151,11 @@ def _policy_metrics(
     actor/lr                    learning rate; mean over optimizer steps
     train/zero_advantage_share  share of samples whose rewards are all equal
     train/trained_token_share   share of the batch's tokens trained in a pass
-    rollout_corr/...            `correct`, of the batch, or the mean over mini-batches
+    rollout_corr/...            metrics of `correct` for the batch, or their mean over mini-batches
 
-    actor/kl_loss is before its coefficient. The bound on large ratios is the dual clip, or dppo's
-    cap. train/trained_token_share is 1 unless some tokens are rejected or filtered.
+    actor/kl_loss is before its coefficient. The bound on large ratios is the dual clip, or the cap
+    of dppo. train/trained_token_share is 1 unless some tokens are rejected or filtered, or an
+    optimizer step is skipped.
     """
     n, steps = max(meter.sums["tokens"], 1.0), max(meter.finite, 1)
     metrics = {
@@ -187,24 +188,24 @@ def _policy_metrics(
 def _sampler_metrics(
     output: Tensor, data: Experience, options: StepOptions, *, same_weights: Tensor | None
 ) -> dict[str, float]:
-    """Return how far the policy under training is from the one that drew the tokens.
+    """Return the distance of the policy under training from the policy that drew the tokens.
 
-    The metrics are of the first pass over the batch. Without a step in that pass there is
-    train/pad_share alone. `output` is Meter.outputs, summed over ranks. `same_weights` is that of
-    `batch_metrics`.
+    The metrics are of the first pass over the batch. If that pass has no finite step, only
+    train/pad_share exists. `output` is Meter.outputs, summed over ranks. `same_weights` is the
+    argument of `batch_metrics`.
 
     actor/kl_to_sampler               KL(sampler || policy) by k1
     actor/k3_to_sampler               the same by k3
     actor/rollout_probs_diff_mean     mean of |p_rollout - p_current|
     actor/rollout_probs_diff_max      its maximum
-    actor/log_prob_gap_same_version   mean gap of the engines on the same weights
-    train/pad_share                   padding in the attention's batches, as a share of them
-    staleness/...                     `by_age`
-    rollout_corr/...                  `drift`, or all of `correct` for a correction in passing
+    actor/log_prob_gap_same_version   mean gap between the two engines on the same weights
+    train/pad_share                   share of padding in the attention's batches
+    staleness/...                     metrics of `by_age`
+    rollout_corr/...                  metrics of `drift`; of `correct` for Place.PASSING
 
-    k1 is the mean of rollout log-prob - current log-prob. k3 is never negative, and has less noise.
+    k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
-    tokens that the live version drew, before any step; it is missing if there are none.
+    tokens that the live version drew, before any step. Without such tokens it is missing.
     """
     at = (output[1, :-2] > 0) & data.include
     current, rollout = output[0, :-2], data.rollout
@@ -239,18 +240,22 @@ def by_age(
 ) -> dict[str, float]:
     """Return metrics of the tokens of each age: 0 to max_age - 1, and `{max_age}+` for the rest.
 
-    log_probs_a, log_probs_b [T]: the trainer's and the rollout's. ages [T] integers, at least 0:
-    number of versions between the token's own and the live one. With l = log_probs_a - log_probs_b
-    clamped to +-20 and w = e^l:
+    log_probs_a [T]  the trainer's log-probs
+    log_probs_b [T]  the rollout's log-probs
+    ages [T]         integers, at least 0: versions between the token's own and the live one
+
+    With l = log_probs_a - log_probs_b, clamped to +-20, and w = e^l:
+
     staleness/token_share/AGE  share of all tokens that have this age
     staleness/log_ratio/AGE    mean of l
     staleness/ess/AGE          (sum w)^2 / (n sum w^2): effective share of the n tokens
-    staleness/token_mean, staleness/token_max   age of the tokens
+    staleness/token_mean       mean age of the tokens
+    staleness/token_max        largest age of the tokens
 
     The effective share is 1 if all ratios are equal. The name of the last bin does not depend on
-    the ages, so it is one curve of a run. An age without tokens has a share of 0 and nothing else.
-    No tokens at all give a mean and a max of 0. A token whose log-ratio is not finite counts in the
-    share alone. If an age has only such tokens, its log_ratio and ess are 0. Computed in float64.
+    the ages, so a run has one curve for it. An age without tokens has only a share, which is 0.
+    No tokens at all give a mean and a max of 0. A token whose log-ratio is not finite counts only
+    in the share. If an age has only such tokens, its log_ratio and ess are 0. Computed in float64.
 
     Raises ValueError if shapes differ, or if max_age or an age is under 0.
     """
@@ -298,10 +303,12 @@ def _critic_metrics(meter: Meter, data: Experience) -> dict[str, float]:
     critic/vf_loss             aggregated value loss; mean over optimizer steps
     critic/vf_clipfrac         share of tokens whose value loss is the clipped one
     critic/explained_variance  1 - Var(return - value) / Var(return), before the batch's steps
-    critic/values, /returns    their means
-    critic/grad_norm, /lr      as the actor's
+    critic/values              mean value, before the batch's steps
+    critic/returns             mean return
+    critic/grad_norm           as actor/grad_norm
+    critic/lr                  as actor/lr
 
-    An explained variance of 1 is a perfect critic.
+    A perfect critic has an explained variance of 1.
     """
     assert data.values is not None and data.returns is not None
     error, returns = data.returns - data.values, data.returns

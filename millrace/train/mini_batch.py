@@ -1,7 +1,7 @@
-"""The data of one optimizer step, settled for the whole mini-batch before its first micro-batch.
+"""The data of one optimizer step, computed for the whole mini-batch before its first micro-batch.
 
-Rejection, denominators and choices over the mini-batch are the same on every rank. They do not
-depend on how the mini-batch is cut.
+Rejections, denominators and selected tokens are the same on every rank. They do not depend on the
+split into micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from millrace.train.options import StepOptions
 class MiniBatch:
     """Host tensors [K] over the trained tokens of the whole batch.
 
-    Only the values of the rows `members` have a meaning.
+    Only the tokens of the rows `members` have meaningful values.
     """
 
     members: Ints
@@ -46,15 +46,15 @@ class MiniBatch:
     weights: Tensor | None
     """[K] importance weights, if they are known before the step."""
     selected: Tensor | None
-    """[K] bool: tokens chosen by covariance, for the losses that need them."""
+    """[K] bool: tokens selected by covariance, for the losses that need them."""
     tokens: int
     """Number of trained tokens."""
     metrics: dict[str, float]
-    """Metrics of the correction, if this mini-batch has its own; else empty."""
+    """Metrics of this mini-batch's own correction. Empty if it has none."""
 
 
 def mini_batches(data: Experience, num_samples: int) -> list[Ints]:
-    """Return the rows of each mini-batch of `num_samples` samples; the last may be short."""
+    """Return the rows of each mini-batch of `num_samples` samples. The last may be short."""
     first_row = data.rows.first_row
     edges = [*range(0, data.num_samples, num_samples), data.num_samples]
     return [np.arange(first_row[a], first_row[b]) for a, b in itertools.pairwise(edges)]
@@ -63,10 +63,11 @@ def mini_batches(data: Experience, num_samples: int) -> list[Ints]:
 def settle(
     data: Experience, members: Ints, policy: Policy, options: StepOptions, *, untouched: bool
 ) -> MiniBatch:
-    """Settle what the next optimizer step trains on, from the rows `members`.
+    """Compute the data of the next optimizer step from the rows `members`.
 
-    `untouched`: the policy's weights are those of the batch's arrival. Otherwise this takes a
-    forward pass, where a correction or a choice of tokens needs the current log-probs.
+    `untouched`: the policy's weights are those of the batch's arrival, so the log-probs at arrival
+    are the current ones. Without them, a correction or a selection of tokens that needs the current
+    log-probs takes a forward pass.
     """
     plan, selects = options.correction, options.actor.policy_loss.loss_mode in SELECTS
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
@@ -115,7 +116,7 @@ def _select(
     options: StepOptions,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return the tokens that covariance chooses, [K] bool."""
+    """Return the tokens selected by covariance, [K] bool."""
     actor, loss = options.actor, options.actor.policy_loss
     if loss.loss_mode == "kl_cov":
         return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)

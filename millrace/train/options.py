@@ -23,7 +23,7 @@ class StepOptions:
     advantages: AdvantageOptions
     aggregation: AggMode
     loss_scale: float
-    """Divisor of seq-mean-token-sum-norm: Dr.GRPO's constant length."""
+    """Divisor of the mode seq-mean-token-sum-norm: Dr.GRPO's constant length."""
     cliprange_value: float
     """Clip range of the critic's value loss."""
     critic_warmup: int

@@ -1,4 +1,4 @@
-"""From rows to micro-batches of packed tokens: whole-array NumPy work, no Python for each token."""
+"""Micro-batches of packed tokens from rows. NumPy works on whole arrays, not token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millrace.train.fsdp.packed_attention import Ints, Layout, make_layout
 from millrace.train.rows import Rows
 
 SMALL_UNIT = 4
-"""A sample's rows stay together if they fill at most 1 / SMALL_UNIT of a micro-batch."""
+"""Rows of a sample stay together if each sample fills at most 1 / SMALL_UNIT of a rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of a forward pass: T packed tokens and the positions that predict M trained tokens."""
+    """The input of a forward pass: T packed tokens, and the positions that predict M of them."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -34,7 +34,7 @@ class MicroBatch:
     targets: Tensor
     """[M] int64 the trained tokens."""
     source: Tensor
-    """[M] int64 on the host: number of each among the trained tokens of Rows."""
+    """[M] int64 on the host: index of each target among the trained tokens of Rows."""
     sequence: Tensor
     """[M] int64 on the host: row of each trained token in this micro-batch. Never decreasing."""
     num_sequences: int
@@ -44,10 +44,11 @@ class MicroBatch:
 def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:
     """Return the rows that each rank reads: result[micro-batch][rank] is an array of row numbers.
 
-    Every row of `members` with a trained token is in exactly one array. No array has more than
-    `max_tokens` tokens. The ranks' shares of a micro-batch are about equal; some may be empty.
-    There is at least one micro-batch. The result is the same on every rank.
-    Raises ConfigError if one row is over `max_tokens`.
+    Every row of `members` with a trained token is in exactly one array. The rows of one array have
+    at most `max_tokens` tokens. The ranks' shares of a micro-batch are about equal, and some may be
+    empty. There is at least one micro-batch. The result is the same on every rank.
+
+    Raises ConfigError if a single row exceeds `max_tokens`.
     """
     members = members[rows.inputs[members] > 0]
     lengths = rows.inputs[members]
@@ -59,7 +60,7 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
             f"actor.ppo_max_token_len_per_gpu={int(lengths.max())} or more",
         )
     units, sizes = _units(rows, members, max_tokens, world_size)
-    # Longest first: best for the greedy below.
+    # Longest first: `_fill` is greedy and then gives the most even bins.
     order = np.argsort(-sizes, kind="stable")
     micro_batches = max(-(-int(sizes.sum()) // (max_tokens * world_size)), 1)
     while (bins := _fill(sizes[order], micro_batches * world_size, max_tokens)) is None:
@@ -69,10 +70,10 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
 
 
 def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
-    """Return the units that stay whole, and the tokens of each.
+    """Return the units that a split keeps whole, and the tokens of each unit.
 
-    A unit is the rows of a sample, if the shares then stay even; else a single row. Rows of a
-    sample share a prompt, which a micro-batch reads once.
+    A unit is all rows of a sample if the ranks' shares then stay even. Otherwise it is a single
+    row. Rows of one sample share a prompt, and a micro-batch reads that prompt once.
     """
     lengths = rows.inputs[members]
     if not len(members):
@@ -87,7 +88,7 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
 
 
 def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
-    """Return the rows by descending length, so that rows of one length are adjacent."""
+    """Return the rows by descending length. Rows of equal length are then adjacent."""
     members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
     return members[np.argsort(-rows.inputs[members], kind="stable")]
 
@@ -95,7 +96,7 @@ def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
 def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
     """Put each length in turn into the emptiest bin, and return the bins, fullest first.
 
-    Return None if a bin exceeds `limit`.
+    A bin is a list of indices into `lengths`. Return None if a bin would exceed `limit`.
     """
     heap = [(0, bin_) for bin_ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -109,10 +110,12 @@ def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
 
 
 def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
-    """Return the rows `members`, longest first, as one micro-batch. A shared prompt is read once.
+    """Return the rows `members`, longest first, as one micro-batch.
 
-    Without members, return a dummy of one token that predicts nothing. Its forward and backward
-    passes let a rank without work take part in every collective. `padded` as in `make_layout`.
+    A prompt that several rows share appears once. `padded` is the argument of `make_layout`.
+
+    Without members, return a dummy of one token that predicts nothing. A rank without work runs it
+    forward and backward, and so takes part in every collective.
     """
     if not len(members):
         return _dummy(device, padded=padded)

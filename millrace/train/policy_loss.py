@@ -40,7 +40,7 @@ CRITIC_SUMS = ("loss", "tokens", "clipped")
 class PolicyLoss:
     """The policy's loss on one mini-batch.
 
-    loss = policy loss + kl_loss_coef x KL - entropy_coeff x entropy, each of them aggregated.
+    loss = policy loss + kl_loss_coef x KL - entropy_coeff x entropy. Each term is aggregated.
     """
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
@@ -125,9 +125,9 @@ class PolicyLoss:
         return dict(zip(columns, stacked, strict=True))
 
     def _old(self, at: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
-        """Return the log-probs [M] that ratios are taken against.
+        """Return the log-probs [M] in the denominator of the ratios.
 
-        In the only step on a batch, these are the current log-probs.
+        If a batch has a single step and no old log-probs, these are the current ones.
         """
         if "old" in at:
             return at["old"]
@@ -138,9 +138,10 @@ class PolicyLoss:
     def _weights_in_passing(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
     ) -> Tensor:
-        """Return the importance weights [M] of the current or interpolated over the rollout policy.
+        """Return the importance weights [M]: numerator over the rollout's policy.
 
-        A weight needs its whole sequence, and a micro-batch has whole rows.
+        The numerator is the interpolated policy if there is one, else the current policy. A weight
+        needs its whole sequence, and a micro-batch has whole rows.
         """
         lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
         numerator = old if self.interpolated else log_probs.detach()

@@ -1,7 +1,7 @@
-"""The samples of a batch as arrays. A step makes them first and reads nothing else of a sample.
+"""The samples of a batch as arrays. A step builds them first and then reads only the arrays.
 
-A **row** is one trajectory: prompt and segments in one run of tokens. The model reads a row up to
-the token before its last trained one. Nothing else is needed to predict the trained tokens.
+A **row** is one trajectory: its prompt and its segments as one sequence of tokens. The model reads
+a row up to the token before its last trained token. Later tokens predict no trained token.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from millrace.types import (
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Trajectories in one run of tokens.
+    """Trajectories, one after the other, as one sequence of tokens.
 
-    [T] counts all tokens together, [K] the trained ones, and [N] the rows.
+    T is the number of all tokens, K that of the trained tokens, and N that of the rows.
     """
 
     tokens: Ints
@@ -46,7 +46,7 @@ class Rows:
     trained: NDArray[np.bool_]
     """[T] true for tokens of the policy."""
     order: Ints
-    """[T] number of each trained token among the trained ones; undefined for the others."""
+    """[T] index of each trained token among the trained tokens. Undefined for other tokens."""
     rollout_log_probs: NDArray[np.float32]
     """[K] log-probs at the rollout."""
     versions: Ints
@@ -56,9 +56,9 @@ class Rows:
     lengths: Ints
     """[N] tokens of each row, prompt included."""
     inputs: Ints
-    """[N] tokens of each row that the model reads: all before its last trained one.
+    """[N] tokens of each row that the model reads: all before the last trained token.
 
-    0 if none is trained.
+    It is 0 for a row without trained tokens.
     """
     trained_tokens: Ints
     """[N] trained tokens of each row."""
@@ -67,7 +67,7 @@ class Rows:
     sample: Ints
     """[N] number of each row's sample."""
     first_row: Ints
-    """[samples + 1] sample i has the rows first_row[i] to first_row[i + 1] - 1."""
+    """[samples + 1] first row of each sample: sample i has rows first_row[i]:first_row[i + 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class BatchArrays:
     truncated: Tensor
     """[N] bool: cut by the length limit."""
     unfiltered: Tensor
-    """[K] bool: not left out by overlong_filtering. A filtered token is not rejected."""
+    """[K] bool: false if overlong_filtering leaves the token out. That is not a rejection."""
     components: dict[str, Tensor] | None
-    """Name to [N] float64: components of the reward, for gdpo."""
+    """Components of the reward by name, each [N] float64, for gdpo."""
     equal_share: float
     """Share of samples whose rewards are all equal."""
     greedy_scores: Tensor | None
@@ -151,9 +151,9 @@ def _score(trajectory: Trajectory | None, sample: Sample) -> Score:
 
 
 def _equal_share(samples: Sequence[Sample], values: list[float]) -> float:
-    """Return the share of samples whose rewards are all equal, of those with a trajectory.
+    """Return the share of samples whose rewards are all equal.
 
-    Rewards are compared exactly, without a tolerance.
+    Samples without trajectories are left out. Rewards are compared exactly, without a tolerance.
     """
     ends = itertools.accumulate(len(sample.trajectories) for sample in samples)
     groups = [values[a:b] for a, b in itertools.pairwise([0, *ends]) if b > a]
@@ -161,9 +161,10 @@ def _equal_share(samples: Sequence[Sample], values: list[float]) -> float:
 
 
 def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Return the `wanted` components of the rewards, name to [N] float64; all if none is wanted.
+    """Return the `wanted` components of the rewards by name, each [N] float64.
 
-    Raises MillraceError if a reward lacks a component, and if there are no components at all.
+    If `wanted` is empty, return all components. Raises MillraceError if a reward lacks a component,
+    and if there are no components at all.
     """
     names = wanted or sorted({name for extra in extras for name in extra})
     for name in names:
@@ -189,7 +190,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
     """
     tokens, log_probs = tokens_of(), floats_of()
     versions: list[tuple[int, int]] = []  # version and length of each policy segment
-    runs: list[int] = []  # lengths of prompts and segments, in order
+    runs: list[int] = []  # length of each prompt and segment, in order
     authored: list[bool] = []
     row_runs: list[int] = []
     counts = [0]
@@ -254,7 +255,7 @@ def _rows(
     starts, lengths = edges[:-1], np.diff(edges)
     before = np.concatenate([[0], np.cumsum(trained)])
     trained_tokens = before[edges[1:]] - before[edges[:-1]]
-    # The last trained token of a row is the before[row end]-th trained token overall.
+    # Counted over all rows from 1, the last trained token of a row is number before[row end].
     inputs = np.zeros(len(starts), dtype=np.int64)
     has = trained_tokens > 0
     inputs[has] = np.flatnonzero(trained)[before[edges[1:]][has] - 1] - starts[has]

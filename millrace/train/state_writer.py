@@ -1,4 +1,4 @@
-"""Writes train states to disk: at once, or from a copy while training continues."""
+"""The writer of train states to disk: at once, or from a copy while training continues."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from millrace.sync.background import Background
 class StateWriter:
     """The writer of one rank.
 
-    All ranks make the same calls in the same order. At most one state is written at a time. Ranks
-    agree on their shares over a group of its own, apart from the collectives of a step.
+    All ranks make the same calls in the same order. At most one state is written at a time. The
+    ranks agree on their shares over a separate process group, not over that of a step.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -30,7 +30,7 @@ class StateWriter:
         self._writing = Background("state-writer")
 
     def write(self, state: dict[str, Any], folder: str) -> None:
-        """Write `state` to `folder` and return. Nothing may change the state until then.
+        """Write `state` to `folder`. The state must not change before this returns.
 
         Raises CheckpointError, with the causes, if a rank fails.
         """
@@ -50,9 +50,9 @@ class StateWriter:
         await self._writing.wait()
 
     def _prepare(self) -> None:
-        """Do the work that the thread must not do.
+        """Create the process group and filter a warning, before a thread writes.
 
-        All ranks must make groups in one order, and filters of warnings are global.
+        All ranks must create groups in one order, and warning filters are global.
         """
         expect_one_process()
         if dist.is_initialized() and self._group is None:
@@ -64,7 +64,8 @@ class StateWriter:
                 state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
             )
         except CheckpointException as error:
-            # A BaseException: it would end a worker without a message to the driver.
+            # CheckpointException is a BaseException. It would end a worker without a message to the
+            # driver.
             causes = "; ".join(
                 f"rank {rank}: {_text_of(e)}" for rank, (e, _) in sorted(error.failures.items())
             )
@@ -72,9 +73,9 @@ class StateWriter:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return an error's text with that of its context.
+    """Return the text of an error, followed by the text of its context.
 
-    For a full disk, torch's own error names only an unexpected position.
+    The context is needed: on a full disk, torch's own error reports only an unexpected position.
     """
     text = f"{type(error).__name__}: {error}"
     if error.__context__ is None:
@@ -83,7 +84,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def expect_one_process() -> None:
-    """Silence torch's warning of a missing process group: one rank needs none."""
+    """Silence torch's warning about a missing process group. A single rank needs none."""
     warnings.filterwarnings(
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
     )
@@ -92,7 +93,8 @@ def expect_one_process() -> None:
 def on_host(value: Any) -> Any:
     """Return a copy of a state in host memory.
 
-    Copies from a GPU go into pinned memory, at the speed of the link, and may still be running.
+    Copies from a GPU go into pinned memory, at the speed of the link. They may still be running at
+    the return.
     """
     if isinstance(value, dict):
         return {key: on_host(part) for key, part in value.items()}

@@ -66,7 +66,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "disable_log_stats": True,
     }
     _check_known(rollout.engine_kwargs)
-    # Logits in float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
+    # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.
     overrides = {
         "hf_overrides": {"head_dtype": "float32"} | rollout.engine_kwargs.get("hf_overrides", {})

@@ -51,15 +51,15 @@ _SEE_LOG = "the worker's log has the reason"
 _DEAD = f"vLLM's engine process has died; {_SEE_LOG}"
 _POLL_S = 1.0
 _IDLE_TURNS = 4
-"""Turns of the event loop from vLLM's queue, through its output handler, to a request's count."""
+"""Turns of the event loop until an output of vLLM's queue is in a request's count of tokens."""
 
 
 class VllmRolloutEngine:
     """A RolloutEngine. `eos_ids` end a response.
 
-    A prompt and its response have `max_len` tokens at most. The same seed and weights give the same
-    response on the same vLLM. A resumed response continues with another random stream than an
-    uninterrupted one.
+    A prompt and its response together have at most `max_len` tokens. The same seed and weights give
+    the same response on the same vLLM. A resumed response continues with another random stream than
+    an uninterrupted one.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class VllmRolloutEngine:
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
-        """Draw a response. Raise DataError for too long a prompt, WorkerError if vLLM fails."""
+        """Draw a response.
+
+        Raise DataError if the prompt is too long, and WorkerError if vLLM fails.
+        """
         check_request(
             tokens,
             params,
@@ -133,8 +136,8 @@ class VllmRolloutEngine:
         for request in interrupted:
             request.interrupted = True
         while active := [r for r in interrupted if r.id in self._active]:
-            # Repeat until none is active. vLLM may not know a new request yet. A request that has
-            # ended by itself still waits for its output.
+            # Repeat until none is active. vLLM may not know a new request yet, and a request that
+            # ended by itself may still wait for its output.
             await self._llm.abort(await self._save_log_probs(active))
             await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -143,7 +146,7 @@ class VllmRolloutEngine:
         """Save the log-probs of requests that can be aborted now. Return the requests' ids.
 
         vLLM discards log-probs at an abort. Tokens that vLLM draws after this call and before the
-        abort have no log-probs. They are not reported.
+        abort have no log-probs, and the engine does not return them.
         """
         known = self._llm.output_processor.external_req_ids
         inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
@@ -199,14 +202,14 @@ class VllmRolloutEngine:
         try:
             while not all(map(self._known, self._active.values())):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
-            # pause_generation would sleep for 20 ms, so that outputs may arrive. _settle waits
-            # exactly as long as they need.
+            # pause_generation would sleep for 20 ms, so that outputs can arrive. _settle waits only
+            # as long as they need.
             await self._answer(
                 self._llm.engine_core.pause_scheduler_async(
                     mode="keep", clear_cache=self._recompute
                 )
             )
-            start = perf_counter()  # steps that had begun continued until now
+            start = perf_counter()  # vLLM finished its current steps before this time
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
             self.version, self._lacks_weights = version, False
@@ -317,7 +320,7 @@ class VllmRolloutEngine:
         assert self._decode is not None
         stop, offset = request.params.stop, request.params.offset
         window = stop_window(stop)
-        # Only tokens of this response count. Tokens of its earlier calls belong to it.
+        # Only tokens of this response count, including those of its earlier calls.
         before = (
             request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
         )
@@ -352,7 +355,7 @@ class VllmRolloutEngine:
         return bool(self._llm.output_processor.external_req_ids.get(request.id))
 
     def _count(self, request: ActiveRequest) -> int:
-        """Return vLLM's count of drawn tokens, because vLLM returns only the last output."""
+        """Return the number of drawn tokens by vLLM's count: vLLM returns only the last output."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i] for i in processor.external_req_ids.get(request.id, ())
@@ -370,7 +373,7 @@ class VllmRolloutEngine:
             last = count
 
     def _tick(self) -> None:
-        """Add the busy time since the last change of the running requests."""
+        """Add the time since the last `_tick` to the busy time of the running requests."""
         now = perf_counter()
         self._busy_slot_s += (now - self._busy_since) * min(len(self._active), self._slots)
         self._busy_since = now

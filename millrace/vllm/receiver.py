@@ -19,7 +19,7 @@ from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
 
 _POLL_S = 1.0
-"""Seconds between two checks that the engine lives."""
+"""Seconds between two checks that the engine is alive."""
 
 
 class VllmEngine(Protocol):

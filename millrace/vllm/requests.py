@@ -18,10 +18,10 @@ class ActiveRequest:
     params: SamplingParams
     id: str = ""
     starts: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(number of tokens drawn before, version) for each version: where its tokens begin."""
+    """(number of tokens drawn before the version, version) for each version."""
     interrupted: bool = False
     log_probs: bytes = b""
-    """The log-probs of an interrupted request, as float32: those that vLLM's core had drawn."""
+    """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
 
@@ -49,6 +49,6 @@ def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.Sampling
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        # An output for each token costs more than drawing it. Only stop strings need them.
+        # An output for each token costs more than drawing the token. Only stop strings need one.
         output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
     )

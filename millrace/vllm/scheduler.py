@@ -1,8 +1,8 @@
-"""vLLM's scheduler, in vLLM's core process. It keeps log-probs until their response ends.
+"""A scheduler for vLLM's core process that keeps log-probs until their response ends.
 
-vLLM itself sends three arrays of log-probs for each token, and one thread of the calling process
-unpacks them. That costs five times as much as the rest of a token's output. The speed of that
-thread limits a replica: see benchmarks/bench_log_probs.py.
+vLLM's own scheduler sends three arrays of log-probs for each token, and one thread of the calling
+process unpacks them. That costs five times as much as the rest of a token's output, and the speed
+of that thread limits a replica. benchmarks/bench_log_probs.py measures this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _LogProbScheduler(Scheduler):
-    """Keep the log-probs of requests that have a single output, at their end."""
+    """A scheduler that keeps the log-probs of requests whose only output is at their end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
 
 
 def drawn_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
-    """Return the float32 log-probs that running requests have drawn so far. None asks for all.
+    """Return the float32 log-probs of running requests so far, by id. None means all requests.
 
     The result has no entry for a request that has ended or has not begun.
     """
@@ -84,7 +84,7 @@ _serve = EngineCoreProc.run_busy_loop
 
 
 def serve_through_signals(core: Any) -> None:
-    """Serve, and ignore SIGTERM and SIGINT. The driver alone acts on them, and it saves first."""
+    """Serve, and ignore SIGTERM and SIGINT. Only the driver acts on them, after it has saved."""
     core.own_handlers = {n: signal.signal(n, signal.SIG_IGN) for n in _STOP_SIGNALS}
     _serve(core)
 

@@ -1,7 +1,7 @@
-"""The start and the stop of vLLM, with the reason when a start fails.
+"""The start and the stop of vLLM, with the reason if a start fails.
 
-vLLM's core writes the reason to the log alone, and then it may not end. A failed core can hang at
-the end of its interpreter, which closes sockets with unsent messages without a time limit.
+vLLM's core writes the reason only to the log, and a failed core may hang. The end of its
+interpreter waits without a time limit for sockets that have unsent messages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FAILED = "EngineCore failed to start."
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
 _POLL_S = 1.0
 _GRACE_S = 5.0
-"""Seconds that a failed core has to end by itself."""
+"""Time limit for a failed core to end by itself, in seconds."""
 _HANDLERS_S = 2.0
-"""Seconds that the core has to restore its signal handlers."""
+"""Time limit for the core to restore its signal handlers, in seconds."""
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
@@ -45,7 +45,7 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
 
 
 async def stop(llm: AsyncLLM) -> None:
-    """End vLLM's processes. Their core ignores SIGTERM until it has its own handlers back."""
+    """End vLLM's processes. The core ignores SIGTERM until it restores its own handlers."""
     with contextlib.suppress(Exception):  # a dead or hanging core is killed below
         async with asyncio.timeout(_HANDLERS_S):
             await llm.engine_core.call_utility_async("restore_signal_handlers")
@@ -53,7 +53,7 @@ async def stop(llm: AsyncLLM) -> None:
 
 
 class _Log:
-    """The stderr of this process and its children, from now on. Empty if stderr is no file."""
+    """The later stderr of this process and its children. Empty if stderr is not a file."""
 
     def __init__(self) -> None:
         is_file = stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(_STDERR)

@@ -2,7 +2,8 @@
 
 millrace's own transport stages the weights. vLLM's weight-transfer API makes them live. vLLM
 imports this module in every worker before it loads the model (`worker_extension_cls`). A thread
-stages weights while the worker decodes. Only `update_weights`, a copy on the device, needs a pause.
+stages weights while the worker decodes. Decoding pauses only for `update_weights`, a copy on the
+device.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     """
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
-        """Join the trainer's ranks and the other replicas. Block until all have joined."""
+        """Join the trainer's ranks and the other replicas. This blocks until all have joined."""
         restore_nccl_settings()
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
@@ -118,7 +119,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def _report(self, work: Callable[[], int], key: str) -> None:
         start, interval = time.perf_counter(), sys.getswitchinterval()
-        # Each kernel launch of this thread waits until the decoding thread releases the GIL.
+        # Each kernel launch of this thread waits until the decoding thread releases the GIL. A
+        # shorter switch interval shortens these waits.
         sys.setswitchinterval(_SWITCH_S)
         try:
             if self._stream is not None:
@@ -154,7 +156,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Copy the staged weights over the live ones.
 
         The first load uses the model's own loader and records its copies. Later loads repeat these
-        copies, because the memory of both sides never moves. A few kernels then replace several
+        copies, because source and target memory never move. A few kernels then replace several
         hundred Python calls in vLLM.
         """
         if self._copies is None:
@@ -177,11 +179,11 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
 
 def restore_nccl_settings() -> None:
-    """Remove the settings that vLLM made for its own collectives.
+    """Restore the user's NCCL settings, without those that vLLM made for its own collectives.
 
     With VLLM_BATCH_INVARIANT, vLLM sets NCCL's protocol and number of threads. The trainer lacks
-    these settings, and NCCL aborts a transfer whose ends differ. In a replica with several
-    devices, NCCL has already read vLLM's settings.
+    these settings, and NCCL aborts a transfer whose ends differ. In a replica with several devices,
+    this comes too late: NCCL has already read vLLM's settings.
     """
     for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
         del os.environ[name]
@@ -256,10 +258,11 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _die_with_host() -> None:
-    """End this process when its host dies. Otherwise it would keep its GPU memory for ever.
+    """Arrange that this process ends when its host dies. Otherwise it would keep its GPU memory.
 
-    The host may be dead already, and then no signal comes. With several workers, vLLM's core is
-    the parent of the workers and does not import this module. A worker then kills the core.
+    The kernel's signal at the parent's death is not enough. The host may be dead already. With
+    several workers, their parent is vLLM's core, which does not import this module. A thread
+    therefore watches the host, and also kills that core.
     """
     if sys.platform != "linux":
         return
@@ -273,9 +276,10 @@ def _die_with_host() -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT in a worker of several. vLLM ends such a worker by its pipe.
+    """Ignore SIGTERM and SIGINT in this process.
 
-    vLLM's core installs its own handlers later. `millrace.vllm.scheduler` replaces them.
+    With several workers, vLLM ends a worker through its pipe. A single worker runs in vLLM's core,
+    which installs its own handlers later. `millrace.vllm.scheduler` replaces those.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -295,13 +299,14 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
     _die_with_host()
     _ignore_stop_signals()
-    # vLLM's workers meet at this store. torch's own store would listen on every interface.
+    # vLLM's workers find each other through this store. torch's own store would listen on every
+    # interface.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010
     if current_platform.is_cpu():
         # On a CPU, vLLM packs linear weights after the load and computes with the packed copies.
         # A weight update would then have no effect, and no error.
         vllm_layers.dispatch_cpu_unquantized_gemm = _plain_linear
-        # vLLM's CPU sampler ignores all seeds of a batch with one greedy request. It also compiles
-        # for half a minute.
+        # vLLM's CPU sampler ignores all seeds of a batch with a greedy request. It also takes half
+        # a minute to compile.
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native

@@ -1,4 +1,4 @@
-"""Random batches for rollout correction, and what is right for them, by plain loops in NumPy and float64."""
+"""Random batches for rollout correction, and their reference: plain NumPy loops in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def double(values: Any) -> torch.Tensor:
 
 
 def batch(sequences: Any) -> Any:
-    """(a, b, include) for each token of each sequence; a token with no `b` has equal policies."""
+    """Return (a, b, include) of each token. If `b` is None, both policies are equal: b = a."""
     return [[(a, a if b is None else b, inc) for a, b, inc in s] for s in sequences]
 
 
@@ -70,7 +70,7 @@ def run(sequences: Any, options: Any, dtype: Any = torch.float64) -> Any:
     )
 
 
-# The reference: plain loops, from the definitions.
+# The reference: plain loops that follow the definitions.
 
 
 def clamp(x: Any) -> Any:
@@ -78,7 +78,7 @@ def clamp(x: Any) -> Any:
 
 
 def statistic(name: str, ls: Any) -> Any:
-    """Of a token's log-ratio (one element), or of those of a sequence."""
+    """Return the statistic of one token's log-ratio, or of the log-ratios of a sequence."""
     each = {"k1": lambda l: l, "k2": lambda l: l * l / 2, "k3": lambda l: math.expm1(l) - l}[
         name[-2:]
     ]
@@ -90,12 +90,15 @@ def statistic(name: str, ls: Any) -> Any:
 
 
 def outside(value: Any, low: Any, high: Any) -> Any:
-    """(below, above) in ratio space, with a slack well under what the random values can tell apart."""
+    """Return (below, above) in ratio space, with a relative slack of 1e-12.
+
+    Random values never differ by so little.
+    """
     return value < low * (1 - 1e-12), value > high * (1 + 1e-12)
 
 
 def reference(sequences: Any, options: Any) -> Any:
-    """Weights, keep and metrics; sequences are lists of (a, b, include)."""
+    """Return weights, keep and metrics. A sequence is a list of (a, b, include)."""
     cut = options["rollout_is_threshold"]
     low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
     raw_logs = [
@@ -129,7 +132,7 @@ def reference(sequences: Any, options: Any) -> Any:
                 for s in logs
             ]
         else:
-            # The product of a sequence's ratios is of the ratios as they are.
+            # The k1 statistic of a sequence uses unclamped log-ratios; only its result is clamped.
             of = raw_logs if name.endswith("k1") else logs
             values = [statistic(name, s) for s, ok in zip(of, whole, strict=True) if ok]
             verdicts[name] = everywhere(

@@ -1,4 +1,7 @@
-"""Ragged batches for the policy losses, and what each mode should make of them, written from the definitions without torch."""
+"""Ragged batches for the policy losses, and a reference for each mode.
+
+The references follow the definitions and do not use torch.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ LOG_PROB = st.floats(-30, 0)
 NEAR = st.tuples(st.floats(-3, 0), st.floats(-0.7, 0.7)).map(
     lambda x: (min(x[0] + x[1], 0.0), x[0])
 )
-"""Log-probs, new and old, of ratios about 1."""
+"""(new, old) log-probs with a ratio near 1."""
 PAIR = st.one_of(NEAR, st.tuples(LOG_PROB, LOG_PROB), LOG_PROB.map(lambda x: (x, x)))
 ADVANTAGE = st.one_of(st.just(0.0), st.floats(-4, 4))
 TOKEN = st.tuples(PAIR, ADVANTAGE, st.booleans(), st.booleans(), st.floats(0, 2))
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=6), max_size=5)
-"""Sequences, some empty, of ((new, old), advantage, trained, selected, weight in the sum)."""
+"""Sequences of ((new, old), advantage, trained, selected, weight in the sum); some are empty."""
 
 
 def aggregate(
     loss: Any, mask: Any, sequence_ids: Any, mode: str, *, scale: Any = 1.0, **counts: Any
 ) -> Any:
-    """The weighted sum of token losses, as the train engine takes it."""
+    """Return the weighted sum of token losses, as the train engine computes it."""
     weights = token_weights(
         mode,  # type: ignore[arg-type]
         sequence_ids=sequence_ids,
@@ -39,7 +42,7 @@ def aggregate(
 
 
 def build(sequences: Any, dtype: Any = torch.float64) -> Any:
-    """The LossInput, its log_probs a leaf, and the weights of its tokens."""
+    """Return a LossInput, whose log_probs are a leaf, and the weights of its tokens."""
     rows = [token for sequence in sequences for token in sequence]
     floats = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
     inputs = LossInput(
@@ -57,7 +60,10 @@ def build(sequences: Any, dtype: Any = torch.float64) -> Any:
 
 
 def check(loss_function: Any, inputs: Any, weights: Any, options: Any, reference: Any) -> None:
-    """Loss, gradient of its weighted sum, and statistics agree with `reference(mode's inputs)`, which gives all five."""
+    """Check a loss, the gradient of its weighted sum and its statistics against `reference`.
+
+    The reference returns (loss, gradient, clipped, clipped_lower, log_ratio).
+    """
     loss, stats = loss_function(inputs, options)
     (loss * weights).sum().backward()
     want = reference(inputs, weights.numpy(), options)
@@ -77,7 +83,10 @@ def check(loss_function: Any, inputs: Any, weights: Any, options: Any, reference
 
 
 def by_token(rule: Any) -> Any:
-    """A reference of whole inputs from a rule for one trained token: its loss, slope and three statistics."""
+    """Make a reference for whole inputs from a rule for one trained token.
+
+    The rule returns the token's loss, its slope and three statistics.
+    """
 
     def reference(inputs: Any, weights: Any, options: Any) -> Any:
         columns = (
@@ -100,12 +109,12 @@ def by_token(rule: Any) -> Any:
 
 
 def clamped(new: Any, old: Any) -> Any:
-    """log rho and its slope."""
+    """Return the clamped log rho and its slope."""
     return float(np.clip(new - old, -20, 20)), float(abs(new - old) <= 20)
 
 
 def surrogate(ratio: Any, slope: Any, adv: Any, options: Any) -> Any:
-    """max of the plain and the clipped surrogate, its slope, whether the clip won."""
+    """Return the larger of the plain and the clipped surrogate, its slope, and if it is clipped."""
     plain, bounded = (
         -adv * ratio,
         -adv * min(max(ratio, 1 - options.clip_low), 1 + options.clip_high),

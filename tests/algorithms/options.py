@@ -1,4 +1,4 @@
-"""Options with every number given: algorithms have no defaults of their own."""
+"""Options with all numbers set, because the algorithms have no defaults of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcome advantages against NumPy in float64, and their exact zeros."""
+"""Outcome advantages compared with NumPy in float64, and their exact zeros."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWARD = st.one_of(
     st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.floats(-100, 100).map(lambda x: round(x, 3))
 )
 ROWS = st.lists(st.tuples(st.integers(-3, 5), REWARD, st.integers(0, 9)), max_size=40)
-"""Group, reward, length; groups of any size in any order."""
+"""(group, reward, length). Groups have any size and any order."""
 
 
 def members(groups: list[int]) -> dict[int, list[int]]:
@@ -51,7 +51,7 @@ def reference_opo(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def by_group(rows: list[tuple[int, float, int]], function: Callable[..., Any]) -> np.ndarray:
-    """`function` of the rewards and lengths of each group in which rewards differ, 0 in the others."""
+    """Apply `function` to the rewards and lengths of each group; equal rewards give 0."""
     result = np.zeros(len(rows))
     for at in members([g for g, _, _ in rows]).values():
         r = np.array([rows[i][1] for i in at], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Loss aggregation: against NumPy, and the same however a mini-batch is cut."""
+"""Loss aggregation matches NumPy and does not depend on how a mini-batch is split."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_aggregate_matches_numpy(mode: str, sequences: Any) -> None:
     value.backward()
     np.testing.assert_allclose(value.item(), reference(sequences, mode), rtol=1e-6, atol=1e-9)
     assert not x.grad[mask == 0].any()
-    # Linear in the losses: the gradient is the weight.
+    # The value is linear in the losses, so the gradient of a loss is its weight.
     np.testing.assert_allclose(
         (x.grad * x.detach()).sum().item(), value.item(), rtol=1e-6, atol=1e-9
     )

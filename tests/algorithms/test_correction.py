@@ -1,4 +1,4 @@
-"""Rollout correction against NumPy in float64: weights, what is kept, and every metric."""
+"""Rollout correction compared with NumPy in float64: weights, kept tokens and every metric."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_weights_keep_and_every_metric_match_the_definitions(sequences: Any, opt
     assert got.keep.tolist() == keep
     assert {name.removeprefix("rollout_corr/") for name in got.metrics} == set(metrics)
     for name, value in metrics.items():
-        # A standard deviation of nearly equal large values has lost its digits in either sum.
+        # The standard deviation of nearly equal large values loses digits on both sides.
         assert got.metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
@@ -61,13 +61,13 @@ def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(
 
 
 def seqs(*sequences: Any) -> Any:
-    """Sequences of ratios, all included."""
+    """Return sequences with these ratios; all tokens are included."""
     return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_bounds_are_of_the_ratio_and_both_edges_are_kept(name: str) -> None:
-    """verl would keep 0.2 to 2 here."""
+    """verl would keep ratios from 0.2 to 2 here."""
     ratios = [0.3, 0.5 - 1e-9, 0.5, 1.0, 3.0, 5.0, 5.0 + 1e-8, 6.0]
     within = [False, False, True, True, True, True, False, False]
     rules = parse_rules(name, "0.5_5.0")
@@ -108,7 +108,7 @@ def test_weights_are_cut_before_they_are_normalised() -> None:
             "rollout_is_batch_normalize": True,
         },
     )
-    # The token outside of the band is kept, with a weight of 0: it counts in the mean.
+    # The token outside the band is kept with a weight of 0, so it counts in the mean.
     assert band.weights.tolist() == pytest.approx([0.5 / 1.375, 1 / 1.375, 0.0, 4 / 1.375])
     assert band.keep.all() and band.metrics["rollout_corr/rollout_is_oob_ratio"] == 0.25
 

@@ -1,4 +1,4 @@
-"""Where a correction is made follows from what it is and which policy it is made with."""
+"""The place of a correction follows from its kind and from the proximal policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which tokens clip_cov and kl_cov take: against NumPy, from the whole mini-batch, the same every time."""
+"""The tokens that clip_cov and kl_cov select, compared with NumPy.
+
+They are selected from the whole mini-batch, and the selection is reproducible.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def seeded(seed: int = 0) -> Any:
 
 
 def reference(rows: Any) -> Any:
-    """{position: covariance} of trained tokens."""
+    """Return {position: covariance} of the trained tokens."""
     kept = [i for i, r in enumerate(rows) if r[2]]
     n = max(len(kept), 1)
     mean_logp, mean_a = sum(rows[i][0] for i in kept) / n, sum(rows[i][1] for i in kept) / n
@@ -75,7 +78,7 @@ def test_clip_cov_draws_from_the_band_and_repeats_itself(rows: Any, ratio: Any, 
 
 
 def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
-    # Covariances 1, 1, -1, -1, 1, 1, ...: means are 0.
+    # The means are 0, so the covariances are 1, 1, -1, -1, 1, 1, ...
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 3]
     for lower, upper in ((1.0, 2.0), (-1.0, 1.0)):
         assert not clip_cov_tokens(
@@ -91,12 +94,13 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
     assert counts.sum() == 1200
     at = (counts > 0).nonzero().squeeze(-1).tolist()
     assert at == [0, 1, 4, 5, 8, 9]
-    assert counts[at].min() > 150  # type: ignore[index]  # 200 each expected; this is 3.9 standard deviations
+    # The expected count is 200 each; the margin of 50 is 3.9 standard deviations.
+    assert counts[at].min() > 150  # type: ignore[index]
 
 
 def test_clip_covs_share_is_of_all_trained_tokens() -> None:
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 5]
-    # 0.2 of the 20 trained tokens, not of the 10 in the band.
+    # The share is 0.2 of the 20 trained tokens, not of the 10 tokens in the band.
     assert (
         clip_cov_tokens(*tensors(rows), ratio=0.2, lower=0.5, upper=2.0, generator=seeded()).sum()
         == 4

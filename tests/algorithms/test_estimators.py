@@ -1,4 +1,4 @@
-"""`estimate` against NumPy, estimator by estimator, and what holds for all of them."""
+"""`estimate` compared with NumPy for each estimator, and properties that all estimators share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = st.lists(
     ),
     max_size=12,
 )
-"""Group, length, score, cut by the length limit."""
+"""(group, length, score, truncated by the length limit)."""
 CALM = settings(deadline=None, max_examples=25)
 SEED = st.integers(0, 2**32 - 1)
 RELATIVE = [
@@ -54,7 +54,7 @@ def make(rows: Any, seed: int, token_rewards: Any = False) -> AdvantageBatch:
         scores=torch.tensor([s for _, _, s, _ in rows], dtype=torch.float64),
         groups=torch.tensor([g for g, _, _, _ in rows], dtype=torch.long),
         lengths=torch.tensor([x for _, x, _, _ in rows], dtype=torch.long),
-        # Multiples of 1/8: sums are exact, so that both sides agree on which s_i are equal.
+        # Sums of multiples of 1/8 are exact, so both sides agree on which s_i are equal.
         token_rewards=torch.tensor(rng.integers(-2, 3, t) / 8) if token_rewards else None,
         components={
             "a": torch.tensor(rng.integers(0, 2, n) * 0.3),
@@ -74,7 +74,7 @@ def for_name(batch: Any, name: str) -> Any:
 
 
 class Reference:
-    """One trajectory after the other, in lists."""
+    """The estimators computed one trajectory at a time, in lists."""
 
     def __init__(self, batch: Any, options: Any) -> None:
         self.o = options
@@ -235,7 +235,7 @@ def test_estimates_match_numpy(
 
 
 def pick(batch: Any, trajectories: Any, tokens: Any) -> Any:
-    """The batch of these trajectories and tokens, by index or by mask."""
+    """Return the batch of these trajectories and tokens, given by index or by mask."""
     return dataclasses.replace(
         batch,
         **{

@@ -1,4 +1,4 @@
-"""Which groups dynamic sampling drops."""
+"""The groups that dynamic sampling drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KL estimators against NumPy in float64, values and gradients, and the adaptive coefficient."""
+"""KL estimators compared with NumPy (values and gradients), and the adaptive coefficient."""
 
 from __future__ import annotations
 

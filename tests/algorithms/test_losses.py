@@ -1,4 +1,7 @@
-"""The policy losses against NumPy in float64, values, gradients and statistics, and what holds for all of them."""
+"""Policy losses compared with NumPy in float64, and properties that all losses share.
+
+The comparison covers values, gradients and statistics.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def run(mode: str, inputs: Any, options: Any = OPTIONS[0]) -> Any:
 
 
 def one_token(mode: str, log_ratio: Any, advantage: Any, options: Any) -> Any:
-    """Loss, gradient and statistics of one trained token of the given log-ratio and old log-prob -1."""
+    """Return loss, gradient and statistics of one trained token with old log-prob -1."""
     inputs, _ = build([[((log_ratio - 1.0, -1.0), advantage, True, False, 1.0)]])
     loss, stats = run(mode, inputs, options)
     loss.sum().backward()
@@ -152,7 +155,7 @@ def test_micro_batches_add_up_to_the_mini_batch(
 @settings(max_examples=20)
 @given(sequences=SEQUENCES)
 def test_on_policy_every_mode_has_the_policy_gradient(mode: str, sequences: Any) -> None:
-    # One advantage per sequence, for geo_mean; no tokens selected, for clip_cov.
+    # geo_mean needs one advantage per sequence. clip_cov needs a batch without selected tokens.
     same = [
         [((old, old), s[0][1], trained, False, w) for (_, old), _, trained, _, w in s]
         for s in sequences
@@ -237,7 +240,7 @@ def _flat(result: Any) -> Any:
 def test_a_ratio_on_the_edge_is_inside_and_one_ulp_beyond_is_out(
     mode: str, advantage: float, log_ratio: Any
 ) -> None:
-    # For ratios between 1/2 and 2 both |ratio - 1| and 1 +- that are exact.
+    # For a ratio in [1/2, 2], e = |ratio - 1|, 1 - e and 1 + e are exact.
     ratio = torch.tensor((log_ratio - 1.0) - -1.0, dtype=torch.float64).exp().item()
     edge = abs(ratio - 1)
     _, grad, stats = one_token(
@@ -278,7 +281,7 @@ def test_dppo_keeps_a_shift_of_exactly_its_bound(advantage: float, log_ratio: fl
 
 
 def test_dppo_kl_lets_sure_tokens_be_surer_and_stops_unsure_ones() -> None:
-    # In float32 a sure token has log-prob 0: its binary KL must not be infinite.
+    # In float32, a sure token has log-prob 0. Its binary KL must still be finite.
     sure, _ = build([[((0.0, -1e-6), 1.0, True, False, 1.0)]], torch.float32)
     loss, stats = run("dppo_kl", sure)
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""The interpolated proximal policy, and decoupled PPO made of the parts that are there."""
+"""The interpolated proximal policy, and decoupled PPO made of existing parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def columns(rows: Any) -> Any:
 def test_interpolate_matches_the_share_of_versions_gone(rows: Any) -> None:
     mu, theta, versions = columns(rows)
     got = interpolate(mu, theta.requires_grad_(), versions, 12)
-    # v_prox = 12 is live, v_theta = 13 comes next.
+    # The live version is v_prox = 12; the next version is v_theta = 13.
     want = [m + (12 - v) / (13 - v) * (t - m) for m, t, v in rows]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-12)
     assert not got.requires_grad
@@ -41,7 +41,7 @@ def test_interpolate_matches_the_share_of_versions_gone(rows: Any) -> None:
 
 def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy() -> None:
     got = interpolate(double([-1.0] * 4), double([-2.0] * 4), torch.tensor([7, 6, 4, 9]), 7)
-    assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # 9: no version is ahead of the live one
+    assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # version 9 counts as live: none is newer
     empty = interpolate(double([]), double([]), torch.zeros(0, dtype=torch.long), 7)
     assert empty.shape == (0,)
 
@@ -83,7 +83,10 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_ov
 
 
 def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> None:
-    """pi / pi_prox times pi_prox / mu is pi / mu, whatever the proximal policy: it only places the trust region."""
+    """pi / pi_prox times pi_prox / mu equals pi / mu for every proximal policy.
+
+    The proximal policy only sets the place of the trust region.
+    """
     theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
     prox = interpolate(mu, theta, torch.tensor([3, 1]), 3)
     loss, stats = ppo_clip(theta, prox, double([1.0, -1.0]), weights=(prox - mu).exp(), **BOUNDS)

@@ -1,4 +1,7 @@
-"""Rejection rules: how they are spelled, what they refuse, and what each accepts by hand. test_correction.py has the numbers."""
+"""Rejection rules: their syntax, their errors, and accepted values computed by hand.
+
+test_correction.py compares the numbers with NumPy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def double(values: Any) -> torch.Tensor:
 
 
 def accepted(rule: Any, *sequences: Any) -> Any:
-    """Of sequences of ratios."""
+    """Apply the rule to sequences of ratios."""
     logs = double([math.log(r) for s in sequences for r in s])
     return accept(
         rule,
@@ -139,7 +142,7 @@ def test_a_rule_refuses_bounds_that_are_none() -> None:
 @pytest.mark.parametrize(
     ("rule", "keep", "mean"),
     [
-        # Ratios 2, 4 and 0.5, then 1 and 0.25.
+        # The ratios are 2, 4, 0.5 in the first sequence and 1, 0.25 in the second.
         (RejectionRule("token_k1", 0.5, 2.0), [True, False, True, True, False], 1.55),
         (RejectionRule("seq_sum_k1", 0.5, 4.0), [True, True, True, False, False], (4 + 0.25) / 2),
         (
@@ -223,7 +226,7 @@ def ratios_of_sequences(sequences: Any) -> Any:
 
 @given(SEQUENCES)
 def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences: Any) -> None:
-    """The clamp is of the product: a token of e^30 and one of e^-25 make e^5."""
+    """The clamp applies to the product: tokens of e^30 and e^-25 give e^5."""
     logs, zeros, lengths = ratios_of_sequences(sequences)
     products = np.clip([np.sum(np.float64(s)) for s in sequences], -20, 20)
     means = np.clip([np.mean(np.float64(s)) for s in sequences], -20, 20)

@@ -1,4 +1,4 @@
-"""Estimators of tokens against loops in NumPy, written from the definitions."""
+"""Token estimators compared with NumPy loops that follow the definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEED = st.integers(0, 2**32 - 1)
 
 
 def split(flat: Any, lengths: Any) -> Any:
-    """The values of each trajectory."""
+    """Split the values by trajectory."""
     return (
         np.split(np.asarray(flat, dtype=np.float64), np.cumsum(lengths)[:-1])
         if len(lengths)
@@ -39,7 +39,7 @@ def flat(parts: Any) -> np.ndarray:
 
 
 def random(seed: int, lengths: Any, fields: Any) -> Any:
-    """`fields` times [T] float64."""
+    """Return normal random values, float64 [fields, T]."""
     return np.random.default_rng(seed).normal(size=(fields, sum(lengths)))
 
 
@@ -79,7 +79,7 @@ def test_scores_sit_on_the_last_token(lengths: Any, seed: int, with_token_reward
 
 
 def reference_gae(r: Any, v: Any, gamma: Any, lam: Any, truncated: Any) -> np.ndarray:
-    """A_t as the sum of what lies ahead, not as the recursion."""
+    """Compute A_t as the sum over later tokens, not by recursion."""
     n = len(r)
     after = np.append(v[1:], v[-1] if truncated else 0.0) if n else v
     delta = r + gamma * after - v

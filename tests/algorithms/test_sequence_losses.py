@@ -1,4 +1,4 @@
-"""gspo and geo_mean against NumPy in float64, and against the objectives of their papers."""
+"""gspo and geo_mean compared with NumPy in float64 and with the objectives of their papers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def geo_mean_reference(inputs: Any, weights: Any, options: Any) -> Any:
         for t in tokens:
             d, inside = clamped(new[t], old[t])
             bounded = min(max(d, -options.clip_low), options.clip_high)
-            # As the paper has it: the smaller of both times the sign.
+            # As in the paper: take the smaller of both values times the sign.
             pessimistic = sign * min(sign * d, sign * bounded)
             total += pessimistic
             open_.append(float(pessimistic == d) * inside)
@@ -91,7 +91,7 @@ def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(
 
 
 def objective(loss_function: Any, inputs: Any, options: Any) -> Any:
-    """The aggregated loss and its gradient."""
+    """Return the aggregated loss and its gradient."""
     lengths = torch.bincount(
         inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences
     ).double()
@@ -112,7 +112,10 @@ def objective(loss_function: Any, inputs: Any, options: Any) -> Any:
 @settings(max_examples=60)
 @given(sequences=SEQUENCES)
 def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences: Any) -> None:
-    """Plain GSPO: clip s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i), differentiated through all tokens."""
+    """Plain GSPO clips s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i).
+
+    Its gradient flows through all tokens.
+    """
     same = [[(pair, s[0][1], trained, sel, w) for pair, _, trained, sel, w in s] for s in sequences]
     inputs, _ = build(same)
     value, grad = objective(gspo, inputs, loss_options())
@@ -130,7 +133,10 @@ def test_gspo_has_the_gradient_of_the_whole_sequences_ratio(sequences: Any) -> N
 
 
 def test_geo_mean_is_the_mean_over_sequences_however_long() -> None:
-    """Two sequences, lengths 1 and 3, rejected tokens left out of the mean: -(A_1 g_1 + A_2 g_2) / 2."""
+    """Two sequences of lengths 1 and 3 give -(A_1 g_1 + A_2 g_2) / 2.
+
+    Rejected tokens do not count in the mean.
+    """
     token = lambda d, a, trained=True: ((d - 2.0, -2.0), a, trained, False, 1.0)  # noqa: E731
     inputs, _ = build(
         [
@@ -156,7 +162,10 @@ def test_a_log_ratio_on_geo_means_edge_is_inside(advantage: float, sign: float) 
 
 
 def test_gspo_keeps_the_digits_of_a_small_clip_in_float32() -> None:
-    """4,000 tokens whose log-ratios nearly cancel: the sequence's ratio is 1 + 2e-4, inside a clip of 3e-4."""
+    """4,000 tokens have log-ratios that nearly cancel.
+
+    The ratio of the sequence is 1 + 2e-4, inside a clip of 3e-4.
+    """
     n = 4000
     old = -torch.arange(n, dtype=torch.float32) / 400
     shift = torch.where(torch.arange(n) % 2 == 0, 0.5, -0.5) + 2e-4

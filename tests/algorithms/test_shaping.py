@@ -17,7 +17,7 @@ LIMITS = st.integers(1, 1000).flatmap(
 
 
 def reference(length: Any, max_length: Any, buffer: Any, factor: Any) -> Any:
-    """Case by case, as in the paper, with its punishment of 1 as `factor`."""
+    """Compute the paper's formula case by case, with `factor` for its punishment of 1."""
     if length <= max_length - buffer:
         return 0.0
     if length <= max_length:

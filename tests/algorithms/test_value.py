@@ -1,4 +1,4 @@
-"""The value loss against NumPy in float64, value and gradient."""
+"""The value loss compared with NumPy in float64: value and gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_value_on_the_edge_is_inside_and_one_beyond_has_no_gradient_towards_it
 ) -> None:
     for v, grad, clipped in ((0.5, 0.5 - 3.0, 0.0), (0.75, 0.75 - 3.0, 1.0)):
         x = double([side * v], requires_grad=True)
-        # The return lies further out, so the clipped side is the larger one.
+        # The return is further out, so the clipped loss is the larger one.
         loss, stats = value_loss(x, double([0.0]), double([side * 3.0]), cliprange=0.5)
         loss.sum().backward()
         assert stats["clipped"].item() == clipped

@@ -1,9 +1,16 @@
-"""Each folder here is a bad configuration or bad data, and `expect.yaml` is what `millrace train` must say about it.
+"""Bad configurations and bad data, one in each folder, and the error of `millrace train`.
 
-expect.yaml has the arguments (left out: recipe.yaml) and four fragments of the message: key or row, value, rule, fix.
-`process: true` runs the command as a process of its own; the rest runs in this one, which takes a tenth of the time.
-`unless: PATH` leaves the case out where there is such a path.
-`python -m tests.bad_inputs.test_bad_inputs` runs every case as a process and prints how long each took.
+`expect.yaml` has the expected error and three options:
+
+| key | meaning |
+|---|---|
+| key, value, rule, fix | four fragments of the message; the first may name a row of data |
+| args | the arguments of `millrace train`; the default is recipe.yaml |
+| process | true: the command runs in a new process; the other cases run here, ten times as fast |
+| unless | a path: the case is skipped where this path exists |
+
+`python -m tests.bad_inputs.test_bad_inputs` runs every case in a new process and prints the time of
+each.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ FORM = re.compile(r".+( = |: ).+: .+\. Fix: .+\.")
 
 
 def prepare(case: Path, into: Path) -> tuple[Path, dict, list[str]]:
-    """A copy of the case to run in, what is expected, and the arguments."""
+    """Copy the case, and return the folder to run in, the expectation and the arguments."""
     shutil.copy(HERE / "base.yaml", into / "base.yaml")
     folder = shutil.copytree(case, into / case.name)
     expected = yaml.safe_load((case / "expect.yaml").read_text())
@@ -96,11 +103,11 @@ def test_it_is_refused_with_key_value_rule_and_fix(
     assert contents(tmp_path) == before, "something was left behind"
     assert (
         seconds < 30
-    )  # a hang, not a measurement: the README's number comes from `python -m` of this file
+    )  # limits hangs only; `python -m` of this file measures the time for the README
 
 
 def measure(into: Path) -> None:
-    """Every case as a process of its own, one after the other."""
+    """Run every case in a new process, one after the other."""
     times = []
     for case in CASES:
         folder, expected, arguments = prepare(case, into)

@@ -1,4 +1,4 @@
-"""The bench commands: what they count is what there is, and they run."""
+"""The bench commands: their counts are correct, and they run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: int) -> None:
-    """But for half of the attention, which a causal mask leaves out and eager attention computes."""
+    """Flops equal torch's count, except for half of the attention.
+
+    A causal mask leaves that half out. Eager attention computes it.
+    """
     shape = ModelShape(
         hidden_size=32,
         num_hidden_layers=3,
@@ -40,7 +43,7 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None] % 50).logits.sum().backward()
     attention = 6 * 3 * 4 * 8 * length**2
-    # Of the first layer's input nothing is asked but the embeddings' gradient: torch counts it whole.
+    # The first layer's input needs only the embeddings' gradient. torch counts that gradient whole.
     assert train_flops(tmp_path, [length], Config()) + attention == counter.get_total_flops()
     assert train_flops(tmp_path, [length, length], Config()) == 2 * train_flops(
         tmp_path, [length], Config()
@@ -49,7 +52,8 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
     model = lora.inject(model, config.model, seed=0)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None] % 50).logits.sum().backward()
-    # Nothing below the first layer is trained: it has no gradients of its input, by its q, k and v or their adapters.
+    # Nothing below the first layer is trained. Its q, k, v and their adapters therefore compute no
+    # gradient of their input.
     first = 2 * length * (32 * 8 * (4 + 2 * 2) + 4 * 32 * 3)
     assert train_flops(tmp_path, [length], config) + attention == counter.get_total_flops() + first
 
@@ -90,7 +94,7 @@ def test_versions_that_fill_or_drain_the_pipeline_are_in_no_rate(
     least = (expected.stop - 1) * schedule.window + schedule.capacity
     assert (
         counted(least, 2, schedule) == expected
-    )  # beside the last of them the slots of a whole window are taken again
+    )  # the slots of a whole window are taken again during the last counted version
     assert counted(least - 1, 2, schedule) == range(expected.start, expected.stop - 1)
 
 

@@ -1,4 +1,4 @@
-"""The doctor asks for what pyproject.toml asks for."""
+"""The doctor requires the packages and versions of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def least(requirements: list[str]) -> dict[str, str]:
-    """Name and oldest version of each."""
+    """Return the name and the oldest version of each requirement."""
     found = [re.fullmatch(r"([\w-]+)>=([\d.]+)(,.*)?", line) for line in requirements]
     assert all(found), requirements
     return {match[1]: match[2] for match in found if match}

@@ -1,4 +1,4 @@
-"""The command line: what it teaches, what it prints for programs, and the exit codes that it promises."""
+"""The command line: help, output for programs, and exit codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ SMALL = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs `millrace ARGUMENTS` in an empty folder, in this process: (exit code, stdout, stderr)."""
+    """Run `millrace ARGUMENTS` in an empty folder and in this process.
+
+    Returns (exit code, stdout, stderr).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -303,7 +306,7 @@ def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
 
 
 def test_what_models_and_folders_are_called_is_no_markup() -> None:
-    """A run whose model says [/b] ends as any other."""
+    """A run whose model or folder has [/b] in its name ends like any other run."""
     odd = "[/b] \\[x = 0\\] [red]"
     result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
     console = Console(file=io.StringIO(), width=300)

@@ -1,4 +1,4 @@
-"""The configuration: every key explained, every derived number true, and nothing that contradicts itself."""
+"""The configuration: every key is explained, derived numbers are true, contradictions refused."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_
 @pytest.mark.parametrize(
     ("train", "rollout", "in_node", "nodes"),
     [
-        ((1, 4), (1, 4), 0, 1),  # 8 fit the 8 that a node has where nothing else is said
+        ((1, 4), (1, 4), 0, 1),  # the 8 devices fit the default of 8 per node
         ((1, 4), (1, 5), 0, 2),
         ((2, 4), (2, 4), 8, 2),
         ((2, 4), (1, 4), 8, 2),

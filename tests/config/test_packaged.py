@@ -1,4 +1,8 @@
-"""Recipes inside the package: named from any folder, listed, printed, copied, and hidden by files."""
+"""Recipes inside the package.
+
+They work from any folder by name. The command line lists, prints and copies them. A file with the
+same name hides a packaged recipe.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ def test_a_copy_of_a_recipe_is_the_same_recipe(name: str, tmp_path: Path) -> Non
 def test_a_file_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dapo.yaml").write_text("name: mine\n")
-    (tmp_path / "quickstart").mkdir()  # a folder is no recipe
+    (tmp_path / "quickstart").mkdir()  # a folder is not a recipe
     assert recipe.load("dapo.yaml").name == "mine" and recipe.load("dapo").name == "dapo"
     assert recipe.load("quickstart").name == "quickstart"
     (tmp_path / "dapo").write_text("name: [")

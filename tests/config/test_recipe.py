@@ -73,7 +73,7 @@ TABLE = {
         lambda trigger, staleness: trigger >= 1 and staleness > 0,
     ),
 }
-"""DESIGN's table of modes."""
+"""The table of modes: placement, on_sync, and a rule for (trigger, staleness)."""
 
 
 def test_the_table_has_every_mode() -> None:
@@ -350,7 +350,7 @@ def test_the_quickstart_dumps_to_itself(write: Callable[..., Any]) -> None:
     assert recipe.load(write(recipe.dump(config))) == config
 
 
-# -- errors that no folder of tests/bad_inputs has
+# -- errors without a folder in tests/bad_inputs
 
 junk = st.recursive(
     st.none()
@@ -368,7 +368,7 @@ keys = [key for key, _ in recipe.all_keys()]
 
 @given(st.dictionaries(st.sampled_from(keys), junk, max_size=4))
 def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any) -> None:
-    """Never a crash: each is a Config, or a ConfigError in the one form that all of them have."""
+    """No input crashes: it gives a Config, or a ConfigError in the form of all ConfigErrors."""
     try:
         layer: dict = {}
         for key, value in chosen.items():

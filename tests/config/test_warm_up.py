@@ -1,4 +1,4 @@
-"""The warm-up of a recipe: it is for newly built models, and users ask for it with their own."""
+"""The warm-up of a recipe: it is for new models. For their own models, users must ask for it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_keys_of_vllm_are_refused_with_the_torch_engine(key: str) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_millrace_may_have_them() -> None:
-    """They were ignored there: it can be resumed and exported."""
+    """Earlier releases ignored these keys, so such a checkpoint can be resumed and exported."""
     tree = load().model_dump(mode="json")
     tree["rollout"]["enforce_eager"] = True
     assert recipe.parse(tree).rollout.enforce_eager

@@ -1,4 +1,7 @@
-"""Every implementation of a port does what the port says: in a worker, in a pool, on several ranks, simulated."""
+"""Tests that every implementation of a port conforms to the port.
+
+Implementations: an engine in a worker, a pool, an engine on several ranks, and simulated engines.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def runtime(folder: Path, c: Config) -> LocalRuntime:
 def makers(
     peers: list[Peer], model: str, c: Config
 ) -> Callable[[int], Awaitable[RemoteRolloutEngine]]:
-    """A fresh engine in one of these workers: the check's last one is closed, and its process goes on."""
+    """Return a function that builds a fresh engine in worker `i`.
+
+    The check has closed the previous engine, but the worker process is still running.
+    """
 
     async def make(i: int) -> RemoteRolloutEngine:
         await peers[i].call("build", (c.model_dump(mode="json"), model))
@@ -97,7 +103,7 @@ def test_a_rollout_engine_in_a_worker_and_a_pool_of_two_conform(tmp_path: Path, 
 
 
 def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> None:
-    """Two engines at a time, of two ranks each: four workers."""
+    """Four workers run two engines at a time, with two ranks each."""
 
     async def main() -> None:
         c = config(n_gpus_per_node=2)
@@ -154,7 +160,10 @@ def test_a_pool_of_simulated_engines_conforms() -> None:
 
 
 def test_the_simulated_train_engine_learns_nothing_and_so_does_not_conform() -> None:
-    """It has no weights: what it is for is time. The suite says so, which shows that it can fail."""
+    """The simulated engine has no weights; it simulates only time.
+
+    The suite must reject it, which shows that the suite can fail.
+    """
 
     async def make() -> SimTrainEngine:
         return SimTrainEngine(CostModel())

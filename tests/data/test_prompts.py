@@ -1,4 +1,8 @@
-"""The prompt stream: pure in (seed, i), every row once an epoch, and long prompts found before the run."""
+"""The prompt stream.
+
+It is a pure function of (seed, i). Each epoch has every row once. Prompts that are too long are
+found before the run.
+"""
 
 from __future__ import annotations
 

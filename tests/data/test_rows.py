@@ -1,4 +1,7 @@
-"""Rows: the columns of verl, TRL and reasoning-gym become one Problem, and every bad row is named."""
+"""Rows of data.
+
+The columns of verl, TRL and reasoning-gym become one Problem. The error of a bad row names the row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources: every kind loads, and every fault is named before a model loads."""
+"""Sources: every kind loads, and every fault is reported before a model loads."""
 
 from __future__ import annotations
 

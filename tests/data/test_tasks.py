@@ -1,4 +1,8 @@
-"""Tasks and demonstrations: pure functions of the seed and the row, disjoint splits, wrong answers that are wrong."""
+"""Tasks and demonstrations.
+
+They are pure functions of the seed and the row. The splits are disjoint, and wrong answers are
+wrong.
+"""
 
 from __future__ import annotations
 

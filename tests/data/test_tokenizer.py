@@ -1,4 +1,7 @@
-"""Tokenizers made on the spot, and Chat: exact round trips, and no user text that becomes a control token."""
+"""New tokenizers, and Chat.
+
+Encoding and decoding is exact, and no text of a user becomes a control token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test here runs on one thread."""
+"""A fixture that runs every test of this folder on one thread."""
 
 from __future__ import annotations
 

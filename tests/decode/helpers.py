@@ -30,7 +30,10 @@ SHAPE = ModelShape(
 
 
 WIDE = ModelShape()
-"""Wide enough that matrix products of other shapes give other bits: what deterministic mode is for."""
+"""A shape so wide that matrix products of different batch shapes give different bits.
+
+Deterministic mode must remove this difference.
+"""
 
 
 @cache
@@ -45,7 +48,11 @@ def qwen(seed: int = 0, dtype: str = "float32", shape: ModelShape = SHAPE) -> Pr
 
 
 def llama() -> PreTrainedModel:
-    """Another architecture: no biases, three query heads for each KV head, a head size that hidden_size does not give."""
+    """Build a model of another architecture.
+
+    It has no biases and three query heads for each KV head. Its head size does not follow from
+    hidden_size.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
@@ -60,7 +67,7 @@ def engine(model: PreTrainedModel | None = None, **changes: Any) -> TorchRollout
 
 
 def prompt(seed: int, length: int | None = None) -> Any:
-    """Token ids without EOS, 1 to 20 of them if `length` is not given."""
+    """Return random token ids without EOS: `length` of them, or 1 to 20."""
     draw = random.Random(seed)
     return tokens_of(draw.randrange(2, VOCABULARY) for _ in range(length or draw.randrange(1, 21)))
 
@@ -76,7 +83,7 @@ def full_log_probs(
     response: Sequence[int],
     temperature: float = 1.0,
 ) -> Any:
-    """float32 [response]: log p of every response token in one forward pass over everything."""
+    """Return float32 [response]: log p of the response tokens, in one full forward pass."""
     ids = torch.tensor([[*context, *response]])
     log_probs = torch.log_softmax(
         model(ids, use_cache=False).logits[0].float() / temperature, dim=-1
@@ -87,7 +94,7 @@ def full_log_probs(
 def error(
     model: PreTrainedModel, context: Sequence[int], segment: Segment, temperature: float = 1.0
 ) -> float:
-    """Largest difference of a segment's log-probs from those of a full forward pass."""
+    """Return the largest difference of a segment's log-probs from a full forward pass."""
     return (
         (
             full_log_probs(model, context, segment.tokens, temperature)

@@ -1,4 +1,4 @@
-"""The torch rollout engine: what it draws, with which log-probs, and where a response ends."""
+"""Tests of the torch rollout engine: drawn tokens, their log-probs, and ends of responses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_engine_conforms_to_its_port(changes: dict[str, Any]) -> None:
 def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(
     make_model: Any, deterministic: bool
 ) -> None:
-    """Forty requests of all lengths through eight slots, at temperatures 1 and 0.7, greedy among them."""
+    """Forty requests of many lengths share eight slots, at temperatures 1, 0.7 and 0 (greedy)."""
     model, reference = make_model(), make_model()
 
     async def one(eng: Any, i: Any) -> Any:
@@ -165,14 +165,15 @@ def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it() -> Non
         stopped = await asyncio.gather(
             *(eng.generate(prompt(i), p, "s") for i, p in enumerate(params))
         )
-        # A prompt that ends in the first half of the string, drawn by an earlier call of the same response.
+        # This prompt ends with the first two characters of the stop string. An earlier call of the
+        # same response drew them.
         end = texts[0].index(stops[0][0])
         head = plain[0][0].tokens[: end + 2]
         rest = await eng.generate(
             prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
         )
         assert not eng._table.with_stop
-        # Behind a whole one, which the response has gone past: it ends at the next.
+        # This prompt ends with a whole stop string. The response must continue to the next one.
         past = plain[0][0].tokens[: end + 3]
         on = await eng.generate(
             prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s"
@@ -247,7 +248,10 @@ def requests_for_bits() -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_bits_depend_on_no_other_request(dtype: str) -> None:
-    """The same requests together, in other orders, staggered in time, alone, and with co-runners that are cancelled."""
+    """The same requests give the same bits in every setting.
+
+    They run together, in other orders, staggered in time, alone, and with cancelled co-runners.
+    """
     model, requests = qwen(dtype=dtype, shape=WIDE), requests_for_bits()
 
     async def run(order: Any, delay: Any, companions: Any = 0) -> Any:
@@ -281,7 +285,10 @@ def test_deterministic_bits_depend_on_no_other_request(dtype: str) -> None:
 
 
 def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them() -> None:
-    """Forty short requests and two long ones in 42 slots: the long ones end up in two rows, their log-probs still exact."""
+    """Forty short requests and two long ones use 42 slots.
+
+    At the end, the long ones fill two rows and their log-probs are still exact.
+    """
 
     async def run() -> Any:
         eng = engine(slots=42)

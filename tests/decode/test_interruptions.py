@@ -1,4 +1,4 @@
-"""Swaps, interruptions, failures and sleep: what becomes of the requests that are under way."""
+"""Tests of running requests during swaps, interruptions, failures and sleep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tests.decode.helpers import (
 
 
 def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so() -> None:
-    """Under keep, log-probs after the swap are of new weights over old K and V: neither model's own, but those behind the draw."""
+    """In `keep` mode, log-probs after the swap come from new weights over old K and V.
+
+    Neither model alone gives these log-probs, but the tokens were drawn with them.
+    """
     old, new = qwen(0), qwen(1)
 
     async def run(kv_on_swap: Any) -> Any:
@@ -55,7 +58,10 @@ def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so() ->
 
 @torch.inference_mode()
 def mixed_error(old: Any, new: Any, context: Any, segment: Any) -> float:
-    """Error against a forward pass of `new` whose K and V of `context` but its last token are those of `old`."""
+    """Return the largest error against a forward pass of `new` over the K and V of `old`.
+
+    The K and V of `old` cover `context` without its last token.
+    """
     cache = old(torch.tensor([[*context[:-1]]]), use_cache=True).past_key_values
     ids = torch.tensor([[context[-1], *segment.tokens]])
     logits = new(ids, past_key_values=cache, use_cache=True).logits[0, :-1]

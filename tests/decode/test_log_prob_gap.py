@@ -1,4 +1,7 @@
-"""The two engines on the same weights: their log-probs agree, and the guard says so when the weights are not the same."""
+"""The log-probs of both engines agree on the same weights.
+
+If the weights differ, the guard raises an alarm.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def config_of(temperature: float) -> Config:
 
 
 class Pair:
-    """A rollout engine and a train engine that begin with the same weights."""
+    """A rollout engine and a train engine that start with the same weights."""
 
     def __init__(self, temperature: float) -> None:
         self.config = config_of(temperature)
@@ -43,7 +46,7 @@ class Pair:
         self.train = fsdp_train.build(self.config, model, rank=0, world_size=1)
 
     async def samples(self) -> tuple[Sample, ...]:
-        """Drawn with the rollout engine's weights, which it takes for version 0."""
+        """Draw samples with the rollout engine, which labels its weights as version 0."""
         temperature = self.config.rollout.temperature
 
         async def trajectory(i: int, j: int) -> Trajectory:
@@ -67,10 +70,8 @@ class Pair:
 def test_at_lr_0_the_engines_agree_to_1e_5_before_and_after_steps(temperature: float) -> None:
     async def main() -> None:
         pair = Pair(temperature)
-        for version in (
-            0,
-            1,
-        ):  # tokens of version 0 are one behind the second time, on weights that did not move
+        # The second time, the tokens are one version old, but the weights have not changed.
+        for version in (0, 1):
             report = await pair.step(0.0, version)
             assert report.metrics["actor/rollout_probs_diff_max"] < 1e-5
         samples = await pair.samples()
@@ -109,13 +110,14 @@ def test_the_gap_is_measured_on_tokens_of_the_live_version_before_any_step_alone
 
 
 def test_rollouts_one_version_behind_raise_the_alarm(tmp_path: Path) -> None:
-    """The rollout engine goes on with the weights from before a step, and says that they are the live ones."""
+    """The rollout engine keeps the weights from before a step and labels them as live."""
 
     async def main() -> None:
         pair, guard = Pair(1.0), Guard(GuardConfig())
         right = await pair.step(1e-2)
         assert not guard.check(1, right.metrics), "the same weights: no alarm"
-        pair.train._seen_version = None  # a new version begins, which the rollouts never got
+        # A new version begins, but the rollout engine never received it.
+        pair.train._seen_version = None
         wrong = await pair.step(1e-2)
         assert wrong.metrics[METRIC] > 0.01
         (alarm,) = guard.check(2, wrong.metrics)

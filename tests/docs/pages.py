@@ -41,9 +41,9 @@ class Block:
     language: str
     text: str
     title: str = ""
-    """The file that the block is the content of."""
+    """The file that has this content."""
     runs_on: str = ""
-    """What a comment above the block says that it needs: GPUs, a cluster."""
+    """The requirements that a comment above the block states: GPUs, a cluster."""
 
     def __str__(self) -> str:
         return f"{name(self.page)}:{self.line}"
@@ -83,7 +83,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """The page without its code blocks."""
+    """Return the page without its code blocks."""
     return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -93,7 +93,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as a code host makes them."""
+    """Return the anchors of a page's headings, in the form that a code host gives them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
@@ -104,7 +104,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path, first: str) -> list[list[str]]:
-    """The rows of every table of a page whose first column has this heading."""
+    """Return the rows of all tables of a page whose first column has this heading."""
     found: list[list[str]] = []
     inside = False
     for line in page.read_text().splitlines():

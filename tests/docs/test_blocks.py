@@ -2,7 +2,7 @@
 
 One small run is real. A command that would train or measure runs with --dry-run: it reads the
 recipe, the overrides and the data. A comment `<!-- runs on: GPUs -->` above a block permits
-commands that this machine lacks; the block's millrace commands are checked all the same.
+commands that this machine lacks. The millrace commands of such a block are checked too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ runner = CliRunner()
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with every file that a page shows, a finished run and its exported model."""
+    """Make a folder with every file that a page shows, a finished run and its exported model."""
     folder = tmp_path_factory.mktemp("docs")
     for block in BLOCKS:
         if block.title:
@@ -81,7 +81,7 @@ def make_base_model() -> None:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command, without comments, prompts and settings of the environment."""
+    """Yield the words of each command, without comments, prompts and environment settings."""
     for line in block.text.replace("\\\n", " ").splitlines():
         if not block.language:  # the description of a usage line
             line = re.split(r" {3,}", line)[0]
@@ -137,7 +137,7 @@ def split_at(words: list[str], mark: str) -> tuple[list[str], str, str]:
 
 
 def make(words: list[str]) -> None:
-    """A target and its settings. `make run` is a dry run of the recipe that it trains."""
+    """Check a make target and its settings. `make run` is a dry run of its recipe."""
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     targets = [word for word in words if "=" not in word]
     assert set(targets) <= TARGETS, f"the Makefile lacks {set(targets) - TARGETS}"

@@ -1,4 +1,4 @@
-"""Tables of the guides name what the code has: modes, commands, messages, keys of a resume."""
+"""Tables of the guides match the code: modes, commands, messages, keys of a resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_alarm_is_in_the_troubleshooting() -> None:
 
 
 def texts_of_the_code() -> str:
-    """Every string of the package. A formatted value is a NUL."""
+    """Return every string of the package. A NUL replaces each formatted value."""
     found: list[str] = []
     for path in (ROOT / "millrace").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,7 @@
-"""Small real runs: the quickstart task with real engines in real processes, started once for many runs."""
+"""Small real runs of the quickstart task.
+
+The engines are real, in real processes. They start once and serve many runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def progress() -> Progress:
 
 @asynccontextmanager
 async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
-    """Engines, started once. `run` below uses them for one run after the other."""
+    """Start the engines once. `run` below uses them for one run after the other."""
     warm = ["sft.steps=100", "sft.batch_size=64"]  # enough for some rewards to differ
     config = recipe.load(
         RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides]
@@ -64,7 +67,10 @@ async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
 async def run(
     s: Session, folder: Path, *overrides: str, resume: bool = False, stop: StopRequest | None = None
 ) -> Outcome:
-    """One run on the session's engines, from the session's start weights or from `folder`'s newest checkpoint."""
+    """Run once on the session's engines.
+
+    The run starts from the session's start weights, or from the newest checkpoint of `folder`.
+    """
     said = [*SMALL, f"trainer.run_dir={folder}", "trainer.resume=auto", *overrides]
     said += [f"trainer.deterministic={str(s.config.trainer.deterministic).lower()}"]
     config = recipe.load(RECIPE, said)
@@ -87,19 +93,19 @@ async def run(
 
 
 async def weights(s: Session, folder: Path) -> dict[str, Tensor]:
-    """The train engine's weights now."""
+    """Return the current weights of the train engine."""
     await s.engines.train.export(str(folder))
     return load_file(folder / "model.safetensors")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, versions' rows only."""
+    """Return the rows of versions in metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in lines if "reward/mean" in row]
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`millrace ...` as a user runs it."""
+    """Run `millrace ...` as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "millrace", *arguments],
         capture_output=True,
@@ -139,5 +145,5 @@ def alive(pid: int) -> bool:
 
 
 def small(folder: Path, *overrides: str) -> Sequence[str]:
-    """Arguments of a small run through the command line."""
+    """Return the arguments of a small run for the command line."""
     return ["train", str(RECIPE), *SMALL, f"trainer.run_dir={folder}", *overrides]

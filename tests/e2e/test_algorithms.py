@@ -1,5 +1,6 @@
-"""Settings of the algorithm reach the workers and act there, in every mode: their metrics come back in every row. A worker
-that got other settings is refused.
+"""Settings of the algorithm reach the workers and take effect, in every mode.
+
+Every row has their metrics. A worker with other settings is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DECOUPLED = [
     "actor.use_kl_loss=true",
     "actor.optim.lr=1e-3",
 ]
-"""The policy, its own log-probs at a batch's arrival, and a frozen reference."""
+"""Three policies: the trained one, the one at a batch's arrival, and a frozen reference."""
 
 BYPASS = [
     "actor.policy_loss.loss_mode=reinforce",
@@ -44,7 +45,11 @@ BYPASS = [
     "algorithm.filter_groups.enable=true",
     "reward.overlong_buffer={enable: true, len: 4, penalty_factor: 0.3}",
 ]
-"""Weights in passing, which verl loses on the way; and all that changes which samples and rewards get to the workers."""
+"""Importance weights without an extra pass, and settings that change samples and rewards.
+
+verl's bypass mode with loss_type=reinforce never reaches its workers. The other settings act before
+samples and rewards reach the workers.
+"""
 
 OF_WEIGHTS = (
     "rollout_is_mean",
@@ -64,7 +69,7 @@ OF_REJECTION = (
 
 
 def corrected_rows(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of a run, each with the metrics that only workers can make."""
+    """Return the rows of a run. Each row must have the metrics that only workers can compute."""
     rows = runs.rows(folder)
     assert len(rows) >= 2
     for row in rows:
@@ -96,7 +101,8 @@ def test_correction_and_reference_act_in_every_mode(tmp_path: Path) -> None:
         )
         share = min(row["train/trained_token_share"] for row in rows)
         rejected = max(row["rollout_corr/rollout_rs_masked_fraction"] for row in rows)
-        # Without staleness and with one local step for each version, the policy at arrival is the one that drew the tokens.
+        # Without staleness, and with one local step per version, the policy at arrival is the
+        # one that drew the tokens.
         fresh = mode == "on_policy_pipeline"
         assert (share == 1 and rejected == 0) if fresh else (0 < share < 1 and rejected > 0), (
             mode,
@@ -137,7 +143,7 @@ def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_pa
 
 
 class ForgetfulTrainer(TrainWorker):
-    """Takes the defaults of what it ignores."""
+    """A train worker that ignores part of its configuration and uses defaults instead."""
 
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
@@ -157,7 +163,7 @@ def without_correction(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class InThisProcess:
-    """A Runtime whose workers share the event loop; one of them may be forgetful."""
+    """A Runtime whose workers share the event loop. One of them may be forgetful."""
 
     def __init__(self, tasks: asyncio.TaskGroup, forgetful: str) -> None:
         self.tasks = tasks

@@ -1,6 +1,8 @@
-"""The commands on a user's own data: sft, train, eval and export, in verl's columns and in TRL's. Each runs once, for all tests.
+"""The commands on a user's own data: sft, train, eval and export.
 
-They run in this process, from `main` on, with real workers: importing everything four times more would tell nothing new.
+The data has verl's columns or TRL's. Each command runs once, for all tests. The commands run in
+this process, through `main`, with real workers. New processes would only import everything four
+times more.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Home:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """Sums of digits, as a user may have them: 24 rows in verl's columns, and the same in TRL's."""
+    """Make a user's folder: 24 sums of digits, in verl's columns and in TRL's columns."""
     folder = tmp_path_factory.mktemp("home")
     dice = random.Random(0)
     pairs = dice.sample([(a, b) for a in range(1, 10) for b in range(10)], 24)
@@ -123,14 +125,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture(scope="module")
 def supervised(home: Home) -> dict[str, Any]:
-    """`millrace sft` on the 24 rows, until it knows most of them by heart."""
+    """Run `millrace sft` on the 24 rows, until the model knows most of them by heart."""
     steps = ["sft.steps=100", "sft.batch_size=24", f"trainer.run_dir={home.folder / 'sft'}"]
     return millrace("sft", home.recipe, *home.verl, *steps, "--json").json
 
 
 @pytest.fixture(scope="module")
 def trained(home: Home, supervised: dict[str, Any]) -> dict[str, Any]:
-    """`millrace train` on verl's columns, from the supervised model."""
+    """Run `millrace train` on verl's columns, from the supervised model."""
     more = [
         f"model.path={supervised['model']}",
         f"trainer.run_dir={home.folder / 'verl'}",
@@ -140,7 +142,10 @@ def trained(home: Home, supervised: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_sft_learns_a_small_set_by_heart(supervised: dict[str, Any]) -> None:
-    """A mean below 0.35 nats a token, where guessing takes over 2; and the exported folder answers."""
+    """The mean loss is below 0.35 nats per token, and the exported folder answers.
+
+    Guessing costs more than 2 nats per token.
+    """
     assert supervised.keys() == {"run_dir", "model", "steps", "loss", "seconds", "complete"}
     assert supervised["complete"] and supervised["steps"] == 100 and supervised["loss"] < 0.35
     tokenizer = AutoTokenizer.from_pretrained(supervised["model"])
@@ -210,7 +215,7 @@ def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signatur
 def test_eval_of_the_checkpoint_reproduces_the_runs_final_values(
     home: Home, trained: dict[str, Any]
 ) -> None:
-    """Bit for bit: the same weights, the same random streams, in other processes."""
+    """The values are equal bit for bit: same weights and random streams, in other processes."""
     same = [
         f"model.path={home.folder / 'sft' / 'sft'}",
         "rollout.val_kwargs.n=2",

@@ -1,6 +1,7 @@
-"""What goes wrong while a run lasts, through the command line: signals, kills, broken rewards.
+"""Failures during a run, through the command line: signals, kills, broken rewards.
 
-One run is ended in every way there is, one after the other, and goes on each time: at its end every sample was trained once.
+One run ends in every possible way, one after the other, and resumes each time. At its end, every
+sample was trained exactly once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LONG = [
 
 
 def history(folder: Path) -> list[dict[str, object]]:
-    """Its whole lines."""
+    """Return the complete lines of the history."""
     path = folder / "history.jsonl"
     return (
         [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
@@ -67,7 +68,7 @@ class Chain:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *overrides: str, versions: int = 3) -> subprocess.Popen[bytes]:
-        """The next attempt, once it has made `versions` more versions."""
+        """Start the next attempt, and return after `versions` more versions."""
         before = attempts(self.folder)
         self.process = runs.start_command(
             *runs.small(self.folder, *LONG, *overrides), output=self.output
@@ -96,7 +97,7 @@ class Chain:
         )
 
     def kill_tree(self) -> None:
-        """kill -9 of the driver and everything under it, as a scheduler or the OOM killer does."""
+        """Send kill -9 to the driver and its descendants, like a scheduler or the OOM killer."""
         assert self.process is not None
         tree = [
             psutil.Process(self.process.pid),
@@ -122,7 +123,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def interrupted(chain: Chain) -> None:
-    """Ctrl-C: a checkpoint is saved, and the exit code says how the run ended."""
+    """Ctrl-C saves a checkpoint, and the exit code tells how the run ended."""
     process = chain.start()
     process.send_signal(signal.SIGINT)
     assert chain.end() == 130
@@ -150,10 +151,10 @@ def terminated(chain: Chain) -> None:
 
 
 def interrupted_twice(chain: Chain) -> None:
-    """The second one ends the process at once, and its workers with it."""
+    """The second Ctrl-C ends the process and its workers at once."""
     process = chain.start()
     workers = psutil.Process(process.pid).children(recursive=True)
-    chain.worker("trainer-0").send_signal(signal.SIGSTOP)  # so that the first one cannot be done
+    chain.worker("trainer-0").send_signal(signal.SIGSTOP)  # the first Ctrl-C cannot complete
     process.send_signal(signal.SIGINT)
     wait_for(lambda: "saving a checkpoint" in chain.output.read_text(), process, chain.output, 10)
     process.send_signal(signal.SIGINT)
@@ -163,7 +164,7 @@ def interrupted_twice(chain: Chain) -> None:
 
 
 def killed(chain: Chain) -> None:
-    """kill -9 of everything, in training and at a moment in start-up."""
+    """Kill everything with kill -9: during training, and at a random moment of start-up."""
     dice = random.Random()
     chain.start(versions=dice.randint(1, 6))
     time.sleep(dice.uniform(0, 0.1))
@@ -174,7 +175,10 @@ def killed(chain: Chain) -> None:
 
 
 def killed_while_writing(chain: Chain) -> None:
-    """In the middle of a checkpoint that is written while the next version trains: the one before it is whole."""
+    """Kill everything during the write of a checkpoint, while the next version trains.
+
+    The checkpoint before it is whole.
+    """
     process = chain.start()
     writing = chain.folder / "checkpoints"
     wait_for(lambda: any(writing.glob(".writing-*/engine/*")), process, chain.output)
@@ -184,7 +188,10 @@ def killed_while_writing(chain: Chain) -> None:
 
 
 def lost_worker(chain: Chain, name: str) -> None:
-    """The last line names the worker that died and how; the workers whose collectives that broke are not the news."""
+    """The last line names the dead worker and its signal.
+
+    Errors of other workers, whose collectives broke, are not reported.
+    """
     chain.start()
     log = chain.folder / "logs" / f"{name}.log"
     with log.open("a") as file:
@@ -273,7 +280,10 @@ def test_a_reward_function_that_always_raises_ends_the_run_with_its_exception(
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_the_reason(
     tmp_path: Path,
 ) -> None:
-    """A limit on the size of files stands for a full disk: the engine's state runs into it while the next version trains."""
+    """A limit on the size of files simulates a full disk.
+
+    The write of the engine's state exceeds the limit while the next version trains.
+    """
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2**19, 2**19))
     done = runs.command(
         *runs.small(tmp_path / "run", "trainer.save_freq=3", "trainer.threads=1"),

@@ -1,4 +1,4 @@
-"""Signals that reach every process of a run at once, as systemd, Slurm and a terminal send them."""
+"""Signals to all processes of a run at once, as from systemd, Slurm or a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def signal_all(chain: Chain, number: signal.Signals) -> list[psutil.Process]:
-    """Signal the process group and every process under the driver. Return the latter."""
+    """Signal the process group and every process under the driver.
+
+    Returns the processes under the driver.
+    """
     assert chain.process is not None
     under = psutil.Process(chain.process.pid).children(recursive=True)
     assert len(under) >= 3, "a rank, a replica and a reward worker"

@@ -1,4 +1,7 @@
-"""Two copies of the model on four trainer ranks: a run in real processes learns from what it sends, and sends it once."""
+"""Two copies of the model on four trainer ranks.
+
+A run in real processes learns, and only one copy sends its weights to the replicas.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The quickstart task with adapters: it learns, a checkpoint holds adapters alone, and goes on, and is a model of its own."""
+"""The quickstart task with adapters.
+
+The policy learns. A checkpoint has the adapters alone; a run resumes from it, and `export` makes a
+whole model of it.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
 
 
 def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
-    """on_policy_pipeline and colocate_sync: the same samples in the same order, and the same weights at the end."""
+    """on_policy_pipeline trains like colocate_sync: same samples, order and final weights."""
 
     async def main() -> None:
         async with runs.session(
@@ -96,7 +96,7 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
                     r[column] for r in runs.rows(tmp_path / "pipeline")
                 ]
             assert trained(tmp_path / "sync") == trained(tmp_path / "pipeline")
-            # One step off: batch k was drawn by version k - 2, and trained while k - 1 was live.
+            # In one_step_off, version k - 2 drew batch k. It was trained while k - 1 was live.
             for k, row in enumerate(runs.rows(tmp_path / "off"), start=1):
                 age = (k - 1) - max(0, k - 2)
                 assert (
@@ -111,7 +111,10 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
 
 
 async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
-    """Stopped at a checkpoint and resumed: the same bits at the end, in a mode with samples in flight at the cut."""
+    """A run that stops at a checkpoint and resumes ends with the same bits.
+
+    The mode has samples in flight when the run stops.
+    """
     whole = await runs.run(s, tmp_path / "whole", "mode=one_step_off")
     expected = await runs.weights(s, tmp_path / "d")
     stop = runs.StopRequest()
@@ -130,7 +133,7 @@ async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
 
 
 async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
-    """A checkpoint that was written while later versions were trained is one of its own version."""
+    """A checkpoint has the state of its own version, although later versions train meanwhile."""
     expected = await runs.weights(s, tmp_path / "d")
     middle, often = (
         tmp_path / "middle",
@@ -151,7 +154,10 @@ async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path
 
 
 async def stopped_after_its_last_step(s: runs.Session, tmp_path: Path) -> None:
-    """Told to stop while it awaits what is left of its last version: it saves, and spends no time on validating."""
+    """A stop that arrives while the run waits for the end of its last version.
+
+    The run saves a checkpoint, and does not validate.
+    """
     stop, folder = runs.StopRequest(), tmp_path / "stopped late"
 
     async def checkpointed(self: RunRecord) -> None:
@@ -181,7 +187,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 def trained(folder: Path) -> list[list[int]]:
-    """Sample ids by version."""
+    """Return the sample ids of each version."""
     return [
         row["trained"] for line in _lines(folder) if (row := json.loads(line))["event"] == "version"
     ]

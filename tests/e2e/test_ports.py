@@ -1,4 +1,4 @@
-"""What a run opens to the network: nothing."""
+"""A run listens on loopback alone and opens nothing to the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What needs a CUDA device: `python -m pytest tests/gpu` on a machine that has one. Elsewhere these tests are not collected."""
+"""Tests that need a CUDA device.
+
+Run `python -m pytest tests/gpu` on a machine with one. On other machines pytest does not collect
+these tests.
+"""
 
 import torch
 

@@ -1,4 +1,8 @@
-"""Two ranks over NCCL train what one GPU trains: one copy of the model over both, a copy on each, and with weights in host memory."""
+"""Tests that two ranks over NCCL train the same policy as one GPU.
+
+Layouts: one copy of the model over both ranks, one copy on each rank, and one copy with weights in
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 METRICS = ("actor/grad_norm", "actor/entropy", "actor/pg_loss")
 TOLERANCE = {"float32": 1e-4}
-"""Relative. Elsewhere it is wider: bf16 rounds the sums of every split of a batch in its own way."""
+"""The relative tolerance by model.
+
+Other models have a wider tolerance: bf16 rounds the sums differently for each split of a batch.
+"""
 
 
 def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTrainEngine:
@@ -61,7 +68,8 @@ def built(folder: str, model: str, layout: str, rank: int, ranks: int) -> FsdpTr
         "actor": {"entropy_coeff": 0.01},
     }
     trainer = {"device": "cuda", "n_gpus_per_node": ranks} | (LAYOUTS[layout] if ranks > 1 else {})
-    # Several micro-batches for each rank; and no token at the edge of what is clipped, where rounding decides whether it has a gradient.
+    # Each rank has several micro-batches. The clip range is so wide that no token is near its edge,
+    # where rounding would decide whether the token has a gradient.
     actor = {
         "ppo_max_token_len_per_gpu": 60,
         "clip_ratio_low": 0.99,
@@ -82,7 +90,10 @@ def batch(seed: int) -> TrainBatch:
 
 
 def run(folder: str, model: str, layout: str, rank: int, ranks: int) -> dict[str, Any]:
-    """Three steps, the last one again by an engine of another layout from a checkpoint; what each rank would send."""
+    """Run three steps; return metrics, log-probs, whole weights and the rows that this rank sends.
+
+    With several ranks, an engine of another layout repeats the last step from a checkpoint.
+    """
     engine = built(folder, model, layout, rank, ranks)
     metrics = [asyncio.run(engine.step(batch(seed))).metrics for seed in (0, 1)]
     saved = f"{folder}/{model}, {layout}, {ranks}"
@@ -118,7 +129,11 @@ def run_rank(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With weights: the CPU, where offloaded and adapted models are drawn, draws others than a GPU."""
+    """A model folder with weights, so that all engines start from the same weights.
+
+    Without it, CPU and GPU draw different weights. Offloaded and adapted models are drawn on the
+    CPU.
+    """
     path = str(tmp_path_factory.mktemp("model"))
     shape = ModelShape(
         hidden_size=256,
@@ -153,7 +168,7 @@ def alone(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def joined(found: list[dict[str, Any]], copies: int) -> dict[str, torch.Tensor]:
-    """Whole tensors of the rows that ranks hold, and every copy the same."""
+    """Join the ranks' rows into whole tensors and check that all copies are equal."""
     each, whole = RANKS // copies, {}
     for name, (shape, _) in found[0]["rows"].items():
         parts = [rank["rows"][name][1] for rank in found]

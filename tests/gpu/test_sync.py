@@ -1,4 +1,7 @@
-"""CUDA IPC between two processes on one GPU: the rollout side's own process maps the trainer's memory and loads from it."""
+"""CUDA IPC between two processes on one GPU.
+
+The rollout process maps the trainer's memory and loads weights from it.
+"""
 
 from __future__ import annotations
 

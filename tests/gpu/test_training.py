@@ -1,4 +1,4 @@
-"""The train engine on a GPU against itself on the CPU, and its GPU-only parts against the plain ones."""
+"""The train engine on a GPU compared with the CPU, and GPU-only parts compared with plain ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def alike(a: list[dict[str, float]], b: list[dict[str, float]], rel: float) -> N
 
 
 def test_varlen_attention_is_the_padded_one_and_shares_heads_of_keys() -> None:
-    """Forward and backward, with fewer heads of keys than of queries, on rows of several lengths that share a prompt."""
+    """Forward and backward pass agree, with fewer key heads than query heads.
+
+    The rows have several lengths and share a prompt.
+    """
     lengths = np.array([70, 64, 33, 5, 1])
     shared = np.concatenate(
         [np.arange(n) if n == 70 else np.arange(n) + 100 * i for i, n in enumerate(lengths)]
@@ -111,7 +114,7 @@ def test_fused_log_probs_are_the_plain_ones() -> None:
 
 
 def test_bfloat16_on_a_gpu_trains_as_float32_on_the_cpu_does(folder: str) -> None:
-    """Not the same weights to start from: both draw their own. The copy makes them so."""
+    """CPU and GPU draw different weights, so both start from an exported folder."""
     exact = built(folder, "cpu")
     asyncio.run(exact.export(f"{folder}/weights"))
     exact = built(f"{folder}/weights", "cpu")
@@ -180,8 +183,9 @@ def test_what_waits_on_the_host_comes_back_bit_for_bit(folder: str, dtype: str) 
 def test_weights_that_live_in_host_memory_train_the_same_policy(
     folder: str, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    """With a critic and a reference too; and a checkpoint brings all of it back. They start from a folder: drawn weights are others on
-    a CPU.
+    """This includes the critic and the reference, and a checkpoint restores all of them.
+
+    Both engines start from a folder, because a CPU draws other weights than a GPU.
     """
     start = built(folder, "cpu")
     asyncio.run(start.export(f"{tmp_path}/start"))
@@ -221,7 +225,7 @@ def test_a_model_that_a_gpu_has_no_room_for_twice_comes_by_the_host(
     monkeypatch.setattr(sharding, "fits", lambda *_, **__: False)
     engine = built(f"{tmp_path}/start", model={"dtype": dtype})
     assert all(t.is_cuda for t in (*engine.policy.parameters(), *engine.policy.buffers()))
-    # Sums in bf16 come in another order in each run: the same engine differs from itself by 1.3e-3.
+    # The order of bf16 sums differs in each run: two runs of one engine differ by 1.3e-3.
     alike(steps(engine), straight, 1e-3 if dtype == "float32" else 5e-3)
 
 

@@ -1,4 +1,4 @@
-"""Models that cannot work are refused by name, from a folder that holds a config.json alone."""
+"""Tests that unsupported models are refused by name, from a folder with only a config.json."""
 
 from __future__ import annotations
 

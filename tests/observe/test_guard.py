@@ -1,4 +1,4 @@
-"""The guard on learning: what it says of rows, when, and how often."""
+"""The guard on learning: the alarms that it raises, when, and how often."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BAD = {
 
 
 def fed(rows: int = 10) -> Guard:
-    """A guard that has seen `rows` healthy rows, versions 1 to rows."""
+    """Return a guard that has seen `rows` healthy rows, of versions 1 to `rows`."""
     guard = Guard(GuardConfig())
     for version in range(1, rows + 1):
         assert guard.check(version, HEALTHY) == []
@@ -120,7 +120,7 @@ def test_entropy_is_compared_with_its_first_rows_and_before_that_with_the_floor_
 
 def test_a_spike_is_one_against_the_median_of_the_rows_before_it() -> None:
     guard = Guard(GuardConfig(max_grad_spike=3.0, grad_rows=4, min_grad_rows=2))
-    # Too few rows, twice; then medians of 1, 1, 1, 5.5, 5.5, 1, 5.5 and 5.5.
+    # The first two have too few rows. Then the medians are 1, 1, 1, 5.5, 5.5, 1, 5.5 and 5.5.
     norms = [1.0, 1.0, 10.0, 1.0, 10.0, 1.0, 1.0, 10.0, 10.0, 10.0]
     seen = [
         bool(guard.check(version, {"actor/grad_norm": norm})) for version, norm in enumerate(norms)
@@ -190,7 +190,10 @@ def test_what_began_and_ended_accounts_for_what_holds(rows: list[dict[str, float
 
 @given(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=60), st.floats(0.5, 2.0))
 def test_a_run_that_learns_raises_none(entropies: list[float], scale: float) -> None:
-    """Entropy that falls to a tenth, gradients that vary twofold, most problems solved at the end."""
+    """Entropy falls at most to a twentieth, and gradients vary at most threefold.
+
+    85% of the samples have no advantage, as near the end of a run.
+    """
     guard = Guard(GuardConfig())
     for version, entropy in enumerate(sorted(entropies, reverse=True)):
         row = HEALTHY | {
@@ -213,7 +216,7 @@ def test_options_that_could_never_act_are_refused() -> None:
 
 
 def test_an_alarm_whose_metric_hovers_at_its_limit_begins_once_and_ends_once() -> None:
-    """As at the end of the quickstart, where nearly every problem is solved."""
+    """Such a metric occurs at the end of the quickstart, where nearly every problem is solved."""
     guard, began, ended = Guard(GuardConfig()), 0, 0
     for version, share in enumerate(
         [0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94], start=1

@@ -1,4 +1,4 @@
-"""Metrics of a toy version, each computed by hand."""
+"""The metrics of a toy version. Each expected value is computed by hand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def collected() -> VersionMetrics:
     )
     metrics.waited(
         0.25, [FIRST[1]], 3
-    )  # admitted under the live version: no wait for an earlier generation
+    )  # admitted under the live version: this is no wait for an earlier generation
     metrics.stepped(
         SECOND,
         3,
@@ -100,7 +100,7 @@ def row(**changes: object) -> dict[str, float]:
 
 EXPECTED = {
     "actor/pg_loss": (0.3 * 2 + 0.9) / 3,
-    "actor/rare": 4.0,  # the mean of the steps that have it
+    "actor/rare": 4.0,  # the mean over the steps that report it
     "train/tokens": 42.0,
     "actor/nonfinite_steps": 1.0,
     "train/optimizer_steps": 3.0,
@@ -143,7 +143,7 @@ EXPECTED = {
 
 
 def test_every_metric_of_a_toy_version_is_the_one_computed_by_hand() -> None:
-    """All names and no others: a new metric belongs into this table."""
+    """The row has all names of this table and no others: a new metric must be added here."""
     assert row() == pytest.approx(EXPECTED)
 
 
@@ -152,7 +152,10 @@ def test_the_engines_slots_bound_the_idle_ratio_where_the_schedule_could_fill_mo
 
 
 def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
-    """Two processes measure: busy slots may exceed what the wall time allows, and a period may be empty."""
+    """Two processes measure the times.
+
+    Busy slots may therefore exceed the wall time, and a period may be empty.
+    """
     busier = row(after=RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=1000.0, slots=16))
     empty = VersionMetrics().row(
         timing={},
@@ -171,7 +174,7 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
 def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_baseline_is_apart() -> (
     None
 ):
-    """The greedy response is older, longer and better than all: no other figure moves."""
+    """The greedy response is older, longer and better than all others. No other figure changes."""
     shaped = [
         Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
         for value in (0.5, 1.0)

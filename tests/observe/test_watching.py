@@ -1,4 +1,4 @@
-"""The stopwatch, metrics.jsonl and what a person sees."""
+"""The stopwatch, metrics.jsonl and the output for people."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ RUNS = (
         for mode in ("one_step_off", "async_staleness", "async_partial", "async_swap")
     ),
 )
-"""Every mode, and those that can with overlap_sync."""
+"""Every mode, and the modes that allow overlap_sync with it."""
 
 
 def schedule_of(
@@ -54,7 +54,10 @@ def schedule_of(
 
 
 class LongTail:
-    """Prompts whose first token is the length of their responses: log-normal, a pure function of the index."""
+    """Prompts whose first token is the length of their responses.
+
+    Lengths are log-normal and a pure function of the index.
+    """
 
     def __getitem__(self, index: int) -> Prompt:
         length = min(800, int(20 + random.Random(index).lognormvariate(3.5, 1.0)))
@@ -63,7 +66,7 @@ class LongTail:
 
 @dataclass
 class Record:
-    """What a run did: an Observer that keeps it."""
+    """An Observer that keeps the events of a run."""
 
     ledger: Ledger
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Record:
     lags: list[int] = field(default_factory=list)
     saved: LedgerSnapshot | None = None
     saves: list[tuple[int, bool]] = field(default_factory=list)
-    """Version, and whether it was told to be the last."""
+    """Version, and whether this save is the last."""
     retired_before: int = 0
 
     def published(self, trained: list[int], totals: Totals) -> None:
@@ -99,7 +102,7 @@ class Record:
 
 
 def mixed(prompt: Prompt) -> float:
-    """Chances of a right response such that some groups are all right and some all wrong."""
+    """Return the chance of a right response. Some groups are all right and some all wrong."""
     return (prompt.index * 7 % 11) / 10
 
 
@@ -112,7 +115,7 @@ class Outcome:
 
     @property
     def trained(self) -> list[tuple[int, Sample]]:
-        """(the trainer's version, sample), in order of training."""
+        """Return (the trainer's version, sample) in order of training."""
         return [(version, s) for version, samples in self.engine.trained for s in samples]
 
 
@@ -159,7 +162,11 @@ def simulate(
     start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
 ) -> Outcome:  # fmt: skip
-    """A whole run. With `chance` of right responses, samples of equal outcomes are dropped: at most `most` windows for a version."""
+    """Simulate a whole run.
+
+    `chance` gives the chance of a right response. With it, samples with equal outcomes are dropped,
+    at most `most` windows of them per version.
+    """
     return clock.run(
         _simulate(
             schedule,

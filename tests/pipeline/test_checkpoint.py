@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, whatever happens while one is written or to one that was."""
+"""Checkpoints are whole or absent, whatever happens during a write or to the files afterwards."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from millrace.types import Prompt, Sample, Score, Segment, Stop, Trajectory, flo
 
 
 class Killed(BaseException):
-    """What a crash is to the code that it hits."""
+    """A crash, as the code that it hits sees it."""
 
 
 class Engine(SimTrainEngine):
-    """Its state is one number."""
+    """A train engine whose state is one number."""
 
     def __init__(self, state: int = 0) -> None:
         super().__init__(CostModel())
@@ -84,7 +84,7 @@ def save(run_dir: Path, version: int, *, keep: int = 2, engine: TrainEngine | No
 
 
 def save_beside(run_dir: Path, version: int, *, keep: int = 2, engine: Engine) -> Path:
-    """While the engine goes on: its state is another one before anything is written."""
+    """Save while the engine continues: its state changes before anything is written."""
 
     async def main() -> Path:
         checkpoints = Checkpoints(run_dir, keep=keep)
@@ -130,7 +130,7 @@ def test_a_checkpoint_holds_the_ledger_the_engine_the_config_and_the_model_witho
 
 
 def fails_at(nth: int, patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
-    """The n-th call of owner.name is where the crash comes: before it does anything."""
+    """Make the n-th call of owner.name crash before it does anything."""
     real: Callable[..., object] = getattr(owner, name)
     calls = 0
 
@@ -325,7 +325,7 @@ def test_a_version_saved_again_is_the_later_one_and_leaves_nothing_aside(run_dir
 def test_going_on_from_an_older_checkpoint_sets_aside_those_of_the_history_that_is_no_more(
     run_dir: Path,
 ) -> None:
-    """Broken newer ones too: with keep=1 they would push out what the run saves next."""
+    """Broken newer ones too: with keep=1 they would displace the next checkpoint of the run."""
     older = save(run_dir, 2, keep=3)
     corrupt(save(run_dir, 4, keep=3))
     save(run_dir, 5, keep=3)
@@ -345,7 +345,7 @@ def test_a_checkpoint_survives_being_copied_elsewhere(run_dir: Path, tmp_path: P
 
 
 class Slow(SimTrainEngine):
-    """Never done with saving."""
+    """A train engine that never finishes saving."""
 
     def __init__(self) -> None:
         super().__init__(CostModel())

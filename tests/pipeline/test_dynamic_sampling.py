@@ -1,4 +1,7 @@
-"""Dynamic sampling in every mode: equal groups are dropped and replaced, and nothing else about a run changes."""
+"""Dynamic sampling in every mode.
+
+Equal groups are dropped and replaced, and nothing else about a run changes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def groups(outcome: Outcome) -> Iterator[set[float]]:
 
 @pytest.fixture(scope="module")
 def kept() -> list[int]:
-    """The first prompts whose groups differ: a response's text and score depend on no mode."""
+    """Return the first prompts whose groups differ. Texts and scores depend on no mode."""
     outcome = simulate(schedule_of("colocate_sync"), 3 * TRAINED, cost=COST, chance=mixed)
     return indices(outcome)
 
@@ -154,7 +157,7 @@ def leaf(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode: str) -> None:
-    """The window is 8, or 4: the cap is two of them, and the next drop is one too many."""
+    """The cap is two windows of 8 or 4 samples. One more drop ends the run."""
     window = schedule_of(mode).window
     with pytest.raises(BaseExceptionGroup) as caught:
         simulate(schedule_of(mode), TRAINED, cost=COST, chance=lambda prompt: 1.0, most=2)
@@ -171,7 +174,7 @@ def test_problems_that_are_all_solved_end_the_run_at_the_cap_and_not_before(mode
 
 
 def test_the_cap_counts_one_version_alone() -> None:
-    """More is dropped in all than the cap, but not for any one version: the run ends well."""
+    """All drops together exceed the cap, but no single version does: the run completes."""
     schedule = schedule_of("async_partial")
     outcome = simulate(schedule, 5 * TRAINED, cost=COST, chance=mixed, most=3)
     assert outcome.ledger.done() and outcome.ledger.dropped["equal_outcomes"] > 3 * schedule.window
@@ -188,7 +191,7 @@ def test_rows_count_every_drop_once() -> None:
 
 
 class Unlucky(SimReward):
-    """Fails for the prompts from 100 to 104."""
+    """A reward that fails for the prompts from 100 to 104."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         if 100 <= prompt.index < 105:
@@ -197,7 +200,10 @@ class Unlucky(SimReward):
 
 
 def bench(chance: Callable[[Prompt], float], metric: str = "score") -> Rollouter:
-    """A rollouter on its own, whose ledger has slots for eight samples, each with a greedy response."""
+    """Return a rollouter on its own.
+
+    Its ledger has slots for eight samples, each with a greedy response.
+    """
     engine = SimRolloutEngine(COST, version=0)
 
     def text(tokens: Tokens) -> str:
@@ -244,7 +250,10 @@ def test_a_drop_frees_its_slot_for_another_prompt_at_once_and_leaves_nothing_beh
 
 
 def test_dropped_samples_were_scored_and_are_no_reward_errors() -> None:
-    """Five errors among hundreds of drops: a fifth of the last fifty samples may fail, and a tenth has."""
+    """Five errors occur among hundreds of drops.
+
+    A fifth of the last fifty samples may fail, and a tenth does.
+    """
     rollouter = bench(lambda prompt: 0.0)
     clock.run(run_for(rollouter, 200.0))
     assert (
@@ -254,7 +263,10 @@ def test_dropped_samples_were_scored_and_are_no_reward_errors() -> None:
 
 
 def test_nothing_is_admitted_for_a_drop_while_rollouts_are_pause_for_sync() -> None:
-    """Drain waits for last tokens, not for scores: a sample that is dropped meanwhile has a successor only afterwards."""
+    """Drain waits for the last tokens, not for scores.
+
+    A sample that is dropped meanwhile gets its successor only afterwards.
+    """
 
     async def main() -> None:
         rollouter = bench(lambda prompt: 0.0)

@@ -1,4 +1,7 @@
-"""The history and its audit: what was lost or trained twice is found, also over crashes and attempts."""
+"""The history and its audit.
+
+The audit finds samples that were lost or trained twice, also over crashes and attempts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration makes of the rollout side."""
+"""The rollout side that a configuration makes."""
 
 from __future__ import annotations
 

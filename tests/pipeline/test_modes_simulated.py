@@ -34,7 +34,7 @@ def test_a_run_that_does_not_divide_trains_every_sample(mode: str) -> None:
 
 
 def test_a_run_that_goes_on_in_drain_mode_draws_what_was_cut_short_again() -> None:
-    """What another mode left unfinished would span two versions."""
+    """Trajectories that another mode left unfinished would span two versions."""
     first = simulate(schedule_of("async_partial"), 60, stop_at=12.0)
     start = first.record.saved
     assert start is not None and any(t for _, s in start.slots for t in s.progress)
@@ -60,7 +60,7 @@ def test_trajectories_span_versions_only_where_they_may(mode: str) -> None:
 
 
 def test_lengths_do_not_depend_on_the_mode() -> None:
-    """Nothing is truncated: every mode draws the same trajectories, whatever interrupts them."""
+    """Nothing is truncated. Every mode draws the same trajectories, despite interruptions."""
     drawn = {}
     for mode in RUNS:
         outcome = simulate(schedule_of(mode), 40, cost=COST)
@@ -87,7 +87,10 @@ def test_one_step_off_trains_batch_k_on_version_k_minus_2() -> None:
     [("one_step_off", 0.5), ("async_staleness", 0.8), ("async_partial", 0.8), ("async_swap", 0.8)],
 )
 def test_with_overlap_the_trainer_waits_for_no_transfer(mode: str, saved: float) -> None:
-    """Slow links: most of the transfers' seconds are saved where enough is under way, and half where it is one window."""
+    """Over slow links, overlap saves most seconds of the transfers.
+
+    With only one window in flight, it saves half of them.
+    """
     cost = CostModel(transfer_s=2.0, train_token_s=0.002)
     apart, beside = (
         simulate(schedule_of(m, staleness=2.0), 80, cost=cost) for m in (mode, f"{mode}+overlap")
@@ -105,7 +108,10 @@ def test_with_overlap_the_trainer_waits_for_no_transfer(mode: str, saved: float)
 
 
 def test_what_is_trained_while_a_version_is_on_its_way_is_of_that_version() -> None:
-    """The trainer's weights are that version's: ages are counted from there, not from what rollouts serve."""
+    """The trainer's weights have that version.
+
+    Ages count from the trainer's version, not from the version that rollouts serve.
+    """
     outcome = simulate(
         schedule_of("async_swap+overlap", mini=4, trigger=1, staleness=2.0),
         64,
@@ -124,7 +130,7 @@ def test_what_is_trained_while_a_version_is_on_its_way_is_of_that_version() -> N
 def test_where_rollouts_are_awaited_and_order_is_strict_no_speed_decides_what_is_trained(
     mode: str,
 ) -> None:
-    """What deterministic runs rely on."""
+    """Deterministic runs rely on this."""
     costs = [
         COST,
         CostModel(transfer_s=7.0),
@@ -169,7 +175,8 @@ def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
     parts = sum(
         v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/")
     )
-    # Before the first row, and after the last one, shared devices change hands: one side sleeps, the other wakes.
+    # Before the first row and after the last row, the sides hand over shared devices: one side
+    # sleeps, and the other wakes.
     apart = (
         COST.transfer_s + COST.pause_s + (4 * COST.switch_s if schedule_of(mode).colocated else 0)
     )
@@ -186,7 +193,7 @@ def test_seconds_in_which_rollouts_are_held_still_are_told_where_they_are(mode: 
         assert not held
     else:
         assert len(held) == len(rows) and all(seconds > COST.pause_s - 1e-9 for seconds in held)
-        if schedule.on_sync is OnSync.DRAIN and schedule.lag_bound:  # some are under way
+        if schedule.on_sync is OnSync.DRAIN and schedule.lag_bound:  # some are in flight
             assert max(held) > COST.pause_s + COST.token_s
 
 
@@ -208,7 +215,10 @@ def test_a_stopped_run_goes_on_from_its_cut_and_loses_nothing(mode: str, stop_at
 def test_where_running_trajectories_are_awaited_a_stop_leaves_none_of_two_versions(
     mode: str,
 ) -> None:
-    """The stop's grace of a second is too short for these: they are cut, and drawn again from their first token."""
+    """The stop's grace of one second is too short for these trajectories.
+
+    The stop cuts them, and they restart from their first token.
+    """
     slow = replace(COST, token_s=0.3)
     cut, trained = 0, []
     for stop_at in range(1, 30, 3):
@@ -250,7 +260,7 @@ def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
 
 @pytest.mark.parametrize("mode", RUNS)
 def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) -> None:
-    """In every mode the same greedy responses; where running ones are awaited, each of one version."""
+    """Every mode draws the same greedy responses. In drain mode, each has a single version."""
     schedule = schedule_of(mode)
     outcome = simulate(schedule, 40, cost=COST, greedy=True)
     reference = simulate(schedule_of("colocate_sync"), 40, cost=COST, greedy=True)

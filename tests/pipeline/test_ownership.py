@@ -1,4 +1,4 @@
-"""A folder that millrace did not make is never written to, and nothing in it is deleted."""
+"""millrace never writes to a folder that it did not make, and deletes nothing in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's folder: a recipe, and the model that it starts from."""
+    """Make a user's folder: a recipe, and the model that it starts from."""
     folder = tmp_path / "home"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").write_text("seven billion")
@@ -53,7 +53,7 @@ def test_a_users_folder_is_refused_for_a_checkpoint_too(home: Path, tmp_path: Pa
 def test_a_checkpoint_that_was_copied_out_starts_a_run_of_its_own(
     home: Path, tmp_path: Path, where: str
 ) -> None:
-    """The folder above the copy is the user's, also if it has the name of ours."""
+    """The folder above the copy is the user's, even if it has the name of a run's folder."""
     copy = home / where
     shutil.copytree(checkpoint_of(tmp_path / "run"), copy)
     before = contents(home)
@@ -85,7 +85,7 @@ def test_a_run_of_an_earlier_millrace_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_began_is_made_again(tmp_path: Path) -> None:
-    """Its model may be of other data. A link in its place goes, and what it points to stays."""
+    """Its model may belong to other data. A link in its place is deleted, and its target stays."""
     said = config_of(f"trainer.run_dir={tmp_path / 'run'}")
     run, elsewhere = open_run_dir(said), tmp_path / "elsewhere"
     run.model.mkdir()
@@ -144,7 +144,7 @@ def test_an_export_never_writes_over_anything(home: Path, tmp_path: Path) -> Non
 
 
 def test_a_supervised_model_is_not_written_over(tmp_path: Path) -> None:
-    """It may be the very model that this warm-up reads."""
+    """The supervised model may be the very model that this warm-up reads."""
     said = config_of(f"trainer.run_dir={tmp_path / 'run'}")
     run = open_run_dir(said)
     (run.path / "sft").mkdir()

@@ -1,4 +1,7 @@
-"""What follows from a version: rows, history, checkpoints and validations, each when it is due and once."""
+"""The consequences of a version.
+
+These are rows, history, checkpoints and validations. Each happens when it is due, and once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class View:
 
 @dataclass
 class Saves:
-    """Whole once `gate` is set, or failed."""
+    """Checkpoints that become whole once `gate` is set, or fail."""
 
     versions: list[int] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
@@ -58,7 +61,7 @@ class Saves:
 
 @dataclass
 class SlowValidator:
-    """Takes a turn of the loop, or for ever."""
+    """A validator that takes one turn of the event loop, or never ends."""
 
     ran: list[int] = field(default_factory=list)
     stuck: bool = False
@@ -205,7 +208,7 @@ def test_the_last_checkpoint_is_whole_on_return_also_where_its_version_is_being_
 def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(
     tmp_path: Path, waiting: bool
 ) -> None:
-    """Whether the trainer waits for it or for something else."""
+    """The trainer may wait for the checkpoint or for something else."""
     after: list[int] = []
 
     async def main() -> None:

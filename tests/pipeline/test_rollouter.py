@@ -1,4 +1,8 @@
-"""The Rollouter where rewards fail: drops are counted and replaced, too many end the run, and no sibling is left behind."""
+"""The Rollouter when rewards fail.
+
+Dropped samples are counted and replaced. Too many drops end the run, and no sibling of a dropped
+sample is left behind.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ N = 4
 
 @dataclass
 class Reward:
-    """Fails where `fails(index, call)` says so, `call` counting the calls for that sample."""
+    """A reward that fails if `fails(index, call)`. `call` counts the calls for that sample."""
 
     fails: Callable[[int, int], bool]
     calls: dict[int, int] = field(default_factory=dict)
@@ -98,7 +102,7 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_whose_reward_fails_are_counted_by_reason_and_replaced(mode: str) -> None:
-    """Indices 3, 6, 9, ... have no score: 40 others are trained all the same, once each."""
+    """Indices 3, 6, 9, ... have no score. Forty other samples are trained, once each."""
     reward = Reward(lambda index, call: index % 3 == 0 and index > 0)
     run = clock.run(train(mode, 40, reward))
     trained = sorted(s.prompt.index for _, batch in run.engine.trained for s in batch)
@@ -115,7 +119,10 @@ def test_samples_whose_reward_fails_are_counted_by_reason_and_replaced(mode: str
 
 @pytest.mark.parametrize("failing", [0, N - 1])
 def test_siblings_settle_before_their_sample_is_dropped(failing: int) -> None:
-    """The first or the last of four fails: all four are drawn and scored, and none holds a slot afterwards."""
+    """The first or the last of four trajectories fails.
+
+    All four are drawn and scored, and none keeps a slot afterwards.
+    """
     reward = Reward(lambda index, call: index == 2 and call == failing)
     run = clock.run(train("async_staleness", 16, reward))
     assert set(reward.calls.values()) == {N} and reward.calls[2] == N
@@ -131,7 +138,7 @@ def leaf(error: BaseException) -> BaseException:
 
 
 def test_a_function_that_always_fails_ends_the_run_with_its_own_words() -> None:
-    """Eleven of the last fifty are over a fifth: the run does not wait for fifty."""
+    """Eleven errors exceed a fifth of the last fifty, so the run ends before fifty samples."""
     reward = Reward(lambda index, call: True)
     with pytest.raises(BaseExceptionGroup) as caught:
         clock.run(train("async_partial", 64, reward, max_error_share=0.2))
@@ -148,7 +155,7 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_words() -> None:
 def test_a_run_survives_a_share_of_errors_under_its_limit_and_none_over_it(
     every: int, survives: bool
 ) -> None:
-    """With a limit of a fifth, every sixth sample may fail for ever; every fourth may not."""
+    """With a limit of a fifth, every sixth sample may fail for ever. Every fourth may not."""
     reward = Reward(lambda index, call: index % every == 0)
     if survives:
         run = clock.run(train("on_policy_pipeline", 200, reward, max_error_share=0.2))

@@ -1,4 +1,4 @@
-"""The ledger behind one condition: who waits is woken in order, with a deadline and a name."""
+"""The ledger behind one condition: waiters wake in order, each with a deadline and a name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
 
 
 def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
-    """Woken every second, and every time what it waits for is gone again before its turn comes."""
+    """The waiter wakes every second. Each time, the sample is gone before the waiter's turn."""
 
     async def main() -> None:
         q = queue(deadline_s=10.0)
@@ -82,7 +82,7 @@ def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
 
 
 def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
-    """Two wait for the same slot: the first takes it, the second looks again before it goes on."""
+    """Two waiters want the same slot. The first takes it, and the second continues to wait."""
 
     async def main() -> list[str]:
         q = queue()

@@ -1,7 +1,7 @@
-"""A stop always saves: every mode, at any moment, with any grace, under a validation or not.
+"""A stop always saves: in every mode, at any moment, with any grace, also during a validation.
 
-The loops, the Ledger, the stop request and the record are the real ones. Engines, checkpoint files
-and time are simulated.
+The loops, the Ledger, the stop request and the record are real. Engines, checkpoint files and time
+are simulated.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tests.pipeline.simulated import RUNS, LongTail, schedule_of
 SAMPLES = 40
 COST = CostModel(reward_s=0.3, token_s=0.02, transfer_s=0.5)
 SOON_S = 60.0
-"""A stop takes no longer than its grace and this."""
+"""A stop takes at most its grace plus this time."""
 VALIDATIONS = {"no validation": 0.0, "a short validation": 2.0, "a long validation": 10 * SOON_S}
-"""Seconds of a validation of each version."""
+"""Seconds that the validation of each version takes."""
 GRACES = {"no grace": 0.0, "a short grace": 0.7, "a long grace": 1000.0}
 
 
@@ -138,7 +138,7 @@ def run(schedule: Schedule, **options: Any) -> Run:
 
 
 def check_stopped(schedule: Schedule, found: Run, grace_s: float) -> None:
-    """What holds after every stop, whatever it met."""
+    """Check the facts that are true after every stop."""
     assert found.stopped_s is not None and not found.complete
     assert found.stopped_s < grace_s % 1000 + SOON_S, "a stop waits for no validation"
     saved = found.saves.saved

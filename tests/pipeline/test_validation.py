@@ -1,4 +1,4 @@
-"""Validation: its numbers by hand, and the requests that make them."""
+"""Validation: its requests, and its figures, which are computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEMS = [
         ("5", 0.0),
         ("5 ", 0.0),
         ("4", 1.0),
-    ],  # a tie of two answers: the one that was drawn first
+    ],  # two answers tie: the one that was drawn first counts
     [("7", 0.0), ("8", 0.0), ("9", 0.0), ("9", 0.0)],
     [("2", 0.0), ("1", 1.0), (" 1", 1.0), ("1", 1.0)],
 ]
@@ -69,7 +69,10 @@ def test_a_source_whose_every_reward_failed_has_no_mean_and_not_zero() -> None:
 
 @dataclass
 class Engine:
-    """Says the prompt's first token; in two segments where the version changed on the way. Greedy says 9."""
+    """A rollout engine that answers with the prompt's first token, then 0 in a newer version.
+
+    A greedy request gets 9 instead of the first token.
+    """
 
     asked: list[tuple[SamplingParams, str]] = field(default_factory=list)
     running: int = 0
@@ -97,7 +100,7 @@ class Engine:
 
 
 class Reward:
-    """Right if the text is the ground truth; problem 3 cannot be scored."""
+    """A reward of 1 if the text is the ground truth. Problem 3 cannot be scored."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         if prompt.index == 3:
@@ -127,7 +130,14 @@ def validator(engine: Engine, *, n: int = 2, greedy: bool = True) -> Validator:
 
 
 def test_each_data_source_is_counted_apart_and_greedy_beside_it() -> None:
-    """Source a: problems 0 and 2, always right when sampled; b: problem 1, right when greedy alone, and 3, without a score."""
+    """The expected figures of the four problems.
+
+    | source | problem | sampled | greedy |
+    |---|---|---|---|
+    | a | 0 and 2 | right | wrong |
+    | b | 1 | wrong | right |
+    | b | 3 | no score | no score |
+    """
     result = asyncio.run(validator(Engine()).run(6))
     assert result.version == 6
     assert result.values == {
@@ -172,7 +182,7 @@ def test_without_greedy_there_is_no_such_value() -> None:
 
 
 def test_a_validation_without_scores_ends_and_says_why() -> None:
-    """Three of twelve responses have none."""
+    """Three of twelve responses have no score."""
     told: list[tuple[int, int]] = []
     strict, lenient = (
         replace(validator(Engine()), max_error_share=0.2),

@@ -1,4 +1,4 @@
-"""Built-in scorers, on the answers that decide runs."""
+"""Built-in scorers, on the answers that matter to runs."""
 
 from __future__ import annotations
 

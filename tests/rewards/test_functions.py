@@ -1,4 +1,7 @@
-"""Reward functions: both signatures, every wrong one refused, and no value that is not a number becomes a score."""
+"""Reward functions.
+
+Both signatures work, and every wrong signature is refused. Only a number becomes a score.
+"""
 
 from __future__ import annotations
 

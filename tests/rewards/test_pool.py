@@ -1,4 +1,7 @@
-"""The reward pool, with real processes: every call is answered once, whatever its function does to the worker."""
+"""The reward pool, with real processes.
+
+Every call is answered once, whatever its function does to the worker.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ async def pool_of(tmp_path: Path, name: str = "score", **changes: Any) -> Any:
 
 
 async def outcomes(pool: Any, *texts: Any) -> Any:
-    """For each call its score, or the reason of its error."""
+    """Return for each call its score, or the reason of its error."""
     answers = await asyncio.gather(
         *(pool.score(prompt(), [text]) for text in texts), return_exceptions=True
     )
@@ -162,7 +165,7 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["score", "ascore"])
 def test_an_error_whose_text_is_no_unicode_fails_its_call_alone(tmp_path: Path, name: str) -> None:
-    """As a function has it that reads JSON with a lone surrogate."""
+    """A function that reads JSON with a lone surrogate raises such an error."""
 
     async def run() -> None:
         async with pool_of(tmp_path, name) as pool:

@@ -1,4 +1,4 @@
-"""What a replica says, as the tests of rollouts write it down."""
+"""The segments that a replica returns, in a short notation for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dynamic sampling compares, counts and refuses."""
+"""Dynamic sampling: the values that it compares, counts and refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EQUAL = sample(Score(1.0), Score(1.0))
 WRONG = sample(Score(0.0), Score(0.0))
 MIXED = sample(Score(1.0), Score(0.0))
 SHAPED = sample(Score(1.0, {"acc": 1.0}, 1.0), Score(0.5, {"acc": 1.0}, 1.0))
-"""Both are right, one is too long."""
+"""Both trajectories are right, and one is too long."""
 EVENED = sample(Score(0.5, {"acc": 0.0}, 0.5), Score(0.5, {"acc": 1.0}, 1.0))
 """A penalty makes the rewards equal."""
 

@@ -1,4 +1,7 @@
-"""Drawn lengths: the same for a seed everywhere, within their bounds, and distributed as they say."""
+"""Drawn lengths.
+
+They depend on the seed alone, stay within their bounds, and follow their distribution.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of replicas: where a request goes, and that all replicas are held still as one."""
+"""The pool of replicas: it routes requests, and it pauses all replicas together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rollout.helpers import said
 
 @dataclass
 class Engine:
-    """A replica whose requests end when told."""
+    """A replica whose requests end when the test says so."""
 
     running: list[asyncio.Future[tuple[Segment, ...]]] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""Episodes and samples: what an interruption keeps, what limits hold and how responses are scored."""
+"""Episodes and samples.
+
+An interruption keeps tokens, limits count, and responses get scores.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
 
 @dataclass
 class Script:
-    """Draws what it was told to, and keeps what it was asked."""
+    """A source of tokens that returns fixed answers and records the requests."""
 
     answers: list[tuple[Segment, ...]]
     asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
@@ -49,7 +52,7 @@ class Script:
 
 @dataclass
 class Tool:
-    """Answers the first `turns` messages with two tokens."""
+    """An environment that answers the first `turns` messages with two tokens."""
 
     turns: int
     heard: list[list[int]] = field(default_factory=list)
@@ -122,7 +125,7 @@ def test_turns_of_the_environment_are_its_own_and_count_against_the_limit() -> N
 
 
 def test_a_turn_that_does_not_fit_ends_the_response_as_truncated() -> None:
-    """Two tokens are left and the turn has two: the policy could say nothing after it."""
+    """Two tokens are left, and the tool's turn has two: no room is left for the policy."""
     done = episode(Script([(said([1, 2]),)]), Tool(1), max_tokens=4)
     assert done.tokens.tolist() == [1, 2] and done.stop is Stop.LENGTH
 
@@ -149,7 +152,7 @@ def test_every_trajectory_has_a_random_stream_of_its_own(
 
 
 class Reward:
-    """Length of the text; None of them for "bad"."""
+    """A reward equal to the length of the text. A group whose first text is "2" has no score."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -243,7 +246,7 @@ def test_without_a_greedy_baseline_there_is_none() -> None:
 
 
 def test_a_greedy_response_goes_on_after_a_restart_like_its_siblings() -> None:
-    """Progress has n + 1 entries, the greedy one last; the others are done."""
+    """Progress has n + 1 entries with the greedy one last. The other entries are complete."""
     reward, script, seen = (
         Reward(),
         Script([(said([9], Stop.INTERRUPTED),), (said([8]),)]),
@@ -293,7 +296,15 @@ def test_a_greedy_response_without_a_score_fails_its_sample() -> None:
 def test_overlong_responses_are_punished_the_moment_they_are_scored_and_so_is_the_greedy_one() -> (
     None
 ):
-    """Of 10 tokens the last 4 are the buffer, and the factor is 2: 6, 7, 8 and 10 tokens cost 0, 0.5, 1 and 2."""
+    """The limit is 10 tokens, its last 4 tokens are the buffer, and the factor is 2.
+
+    | tokens | penalty |
+    |---|---|
+    | 6 | 0 |
+    | 7 | 0.5 |
+    | 8 | 1 |
+    | 10 | 2 |
+    """
     reward, lengths = Reward(), (6, 7, 8, 10)
     script = Script([(said([1] * length),) for length in lengths])
     by = roller(reward, overlong=OverlongBuffer(10, 4, 2.0), greedy_baseline=True)
@@ -310,7 +321,7 @@ def test_overlong_responses_are_punished_the_moment_they_are_scored_and_so_is_th
 
 
 def test_turns_of_the_environment_are_no_length_of_the_policys() -> None:
-    """Five tokens of its own and four of a tool, in a limit of ten: the penalty is that of five."""
+    """The policy has five tokens and a tool has four, in a limit of ten. Only the five count."""
     reward = Reward()
     by = roller(reward, 1, lambda prompt: Tool(2), overlong=OverlongBuffer(10, 6, 6.0))
     sample = roll(Script([(said([1, 2]),), (said([3, 4]),), (said([5]),)]), reward, by)

@@ -1,4 +1,4 @@
-"""The folder of a run: what may go on from what, and what a checkpoint brings along."""
+"""The folder of a run: the checkpoints that a run may resume from, and the files they bring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml"
 
 
 class Engine:
-    """Writes one file, as a train engine would."""
+    """A train engine that writes one file."""
 
     async def save(self, folder: str, staged: bool) -> None:
         (Path(folder) / "weights").write_text("1")
@@ -35,7 +35,7 @@ def config_of(*overrides: str) -> recipe.Config:
 
 
 def checkpoint_of(folder: Path, *overrides: str) -> Path:
-    """A checkpoint of a run with these settings and a tokenizer of its own."""
+    """Return a checkpoint of a run with these settings and a tokenizer of its own."""
     run = open_run_dir(config_of(f"trainer.run_dir={folder}", *overrides))
     run.model.mkdir()
     (run.model / "tokenizer.json").write_text("its own")
@@ -122,7 +122,7 @@ def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> 
     check_devices(config_of("mode=colocate_sync").sides, ["0"])
     check_devices(
         config_of("trainer.nnodes=9", "trainer.n_gpus_per_node=8").sides, []
-    )  # processes of a CPU
+    )  # the devices are CPU processes, so the number of GPUs does not matter
     with pytest.raises(
         ConfigError, match="trainer 1 and rollout 1 devices need 2 GPUs, and this machine has 1"
     ):
@@ -132,7 +132,7 @@ def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> 
 
 
 def test_auto_goes_on_with_the_last_run_that_has_a_checkpoint(tmp_path: Path) -> None:
-    """Not with one that was stopped while it started, nor with a warm-up's folder."""
+    """Skip a run that was stopped while it started, and a folder with only a warm-up."""
     checkpoint_of(tmp_path / "quickstart-1")
     newest = checkpoint_of(tmp_path / "quickstart-2")
     (tmp_path / "quickstart-3" / "logs").mkdir(parents=True)
@@ -166,7 +166,7 @@ time.sleep(1000)
 
 
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
-    """They would lose samples to each other; a process that was killed holds nothing."""
+    """Two processes in one folder could lose samples. A killed process keeps no lock."""
     folder = tmp_path / "run"
     mine = config_of("trainer.resume=auto", f"trainer.run_dir={folder}")
     other = subprocess.Popen(
@@ -207,7 +207,7 @@ def test_where_a_folder_cannot_be_locked_the_run_says_so(
 def test_a_path_that_cannot_be_looked_at_is_refused_by_its_key(
     tmp_path: Path, key: str, resume: str
 ) -> None:
-    """As is one in a folder that this user may not enter."""
+    """The path is too long. A folder that this user may not enter gives the same error."""
     path = tmp_path / ("x" * 300)
     with pytest.raises(ConfigError, match=f"{key} = "):
         open_run_dir(config_of(f"trainer.resume={resume}", f"{key}={path}"))

@@ -1,4 +1,4 @@
-"""Loading data does not keep a signal from ending the command."""
+"""A signal ends the command even while data loads."""
 
 from __future__ import annotations
 

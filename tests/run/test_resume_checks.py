@@ -1,4 +1,4 @@
-"""What a resume may change: each key is applied, or refused by name, or said to be past."""
+"""Keys that a resume may change: each is applied, refused by name, or reported as past."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaves() -> list[str]:
 
 
 def test_every_key_is_decided_once() -> None:
-    """A new key of rollout, data, model or sft is in one of the tables, or this fails."""
+    """Fails if a new key of rollout, data, model or sft is in none of the tables."""
     named = [key for rule in (*RULES, *PAST) for key in rule.keys] + list(BY_MODELS)
     assert sorted(named) == sorted(set(named)) and set(named) <= set(leaves())
     known = {key for key, _ in recipe.all_keys()}
@@ -124,7 +124,7 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
 
 
 def test_the_optimizer_takes_its_settings_from_the_configuration(tmp_path: Path) -> None:
-    """Moments come from the checkpoint; weight decay, betas and eps do not. Nor does a fixed KL."""
+    """Moments come from the checkpoint. Weight decay, betas, eps and a fixed KL weight do not."""
     write_shape(tmp_path / "model", Config().model.shape, vocab_size=32)
 
     def engine(**optim: object) -> fsdp_train.FsdpTrainEngine:

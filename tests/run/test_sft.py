@@ -1,4 +1,4 @@
-"""The warm-up: what it leaves behind when it is stopped."""
+"""The warm-up leaves nothing behind when it is stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.run.sft import warm_up
 
 
 class Train:
-    """A train engine that never ends its step."""
+    """A train engine whose step never ends."""
 
     def __init__(self) -> None:
         self.step: asyncio.Task[Any] | None = None
@@ -26,7 +26,10 @@ class Train:
 
 
 def test_a_stop_ends_the_step_that_is_under_way() -> None:
-    """A step that nobody awaits would fail with its worker, and print a traceback as the last words."""
+    """A step that nobody awaits would fail with its worker.
+
+    Its traceback would be the last lines of the output.
+    """
 
     async def stopped() -> bool:
         train = Train()

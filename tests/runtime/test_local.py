@@ -1,4 +1,7 @@
-"""Worker processes of the local runtime: each death is told with name, cause and log, and none outlives its driver."""
+"""Worker processes of the local runtime.
+
+Every death is reported with name, cause and log. No worker outlives its driver.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def children() -> list[psutil.Process]:
 
 
 def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
-    """Stopped first, so that the call is surely under way when the kill comes."""
+    """The worker is stopped first, so the call is certainly in progress when the kill arrives."""
 
     async def main() -> None:
         workers = runtime(tmp_path)
@@ -87,7 +90,7 @@ def test_after_close_no_worker_is_left_not_even_a_stopped_one(
 
 
 class Unending:
-    """A process that the kernel cannot end: its driver waits for a GPU that is lost."""
+    """A process that the kernel cannot end, because its device driver waits for a failed GPU."""
 
     pid, killed = 1 << 30, False
 
@@ -145,7 +148,7 @@ asyncio.run(main())
 
 
 def test_workers_die_with_a_driver_that_is_killed(tmp_path: Path) -> None:
-    """Stopped workers too, which cannot see their socket close: the kernel ends them."""
+    """The kernel also ends stopped workers, which cannot see that their socket closes."""
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert driver.stdout is not None and driver.stdout.readline() == b"up\n"
@@ -160,7 +163,10 @@ def test_workers_die_with_a_driver_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
-    """Its parent is then another process than the one that it was told of; its socket alone would keep it."""
+    """Its parent process then differs from the one in its arguments.
+
+    Its socket alone would keep it alive.
+    """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         fd = theirs.fileno()

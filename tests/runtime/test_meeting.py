@@ -1,4 +1,4 @@
-"""Where ranks meet: who may reach it, and how long they wait there for each other."""
+"""The address where ranks meet: who may reach it, and how long ranks wait there."""
 
 from __future__ import annotations
 

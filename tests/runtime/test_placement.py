@@ -1,4 +1,8 @@
-"""Plans: every worker has devices of its own on a node that can have them, and what fits no node is refused with the arithmetic."""
+"""Placement plans.
+
+Every worker has its own devices on a node that has enough of them. A placement that fits no node is
+refused with the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ def config(
     tp: int = 1,
     **other: Any,
 ) -> Config:
-    """A configuration of nodes x devices on each side."""
+    """Return a configuration of nodes x devices on each side."""
     return Config(
         trainer={"nnodes": trainer[0], "n_gpus_per_node": trainer[1], "gpus_in_node": gpus_in_node}
         | other,
@@ -36,7 +40,7 @@ def config(
 
 
 def places(plan: Plan) -> list[dict[str, list[int]]]:
-    """Devices by worker, for each node."""
+    """Return the devices of each worker, for each node."""
     found: list[dict[str, list[int]]] = [{} for _ in plan.shares]
     for role, count in (
         ("trainer", plan.sides.trainer.ranks),
@@ -101,10 +105,10 @@ def test_in_every_plan_each_device_of_each_share_has_one_owner(
 @pytest.mark.parametrize(
     ("trainer", "rollout", "sizes", "shares"),
     [
-        ((1, 4), (1, 4), [8, 4, 4], [8]),  # fewest nodes
+        ((1, 4), (1, 4), [8, 4, 4], [8]),  # the fewest nodes
         ((1, 4), (1, 4), [4, 4], [4, 4]),
         ((2, 4), (1, 4), [4, 8, 4], [8, 4]),
-        ((2, 4), (2, 4), [4, 8, 4], [8, 4, 4]),  # one node shared: neither all nor none would fit
+        ((2, 4), (2, 4), [4, 8, 4], [8, 4, 4]),  # one node shared; all or none would not fit
         ((1, 8), (2, 4), [4, 4, 8], [8, 4, 4]),
         ((1, 2), (1, 6), [8, 4, 4], [8]),
         ((3, 2), (1, 2), [2, 2, 4], [4, 2, 2]),

@@ -1,4 +1,7 @@
-"""Deadlines of requests time the lack of progress. The real Peer and Host, on the virtual clock."""
+"""Deadlines of requests limit the time without progress.
+
+The Peer and the Host are real, and the clock is virtual.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ async def replica(engine: Engine) -> AsyncIterator[RemoteRolloutEngine]:
 
 
 async def draw(engine: Engine, requests: int) -> float:
-    """Seconds until all requests are served."""
+    """Return the seconds until all requests are served."""
     start = asyncio.get_running_loop().time()
     async with replica(engine) as remote:
         calls = [
@@ -72,7 +75,7 @@ async def draw(engine: Engine, requests: int) -> float:
 
 
 def test_a_request_that_queues_behind_others_does_not_reach_its_deadline() -> None:
-    """Ten minutes each, one after the other."""
+    """Each request takes ten minutes, one after the other."""
     seconds = clock.run(draw(Engine(token_s=60.0, tokens=10), requests=12))
     assert seconds == pytest.approx(12 * 600.0) and seconds > 3 * DEADLINE_S
 

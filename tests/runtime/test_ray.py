@@ -1,5 +1,8 @@
-"""Ray for real, on clusters of several nodes of this machine: workers get the devices of their plan, what cannot be placed is
-refused with its arithmetic, a node that dies is told, and a run spans two nodes."""
+"""Ray for real, on clusters of several nodes on this machine.
+
+Workers get the devices of their plan. A placement that does not fit is refused with its arithmetic.
+The death of a node is reported, and a run spans two nodes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from tests.runtime.test_placement import config
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes as `ray start` twice would make: one CPU each, and 4 and 2 GPUs that only Ray believes in."""
+    """Start two nodes, as two calls of `ray start` would.
+
+    Each has one CPU. They have 4 and 2 GPUs that exist only for Ray.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {
         "num_cpus": 1,
@@ -103,7 +109,7 @@ def test_a_folder_that_a_node_does_not_see_is_refused(cluster: Cluster, tmp_path
 
 
 async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str, tuple[str, str]]:
-    """(node, CUDA_VISIBLE_DEVICES) of every worker, as its process has them."""
+    """Return (node, CUDA_VISIBLE_DEVICES) of every worker, as its process sees them."""
     workers = [(role, k) for role, count in roles.items() for k in range(count)]
     await asyncio.gather(*(runtime.start(f"{role}-{k}", role, k) for role, k in workers))
     found: dict[str, tuple[str, str]] = {}
@@ -151,7 +157,7 @@ def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
 
 
 def nodes_of_actors() -> dict[str, str]:
-    """Node by worker, of the actors that are alive."""
+    """Return the node of each worker whose actor is alive."""
     from ray._private.state import actors
 
     alive = [a for a in actors().values() if a["State"] == "ALIVE"]
@@ -161,7 +167,7 @@ def nodes_of_actors() -> dict[str, str]:
 
 
 def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
-    """One CPU in each node: the two sides do not fit one, and the run spans both."""
+    """Each node has one CPU. The two sides do not fit one node, and the run spans both."""
     placed = [
         "trainer.runtime=ray",
         f"trainer.ray_address={cluster.address}",
@@ -188,7 +194,7 @@ def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_
 def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The last test: its node does not come back."""
+    """This test comes last, because its node does not come back."""
 
     async def main() -> None:
         async with opened(

@@ -1,4 +1,4 @@
-"""What the driver makes of several workers' answers."""
+"""How the driver combines the answers of several workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from millrace.ports import TransferReport
 from millrace.runtime.remote import RemoteWeightSync, first_error
 
 NEVER = object()
-"""Of a call that is never answered."""
+"""The answer to a call that is never answered."""
 
 
 class Answers:
-    """A peer that answers by method; an exception is raised."""
+    """A peer with one answer for each method. An answer that is an exception is raised."""
 
     def __init__(self, name: str, death: str = "", **answers: Any) -> None:
         self.name, self.death, self.answers = name, death, answers
@@ -91,7 +91,10 @@ def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
 
 @pytest.mark.parametrize("call", ["build", "connect"])
 def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(call: str) -> None:
-    """Its process gives back its memory before it is known to be dead; the others' connections to it have failed by then."""
+    """The process of a killed worker frees its memory before it is known to be dead.
+
+    By then, the other workers' connections to it have failed.
+    """
     killed, other = Answers("trainer-0"), Answers("trainer-1")
     killed.answers, other.answers = (
         {call: NEVER},
@@ -122,7 +125,10 @@ def test_an_error_of_a_workers_own_is_told_at_once() -> None:
 
 
 def test_what_was_begun_is_begun_once() -> None:
-    """The same version again, of another run on the same engines, is sent by the trainer's ranks as any other."""
+    """The version is sent in the background once. Afterwards, it is sent like any other.
+
+    A further run on the same engines may send the same version again.
+    """
     trainer = Answers("trainer-0", keep=None, sent=None, transfer=TransferReport(8, 0.1))
     replica = Answers("rollout-0", transfer=TransferReport(8, 0.2))
 

@@ -1,4 +1,7 @@
-"""Calls over a real socket pair: typed both ways, batched, and every failure arrives with a name."""
+"""Calls over a real socket pair.
+
+They are typed both ways and batched, and every failure arrives with a name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from millrace.types import (
 
 @dataclass
 class Engine:
-    """What a worker serves in these tests."""
+    """The object that a worker serves in these tests."""
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     calls: list[object] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Engine:
         return 1 / by
 
     async def garbled(self) -> None:
-        raise FileNotFoundError("caf\udce9")  # how Python spells a name that is not UTF-8
+        raise FileNotFoundError("caf\udce9")  # Python's form of a name that is not UTF-8
 
     async def refuse(self) -> None:
         raise SyncError("replica 0 holds other weights")
@@ -91,7 +94,7 @@ class Root:
 
 @dataclass
 class Wire:
-    """Both ends and the frames that passed."""
+    """Both ends of a connection, and all frames that passed."""
 
     peer: Peer
     root: Root

@@ -1,4 +1,8 @@
-"""The Ledger under random walks: conservation, capacity, the lag bound, no deadlock, restore at any sync."""
+"""The Ledger under random walks.
+
+Samples are conserved. Capacity and the lag bound are respected. No walk deadlocks, and the ledger
+can be restored at any sync.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ PROMPT = Prompt(0, tokens_of([1]), "1", "test")
 
 
 def schedule_of(**numbers: Any) -> Schedule:
-    """Overlap where it is allowed."""
+    """Return a schedule with these numbers. It has overlap only where overlap is allowed."""
     numbers["overlap_sync"] &= (
         numbers["placement"] is Placement.SEPARATE and numbers["staleness_threshold"] > 0
     )
@@ -55,12 +59,12 @@ def moves(ledger: Ledger) -> list[str]:
 
 
 def lag(ledger: Ledger, sample_id: int) -> int:
-    """Versions between the sample's admission and the weights that are trained now."""
+    """Return the versions between the sample's admission and the weights that train now."""
     return ledger.trainer_version - ledger._slots[sample_id].version
 
 
 def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
-    """Do one move; the lags of what it trained."""
+    """Do one move, and return the lags of the samples that it trained."""
     lags: list[int] = []
     if move == "admit":
         ledger.admit(Prompt(ledger.admitted, PROMPT.tokens, "", "test"))
@@ -103,7 +107,7 @@ def test_any_walk_of_legal_moves_keeps_every_promise(
             snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
             ledger = Ledger.restore(schedule, snapshot, limit)
             ledger.check()
-    for _ in range(2000):  # from wherever the walk has led, a run without drops trains: no deadlock
+    for _ in range(2000):  # from any end of the walk, a run without drops trains: no deadlock
         helpful = [m for m in moves(ledger) if m != "drop"]
         if trained or not helpful:
             break
@@ -111,14 +115,14 @@ def test_any_walk_of_legal_moves_keeps_every_promise(
         worst, trained = max([worst, *lags]), trained + len(lags)
     assert worst <= schedule.lag_bound
     assert trained > 0
-    if not moves(ledger):  # a walk only ends when the run does: no deadlock
+    if not moves(ledger):  # a walk ends only if the run ends: no deadlock
         assert limit is not None and ledger.done() and ledger.retired == limit == trained
 
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=schedules, seed=st.integers(0, 2**32))
 def test_the_lag_bound_is_met_by_an_adversary(schedule: Schedule, seed: int) -> None:
-    """The oldest sample finishes last whenever it may: still within the bound."""
+    """The oldest sample finishes as late as possible. The lag stays within the bound."""
     ledger, worst = Ledger(schedule), 0
     rng = random.Random(seed)
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""A run is called what its Schedule does, whatever mode its overrides began with."""
+"""The name of a run describes its Schedule, not the mode that its overrides began with."""
 
 from __future__ import annotations
 

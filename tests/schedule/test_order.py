@@ -1,4 +1,4 @@
-"""The order of training, against a plain reference that looks at every sample for every pick."""
+"""The order of training, compared with a plain reference that checks every sample at each pick."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from millrace.schedule.order import TrainingOrder
 
 
 def reference(pending: dict[int, bool], count: int, lookahead: int) -> list[int]:
-    """The next `count` finished samples, or []: each pick is the first finished one within the look ahead.
+    """Return the next `count` finished samples, or [] if there are fewer.
 
-    `pending` says of each sample that is admitted and not taken, in order of admission, if it is finished.
+    Each pick is the first finished sample within the look ahead. `pending` has all samples that are
+    admitted and not taken, in order of admission, and whether each is finished.
     """
     left, chosen = dict(pending), []  # type: ignore[var-annotated]
     while len(chosen) < count and left:
@@ -41,7 +42,7 @@ def test_any_walk_takes_what_the_reference_takes(lookahead: int, seed: int) -> N
             pending[admitted] = False
             admitted += 1
         elif move < 0.7 and unfinished:
-            # The oldest one is a straggler most of the time.
+            # The oldest sample is a straggler most of the time.
             i = rng.choice(unfinished[1:] if rng.random() < 0.7 and unfinished[1:] else unfinished)
             order.finish(i)
             pending[i] = True

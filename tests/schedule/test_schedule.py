@@ -1,4 +1,4 @@
-"""The arithmetic of the Schedule, against the recipes' worked examples."""
+"""The arithmetic of the Schedule, compared with worked examples of recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from millrace.schedule.schedule import Schedule
 
 
 def test_the_recipes_worked_examples() -> None:
-    """7B on 64 + 64: mini 32, 4 batches, trigger 4, staleness 0.5; 4 + 4: staleness 0.1 (fully-async recipe)."""
+    """Worked examples of the fully-async recipe. The first one trains a 7B model.
+
+    | devices | mini-batch | batches | trigger | staleness |
+    |---|---|---|---|---|
+    | 64 + 64 | 32 | 4 | 4 | 0.5 |
+    | 4 + 4 | 32 | 4 | 4 | 0.1 |
+    """
     large = Schedule(
         ppo_mini_batch_size=32,
         require_batches=4,

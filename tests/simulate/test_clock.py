@@ -1,4 +1,4 @@
-"""The virtual clock: time jumps, and a deadlock is a failure that comes at once, every time."""
+"""The virtual clock: time jumps, and every deadlock fails at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated rewards: drawn, but a function of prompt and response alone."""
+"""Simulated rewards are random, but a pure function of prompt and response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer ranks and replicas that are connected over real gloo groups, as workers connect."""
+"""Trainer ranks and replicas, connected over real gloo groups as workers connect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINERS, REPLICAS = 2, 2
 
 
 def model(seed: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes, in more buckets of 1 MiB than there are ranks; the first of them fills one alone."""
+    """Return float32 and bfloat16 tensors. The rows of one trainer rank fill two 1 MiB buckets."""
     noise = torch.Generator().manual_seed(seed)
     shapes = {
         "embed": (700, 512),
@@ -36,7 +36,10 @@ def model(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Source:
-    """A trainer rank's weights: of the whole tensors it holds the rows that FSDP2 would give it, with TRAINERS ranks to a copy."""
+    """The weights of one trainer rank: the rows that FSDP2 would give it.
+
+    TRAINERS ranks share one copy of the model.
+    """
 
     tensors: dict[str, Tensor]
     rank: int
@@ -54,7 +57,7 @@ class Source:
 
 @dataclass
 class Holder:
-    """A replica whose swap copies, as it should."""
+    """A replica with a correct swap, which copies the staged tensors."""
 
     live: dict[str, Tensor]
     version: int = 0
@@ -72,7 +75,7 @@ class Holder:
 
 
 class Deaf(Holder):
-    """A replica that says it took the new weights and serves the old ones."""
+    """A replica that confirms the new weights but serves the old ones."""
 
     async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
         self.version = version
@@ -80,7 +83,7 @@ class Deaf(Holder):
 
 
 class Forgetful(Holder):
-    """A replica that takes all new tensors but one."""
+    """A replica that copies all new tensors except one."""
 
     async def swap(self, version: int, staged: Mapping[str, Tensor]) -> float:
         kept = self.live["layer.0.b"].clone()
@@ -97,7 +100,10 @@ class Fleet:
     receivers: list[Receiver]
 
     async def transfer(self, version: int) -> tuple[list[TransferReport], list[TransferReport]]:
-        """Senders block where they are called, as in a process of their own: here each has a thread."""
+        """Transfer a version; return the reports of the senders and those of the receivers.
+
+        A sender blocks its caller, as in a process of its own, so each sender has a thread here.
+        """
         sent = [asyncio.to_thread(asyncio.run, s.transfer(version)) for s in self.senders]  # type: ignore[arg-type]
         received = [r.transfer(version) for r in self.receivers]
         reports = await asyncio.gather(*sent, *received, return_exceptions=True)
@@ -116,7 +122,7 @@ async def fleet(
     trainer: dict[str, Tensor] | None = None,
     copies: int = 1,
 ) -> AsyncIterator[Fleet]:
-    """Two trainer ranks to each copy of the model, and two replicas, connected as workers connect."""
+    """Connect two trainer ranks for each copy of the model, and two replicas, as workers do."""
     ranks = TRAINERS * copies
     config = Config(
         trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},

@@ -1,4 +1,7 @@
-"""A policy with adapters: its base is sent once, then adapters alone, and what is served is the base and what they add."""
+"""Weight sync of a policy with adapters.
+
+The trainer sends the base once and then only adapters. Replicas serve the merged weights.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from tests.train.samples import random_samples
 
 RANK, ALPHA = 3, 12.0
 ADAPTED = ("layer.0.w", "layer.1.w", "head")
-"""Of a model in float32, but for the head in bfloat16."""
+"""The adapted tensors. All are float32 except `head`, which is bfloat16."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(seed: int) -> dict[str, Tensor]:
-    """A and B of every adapted tensor; the second trainer rank holds one row of each A."""
+    """Return A and B of every adapted tensor. The second trainer rank has one row of each A."""
     noise, tensors = torch.Generator().manual_seed(seed), {}
     for name in ADAPTED:
         rows, columns = model(0)[name].shape
@@ -52,7 +55,7 @@ def drawn(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Adapted(Source):
-    """A trainer rank whose base stays as it is."""
+    """A trainer rank with adapters and a frozen base."""
 
     low_rank: dict[str, Tensor]
 
@@ -61,7 +64,7 @@ class Adapted(Source):
 
 
 def merged(base: dict[str, Tensor], low_rank: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In float64."""
+    """Add the adapters to the base, in float64."""
     return {
         name: base[name].double()
         + ALPHA / RANK * low_rank[f"{name}.lora_B"].double() @ low_rank[f"{name}.lora_A"].double()
@@ -105,7 +108,7 @@ async def fleet(
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
-    """New adapters for every trainer rank."""
+    """Give every trainer rank new adapters and return them."""
     low_rank = drawn(seed)
     for source in f.sources:
         source.low_rank = low_rank  # type: ignore[attr-defined]
@@ -133,9 +136,8 @@ def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_serve
                         if name not in ADAPTED:
                             assert torch.equal(got, want)
                         else:
-                            tolerance = (
-                                2**-8 if got.dtype == torch.bfloat16 else 1e-6
-                            )  # A and B are of the order of 1
+                            # The entries of A and B are of the order of 1 or smaller.
+                            tolerance = 2**-8 if got.dtype == torch.bfloat16 else 1e-6
                             torch.testing.assert_close(
                                 got.double(), want, rtol=tolerance, atol=1e-6
                             )
@@ -149,7 +151,7 @@ def test_after_the_first_version_adapters_alone_are_sent_and_whole_tensors_serve
 
 
 def flips(target: Any) -> Callable[[Any, Tensor], Any]:
-    """One bit of the first bucket of this sender, after its sums are taken."""
+    """Flip one bit of the sender's first bucket, after the sender took its checksums."""
     honest, left = collective.start_broadcast, [1000]
 
     def broken(group: Any, tensor: Tensor) -> Any:
@@ -180,7 +182,7 @@ def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
                 ):
                     await receiver.activate(1)
             assert all(h.swaps == [0] for h in f.holders)
-            low_rank = draw(f, 8)  # the base is still whole
+            low_rank = draw(f, 8)  # the base is still complete
             await f.transfer(2)
             await f.activate(2)
             want = merged(model(1), low_rank)["layer.1.w"]
@@ -194,7 +196,7 @@ def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
 def test_adapters_of_a_base_that_did_not_arrive_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer does not send it again."""
+    """The trainer does not send the base again."""
 
     async def main() -> None:
         async with fleet() as f:
@@ -220,7 +222,7 @@ def test_adapters_of_a_base_that_did_not_arrive_are_refused(
 
 @pytest.mark.parametrize("name", ["layer.1.w", "norm"])
 def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(name: str) -> None:
-    """Adapted or not."""
+    """This holds for adapted tensors and for others."""
 
     async def main() -> None:
         async with fleet() as f:
@@ -246,9 +248,8 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(name: st
 
 def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught() -> None:
     async def main() -> None:
-        async with fleet(
-            lambda i: Deaf(model(1))
-        ) as f:  # it has the base: adapted tensors alone are wrong
+        # The replica has the base, so only the adapted tensors are wrong.
+        async with fleet(lambda i: Deaf(model(1))) as f:
             await f.transfer(1)
             with pytest.raises(
                 SyncError,
@@ -275,7 +276,7 @@ def test_the_bit_sums_that_vllm_is_proven_by_are_those_of_what_was_staged() -> N
 
 
 def test_staged_memory_stays_where_it_is() -> None:
-    """vLLM's copies are recorded once, and repeated."""
+    """vLLM records its copies once and repeats them, so the addresses must not change."""
 
     async def main() -> None:
         async with fleet() as f:

@@ -1,4 +1,4 @@
-"""Buckets and checksums: nothing is left out or overlaps, and no change of a tensor goes unseen."""
+"""Tests of buckets and checksums: no gap, no overlap, and every change of a tensor is detected."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_specs_are_those_of_the_live_tensors() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 40), st.sampled_from(["float32", "bfloat16", "int8"]), st.data())
 def test_any_flipped_bit_changes_the_checksum(length: int, dtype: str, data: st.DataObject) -> None:
-    """Also in the last word, which an odd number of short values fills by half."""
+    """This includes the last word, which an odd number of 16-bit values fills only half."""
     tensor = values(Spec("", (length,), dtype), length)
     flipped = tensor.clone()
     raw = flipped.view(torch.uint8)
@@ -121,7 +121,7 @@ def test_any_two_words_swapped_change_the_checksum(words: list[int], data: st.Da
 
 @pytest.mark.parametrize("distance", [1_048_573, 1 << 20, 1 << 22, (1 << 22) + 5])
 def test_words_swapped_far_apart_change_the_checksum(distance: int) -> None:
-    """The weights have no period within a tensor, and chunks are not summed alike."""
+    """The checksum's position weights have no period within a tensor, and they differ by chunk."""
     tensor = torch.zeros(distance + 1, dtype=torch.int32)
     tensor[0] = 7
     swapped = torch.zeros_like(tensor)
@@ -131,7 +131,7 @@ def test_words_swapped_far_apart_change_the_checksum(distance: int) -> None:
 
 def test_changes_that_make_up_for_each_other_in_one_sum_are_seen_in_the_other() -> None:
     tensor = torch.tensor([10, 10, 10], dtype=torch.int32)
-    for change in ([2, -1, 0], [1, -1, 0]):  # the same sum by position; the same plain sum
+    for change in ([2, -1, 0], [1, -1, 0]):  # equal sum by position; equal plain sum
         assert not torch.equal(
             checksum(tensor), checksum(tensor + torch.tensor(change, dtype=torch.int32))
         )

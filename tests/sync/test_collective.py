@@ -1,4 +1,7 @@
-"""The weight sync over real gloo groups: what is sent is what is served, and whatever is not is never served."""
+"""Tests of the weight sync over real gloo groups.
+
+Replicas serve exactly the weights that the trainer sent, and never any others.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def test_weights_that_were_kept_arrive_though_the_trainer_has_stepped_on() -> No
                 at_the_cut = model(50 + version)
                 for source in f.sources:
                     source.tensors = {name: tensor.clone() for name, tensor in at_the_cut.items()}
-                if version == 2:  # one that is awaited, between those that are not
+                if version == 2:  # an awaited transfer between kept ones
                     await f.transfer(version)
                 else:
                     for sender in f.senders:
@@ -89,7 +92,7 @@ def test_weights_that_were_kept_arrive_though_the_trainer_has_stepped_on() -> No
 
 
 class Slow(Sender):
-    """Sends nothing, in a while, or fails."""
+    """A sender that waits 0.2 s and sends nothing; it raises `failure` if that is set."""
 
     failure: Exception | None = None
 
@@ -124,7 +127,7 @@ def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_to
         await sender.sent()
         sender.failure = None
         await sender.keep(4)
-        time.sleep(1.0)  # noqa: ASYNC251 - the event loop has no turn, as in a step
+        time.sleep(1.0)  # noqa: ASYNC251 - blocks the event loop, as a step does
         assert sender.last() is None, "what is sent is not kept through the step"
         await sender.sent()
 
@@ -137,9 +140,8 @@ def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
             for version in (0, 1):
                 for source in [*f.sources, *one.sources]:
                     source.tensors = model(50 + version)
-                if (
-                    version == 0
-                ):  # what was kept is there for the first copy, and no rank minds being told to keep it
+                # All ranks accept `keep`, but only those of the first copy send the kept weights.
+                if version == 0:
                     await asyncio.gather(*(s.keep(version) for s in f.senders))
                     await asyncio.gather(*(r.transfer(version) for r in f.receivers))
                 sent, received = await f.transfer(version)
@@ -162,7 +164,7 @@ def test_of_several_copies_of_the_model_the_first_is_sent_alone() -> None:
 def test_the_pause_is_the_holders_own_and_no_part_of_the_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replica that waited 200 s for its turn, and stood still for none of it, does not report it as a pause."""
+    """A replica waits 200 s for its turn and still serves. It does not report this as a pause."""
     now = [0.0]
 
     class Waiting(Holder):
@@ -202,7 +204,7 @@ def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation() -> Non
 def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sender's checksums are of what it meant to send: one bit of each bucket is flipped after they are taken."""
+    """One bit of each bucket flips after the sender took its checksums."""
     honest = collective.start_broadcast
 
     def flips(group: Any, tensor: Tensor) -> Any:
@@ -239,7 +241,10 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
 def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(
     kind: type[Holder], named: str
 ) -> None:
-    """The trap of engines that confirm an update and serve the old weights: the proof is on live tensors, not on a message."""
+    """Some engines confirm an update and serve the old weights.
+
+    The proof therefore reads live tensors and does not trust a message.
+    """
 
     async def main() -> None:
         async with fleet(lambda i: kind(model(9)) if i == 0 else Holder(model(9))) as f:

@@ -1,4 +1,7 @@
-"""One tensor of one replica goes wrong in a training that is real but for its processes: the run ends, with both their names."""
+"""Weight sync in a real training run without worker processes.
+
+If one tensor of one replica is wrong, the run ends with an error that names both.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ BROKEN = "model.layers.1.mlp.up_proj.weight"
 
 
 class OldTensor(TorchRolloutEngine):
-    """From version `since` on, its swap leaves one tensor as it was, and says nothing of it."""
+    """A replica whose swap silently keeps one old tensor, from version `since` on."""
 
     since = 2
 
@@ -56,7 +59,7 @@ class OldTensor(TorchRolloutEngine):
 
 
 class Sync:
-    """The worker's two ends without workers: what remote.py calls."""
+    """A sender and receivers without workers, with the methods that remote.py calls."""
 
     def __init__(self, sender: Sender, receivers: Sequence[Receiver]) -> None:
         self.sender = sender
@@ -115,12 +118,11 @@ def config(**schedule: object) -> Config:
 async def train(
     folder: str, c: Config, second: type[TorchRolloutEngine], samples: int = 12
 ) -> tuple[Record, list[TorchRolloutEngine]]:
-    """A run with two replicas, the second one of class `second`."""
+    """Run a training with two replicas; the second one has class `second`."""
     engine = fsdp_train.build(c, folder, rank=0, world_size=1)
     engine.restart(c.actor.optim, samples)
-    model = load_model(
-        folder, seed=9, dtype="float32"
-    )  # other weights than the trainer's, which the first sync brings
+    # These weights differ from the trainer's, which arrive with the first sync.
+    model = load_model(folder, seed=9, dtype="float32")
     broken = second(model, eos_ids=eos_ids(model), slots=16, max_len=16)
     replicas = [torch_rollout.build(c.sides, c.model, folder), broken]
     store = dist.HashStore()

@@ -1,4 +1,7 @@
-"""The handover between two processes on one GPU, over real gloo messages; the slots are host memory that both ends see."""
+"""The handover between two processes on one GPU, over real gloo messages.
+
+The slots are in host memory that both sides share.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def model(seed: int) -> dict[str, Tensor]:
-    """More buckets than slots."""
+    """Return a model that needs more buckets (5) than there are slots (2)."""
     noise = torch.Generator().manual_seed(seed)
     return {
         f"layer.{i}": torch.randn(40 + i, 50, generator=noise).to(torch.bfloat16) for i in range(9)
@@ -108,7 +111,7 @@ def test_what_is_loaded_is_what_the_trainer_has_version_after_version() -> None:
 
 
 def test_a_slot_is_not_written_before_it_was_loaded() -> None:
-    """A replica that loads slowly still loads what its bucket held when it was told."""
+    """A slow replica still loads the content that its slot had when the sender announced it."""
     import time
 
     p = pair(lambda p, name, tensor: time.sleep(0.05))
@@ -118,7 +121,7 @@ def test_a_slot_is_not_written_before_it_was_loaded() -> None:
 
 def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
     def flip(p: Pair, name: str, tensor: Tensor) -> None:
-        """While the first tensor is loaded, a bit of the second bucket changes."""
+        """Flip a bit of the second bucket while the first tensor is loaded."""
         p.slots[1][200] ^= name == "layer.0"
 
     p = pair(flip)
@@ -132,9 +135,8 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
         ):
             await asyncio.to_thread(p.inbox.receive, 7)
         assert p.inbox.version is None
-        with pytest.raises(
-            SyncError, match="broke off"
-        ):  # nobody says that it is loaded: a deadline ends the wait
+        # No message says that the slot is loaded, so a deadline ends the wait.
+        with pytest.raises(SyncError, match="broke off"):
             await sending
 
     asyncio.run(main())
@@ -170,7 +172,7 @@ CUDA_ARGUMENTS = (
     bytes(64),
     True,
 )
-"""What torch says of 96 bytes on GPU 5."""
+"""The arguments with which torch describes 96 bytes on GPU 5."""
 
 
 def test_a_slot_is_mapped_with_what_torch_said_of_it_on_the_device_of_this_process(

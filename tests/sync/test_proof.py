@@ -1,4 +1,4 @@
-"""What is live is proven by sums of bits, however an engine fused, split, repeated or padded it."""
+"""Tests of the proof by bit sums: live tensors may be fused, split, repeated or padded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def sent_weights(
 
 
 def served(sent: dict[str, Tensor], devices: int, copies_of_kv: int = 1) -> list[dict[str, Tensor]]:
-    """As vLLM lays them out: fused, split over devices, norms on all of them, the vocabulary padded with zeros."""
+    """Lay out the weights on `devices` devices as vLLM does.
+
+    Tensors are fused and split over the devices. Every device has the norms. Zeros pad the
+    vocabulary.
+    """
     out = []
     for d in range(devices):
 
@@ -71,9 +75,8 @@ def test_a_sum_of_bits_is_that_of_its_integers(dtype: torch.dtype) -> None:
     raw = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), integers)
     expected = sum(int(x) for x in raw)
     assert (int(bit_sum(tensor)) - expected) % 2**64 == 0
-    assert (
-        int(bit_sum(tensor.t())) - expected
-    ) % 2**64 == 0  # the layout in memory does not matter
+    # The memory layout does not matter.
+    assert (int(bit_sum(tensor.t())) - expected) % 2**64 == 0
 
 
 @given(
@@ -97,9 +100,8 @@ def test_one_bit_on_one_device_is_seen_and_named(
     live = served(sent, *layout)
     device = data.draw(st.sampled_from(live))
     name = data.draw(st.sampled_from(sorted(device)))
-    flat = device[name] = device[name].clone(
-        memory_format=torch.contiguous_format
-    )  # else it may be what was sent
+    # Without the copy, the change could also reach `sent`.
+    flat = device[name] = device[name].clone(memory_format=torch.contiguous_format)
     raw = flat.view(-1).view(torch.int32)
     raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 30))
     assert not_live(bit_sums(sent), [bit_sums(d) for d in live], FUSED) == [name]
@@ -112,7 +114,7 @@ def test_old_weights_under_a_new_version_are_seen() -> None:
 
 
 def test_weights_that_an_engine_packed_away_are_seen() -> None:
-    """vLLM on CPUs leaves an empty parameter where it keeps a packed copy."""
+    """vLLM on CPUs keeps a packed copy and leaves an empty parameter in its place."""
     sent = sent_weights(3)
     live = served(sent, 1)[0]
     live["layers.0.attn.o_proj.weight"] = torch.empty(0)

@@ -1,4 +1,4 @@
-"""Tiny engines in float64 for the tests of algorithms in the engine, and the plain training that they are compared with."""
+"""Tiny float64 engines for the tests of algorithms in the engine, and their plain reference."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tests.train.samples import random_samples
 
 TEMPERATURE = 0.8
 COUNTS = (4, 1, 3, 5, 2, 4, 3)
-"""Trajectories of each sample: with mini-batches of four samples, two steps."""
+"""The number of trajectories of each sample. Mini-batches of four samples make two steps."""
 VERSION = 2
-"""The live one; tokens of `random_samples` are 0 to 2 versions old."""
+"""The live policy version. The tokens of `random_samples` are 0 to 2 versions old."""
 DECOUPLED = {"use_rollout_log_probs": False}
 REINFORCE = {"policy_loss": {"loss_mode": "reinforce"}}
 
@@ -48,7 +48,7 @@ def samples_of(seed: int = 10, counts: Sequence[int] = COUNTS) -> tuple[Sample, 
 
 
 def config_of(**sections: Any) -> Config:
-    """Two mini-batches of several micro-batches, unless `actor` says otherwise."""
+    """Return a configuration: two mini-batches of several micro-batches, unless `actor` differs."""
     actor = {
         "ppo_mini_batch_size": 4,
         "ppo_max_token_len_per_gpu": 60,
@@ -64,7 +64,7 @@ def correction(**keys: Any) -> dict[str, Any]:
 
 
 def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
-    """With the critic and the reference that the configuration needs."""
+    """Build an engine with the critic and the reference that the configuration needs."""
 
     def model() -> PackedPolicy:
         return PackedPolicy(train_cases.model_of({}, folder))
@@ -105,7 +105,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def moments(engine: FsdpTrainEngine) -> list[Tensor]:
-    """Everything that the policy's optimizer remembers."""
+    """Return copies of all state tensors of the policy's optimizer."""
     assert engine.actor.optimizer is not None
     return [
         value.clone() for state in engine.actor.optimizer.state.values() for value in state.values()
@@ -123,7 +123,7 @@ def trajectory(
     stop: Stop = Stop.EOS,
     extra: dict[str, float] | None = None,
 ) -> Trajectory:
-    """One turn with these log-probs."""
+    """A trajectory of one turn with these rollout log-probs."""
     tokens = tokens_of(1 + i % 12 for i in range(len(rollout)))
     segment = Segment(tokens, version=version, log_probs=floats_of(rollout), stop=stop)
     return Trajectory((segment,), None if score is None else Score(score, extra or {}))
@@ -136,7 +136,7 @@ def sample(index: int, *trajectories: Trajectory, greedy: Trajectory | None = No
 
 
 def at_version(one: Sample, version: int) -> Sample:
-    """The same, all of it drawn by one version."""
+    """Return the same sample with one policy version for all its tokens."""
 
     def moved(t: Trajectory) -> Trajectory:
         segments = (
@@ -147,18 +147,19 @@ def at_version(one: Sample, version: int) -> Sample:
     return replace(one, trajectories=tuple(moved(t) for t in one.trajectories))
 
 
-# The plain way -------------------------------------------------------------------------------------------------------
+# Plain training
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Token:
-    """A token of the policy as a plain loop sees it."""
+    """A token of the policy in the plain loop."""
 
     new: Tensor
-    """log p now, with a gradient."""
+    """log p of the current policy, with a gradient."""
     rollout: float
     arrival: float
-    """log p of the policy as it was when the batch arrived."""
+    """log p of the policy at the arrival of the batch."""
     advantage: float
     age: int
 
@@ -169,15 +170,15 @@ class Token:
 
 Rows = list[list[Token]]
 Trained = list[list[tuple[Token, float, float]]]
-"""Of each trajectory: the tokens that are left, with their old log-prob and weight."""
+"""The trained tokens of each trajectory: (token, old log-prob, weight)."""
 Rule = Callable[[Rows, Rows], Trained]
-"""(the trajectories of a mini-batch, those of the batch) -> what is trained."""
+"""(trajectories of the mini-batch, trajectories of the batch) -> trained tokens."""
 
 
 def plain_rows(
     model: Any, samples: tuple[Sample, ...], advantages: dict[tuple[int, int], float], version: int
 ) -> list[Rows]:
-    """Of each sample, its trajectories; `arrival` is the log-prob now."""
+    """Return the trajectories of each sample. `arrival` is set to the current log-prob."""
     found = []
     for i, one in enumerate(samples):
         rows = []
@@ -195,7 +196,7 @@ def plain_rows(
 
 
 def plain_aggregate(rows: list[list[Tensor]], mode: str) -> Tensor:
-    """Token losses of each trajectory to one number. A trajectory without any counts nowhere."""
+    """Aggregate token losses to one number. A trajectory without tokens is ignored."""
     rows = [row for row in rows if row]
     if mode == "seq-mean-token-mean":
         return sum(sum(row) / len(row) for row in rows) / len(rows)  # type: ignore[return-value]
@@ -230,13 +231,13 @@ def plain_update(module: nn.Module, optimizer: torch.optim.AdamW, loss: Tensor, 
 
 @dataclass
 class Plain:
-    """What plain training comes to."""
+    """The result of plain training."""
 
     weights: dict[str, Tensor]
     losses: list[float]
-    """Of the steps that were taken."""
+    """The loss of each step that trained at least one token."""
     trained: int
-    """Tokens, in all steps."""
+    """The number of trained tokens of all steps."""
     tokens: int
 
 
@@ -247,7 +248,7 @@ def plain_train(
     advantages: dict[tuple[int, int], float],
     rule: Rule,
 ) -> Plain:
-    """The steps of one batch: the policy loss alone."""
+    """Train the steps of one batch with the policy loss alone."""
     model, actor = train_cases.model_of({}, folder), config.actor
     optimizer, size = plain_optimizer(model), actor.ppo_mini_batch_size
     arrival = plain_rows(model, samples, advantages, VERSION)
@@ -282,7 +283,7 @@ def plain_loss(token: Token, old: float, actor: Any) -> Tensor:
 def group_advantages(
     scores: list[list[float]], kept: list[list[bool]] | None = None
 ) -> dict[tuple[int, int], float]:
-    """GRPO of each group, without those that are not kept."""
+    """Return the GRPO advantages of each group, computed from the kept trajectories only."""
     found = {}
     for i, group in enumerate(scores):
         of = [s for j, s in enumerate(group) if kept is None or kept[i][j]]

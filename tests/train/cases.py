@@ -1,4 +1,4 @@
-"""What the tests of training run at every number of ranks."""
+"""The training cases that the tests run at every number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace.types import Segment, Trajectory, floats_of, tokens_of
 from tests.train.samples import VOCAB, random_samples
 
 CPU = torch.device("cpu")
-# A large epsilon: AdamW's division makes noise of gradients near 0.
+# The epsilon is large because AdamW's division turns gradients near 0 into noise.
 OPTIM = OptimConfig(
     lr=3e-3,
     lr_warmup_steps=1,
@@ -85,7 +85,7 @@ def write_models(folder: Any) -> None:
 
 
 LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
-"""Ranks, and how many share a copy of the model; 0 is all."""
+"""The number of ranks, and how many ranks share one copy of the model (0: all of them)."""
 
 
 def config_of(case: Any, layout: Any = "1") -> Config:
@@ -109,7 +109,10 @@ def config_of(case: Any, layout: Any = "1") -> Config:
 
 
 def model_of(case: Any, folder: Any) -> Any:
-    """In float64 but for the norms, which transformers computes in float32: differences are then errors, not rounding."""
+    """Load the model in float64, so that a difference is an error and not rounding.
+
+    Only the norms are computed in float32, by transformers.
+    """
     return load_model(
         f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
     ).double()
@@ -136,7 +139,7 @@ def batches_of(case: Any) -> Any:
 
 
 def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, Any]:
-    """Weights and metrics after each batch, and log-probs before the first: by the engine."""
+    """Run the engine; return log-probs before the first batch, metrics by batch, final weights."""
     engine = engine_of(case, folder, rank, layout)
     batches = batches_of(case)
     log_probs = asyncio.run(engine.log_probs(batches[0].samples))
@@ -150,11 +153,12 @@ def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, 
     }  # fmt: skip
 
 
-# On several ranks ----------------------------------------------------------------------------------------------------
+# On several ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def with_bad_log_prob(batch: Any) -> Any:
-    """The batch with a rollout log-prob that is not a number."""
+    """Return the batch with one rollout log-prob that is NaN."""
     sample = next(s for s in batch.samples if len(s.trajectories) > 1)
     bad = Trajectory(
         (Segment(tokens_of([1, 2]), log_probs=floats_of([math.nan, -1.0])),),
@@ -165,14 +169,18 @@ def with_bad_log_prob(batch: Any) -> Any:
 
 
 def demonstrations(n: Any = 24) -> Any:
-    """Prompts of three tokens whose answer is the same three sorted, and the end of the sequence."""
+    """Prompts of three tokens; the answer is the three sorted tokens and the end token."""
     rng = random.Random(5)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(3)] for _ in range(n)]
     return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
 
 
 def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
-    """Results of every case by layout, then by rank, with that of the layout's function in `extras`. One spawn of four processes for all."""
+    """Run every case on several ranks; return the results by layout and rank.
+
+    The result of the layout's function in `extras` is included. One spawn of four processes runs
+    all layouts.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -188,7 +196,10 @@ def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
 
 
 def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> None:
-    """One of four processes: every case in every layout of several ranks, the smallest first. Results go to `folder`."""
+    """Run one of the four processes and write its results to `folder`.
+
+    It runs every case in every layout of several ranks, the smallest layout first.
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for layout, (world_size, _) in LAYOUTS.items():
@@ -204,7 +215,7 @@ def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> 
 
 
 def run_extra(folder: Any, rank: Any) -> dict[str, Any]:
-    """Supervised steps, a skipped step, a checkpoint, an export, one step beyond the checkpoint."""
+    """Run supervised steps, a skipped step, a checkpoint, an export and one more step."""
     case = CASES["one micro-batch"]
     engine = engine_of(case, folder, rank, "2")
     sft = [asyncio.run(engine.sft_step(demonstrations(5))).metrics for _ in range(2)]
@@ -226,7 +237,10 @@ def run_extra(folder: Any, rank: Any) -> dict[str, Any]:
 
 
 def run_copies(folder: Any, rank: Any) -> dict[str, Any]:
-    """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
+    """Run two copies of the model on four ranks.
+
+    They resume from the checkpoint of two ranks and save a checkpoint of their own.
+    """
     case = CASES["one micro-batch"]
     engine = engine_of(case, folder, rank, "2 x 2")
     asyncio.run(engine.load(f"{folder}/checkpoint"))
@@ -245,7 +259,7 @@ def run_copies(folder: Any, rank: Any) -> dict[str, Any]:
 
 
 def exchanges(engine: Any, keeps_whole_gradients: Any) -> Any:
-    """How often a mini-batch of several micro-batches has gradients exchanged between copies."""
+    """Count the gradient exchanges between copies in a mini-batch of several micro-batches."""
     engine.actor.keeps_whole_gradients, engine.actor.limit = keeps_whole_gradients, 12
     honest, calls = dist.all_reduce, []
 
@@ -270,7 +284,10 @@ def exchanges(engine: Any, keeps_whole_gradients: Any) -> Any:
 
 
 def run_loaded(folder: Any, rank: Any, layout: Any) -> Any:
-    """An engine as a user builds it, in float32: what its ranks have of what the first one loads, and a batch."""
+    """Build a float32 engine as a user does; return its weights, buffers and one step's metrics.
+
+    Only rank 0 loads the weights; the results show what each rank received.
+    """
     tree = config_of({}, layout).model_dump()
     tree["actor"]["use_kl_loss"], tree["algorithm"]["adv_estimator"] = True, "gae"
     built = build(

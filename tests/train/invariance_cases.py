@@ -1,4 +1,7 @@
-"""One mini-batch under every loss, at any number of ranks and any size of micro-batches: what `test_invariance` compares."""
+"""The cases of `test_invariance`: one mini-batch under every loss.
+
+Each case runs at any number of ranks and with micro-batches of any size.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tests.train.cases import CPU, OPTIM
 from tests.train.samples import random_samples
 
 CUTS = (40, 70, 4096)
-"""Tokens of a micro-batch: many, some, one."""
+"""Token limits of a micro-batch: they make many micro-batches, some, and one."""
 SAMPLES = random_samples(3, [4, 1, 3, 5, 2, 3, 0])
 VERSION = 2
 
@@ -113,7 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2), "2 x 1": (2, 1)}
-"""Ranks, and how many share a copy of the model; 0 is all."""
+"""The number of ranks, and how many ranks share one copy of the model (0: all of them)."""
 
 
 def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> Config:
@@ -128,7 +131,7 @@ def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> 
 
 
 def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> FsdpTrainEngine:
-    """With a reference and a critic that have something to say."""
+    """Build an engine whose reference differs from the policy and whose critic is not zero."""
     config = config_of({}, world_size, fsdp_size)
     sections = (config.model, config.trainer)
     mesh = mesh_of(*sections, world_size, CPU)
@@ -159,7 +162,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[str, Any]:
-    """Sums and gradients of one mini-batch, and the numbers of tokens that were trained."""
+    """Return the sums, the gradients and the number of trained tokens of one mini-batch."""
     config = config_of(case)
     options = engine.options = step_options(config)
     critic = engine.critic if config.needs_critic else None
@@ -189,7 +192,7 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Four processes: every case in every layout. Rank 0's results go to `folder`."""
+    """Run every case in every layout, in one of four processes; rank 0 writes the results."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for layout, (world_size, fsdp_size) in LAYOUTS.items():
@@ -200,7 +203,7 @@ def run_rank(rank: int, folder: str) -> None:
         engine = engine_of(folder, rank, world_size, fsdp_size)
         results = {}
         for i, (name, case) in enumerate(CASES.items()):
-            # As of a small model, whose whole gradients stay until the last micro-batch, and of a large one.
+            # A small model keeps whole gradients until the last micro-batch; a large one does not.
             engine.actor.keeps_whole_gradients = engine.critic.keeps_whole_gradients = i % 4 < 2
             results[name] = run_case(engine, case, CUTS[i % 2])
         if not rank:

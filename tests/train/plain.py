@@ -1,4 +1,4 @@
-"""The plain single-process training that the tests of training compare the engine with."""
+"""The plain single-process training that the tests compare with the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.train.cases import HORIZON, OPTIM, batches_of, config_of, model_of
 
 
 def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) -> Any:
-    """(log p, entropy, rollout log p) of each token of the policy, by one forward pass over the whole trajectory."""
+    """Return (log p, entropy, rollout log p) of each token of the policy.
+
+    One forward pass covers the whole trajectory.
+    """
     tokens, drawn = list(sample.prompt.tokens), []
     for segment in trajectory.segments:
         if segment.author is Author.POLICY:
@@ -41,7 +44,7 @@ def plain_token_loss(new: Any, old: Any, advantage: Any, actor: Any) -> Any:
 def plain_loss(
     model: Any, mini_batch: Any, advantages: Any, old_log_probs: Any, config: Any
 ) -> Any:
-    """(PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
+    """Return (PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
     actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
     sequences, entropies = [], []
     for key, sample, trajectory in mini_batch:
@@ -82,7 +85,7 @@ def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
 
 
 def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
-    """(weights, per batch: mean PPO loss, mean gradient norm, mean learning rate)."""
+    """Return the weights and, by batch, the means (PPO loss, gradient norm, learning rate)."""
     config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]

@@ -1,4 +1,7 @@
-"""Ragged samples for the tests of training: several turns, truncation, trajectories without a token of the policy."""
+"""Ragged random samples for the tests of training.
+
+Some trajectories have several turns, end with the environment, or have no token of the policy.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ def random_sample(rng: random.Random, index: int, n: int, longest: int = 9) -> S
                 Segment(ids(rng.randint(1, 4)), Author.ENVIRONMENT),
                 turn(rng.randint(1, 4), 2),
             ]
-        elif kind < 0.4:  # the environment has the last word
+        elif kind < 0.4:  # the environment writes the last segment
             segments.append(Segment(ids(3), Author.ENVIRONMENT))
-        elif kind < 0.5:  # nothing of the policy
+        elif kind < 0.5:  # no token of the policy
             segments = [Segment(ids(2), Author.ENVIRONMENT)] if rng.random() < 0.5 else []
         return Trajectory(tuple(segments), Score(float(rng.choice([0, 0, 1, 0.3]))))
 
@@ -48,6 +51,6 @@ def random_sample(rng: random.Random, index: int, n: int, longest: int = 9) -> S
 
 
 def random_samples(seed: int, counts: list[int], longest: int = 9) -> tuple[Sample, ...]:
-    """One sample for each number of trajectories in `counts`."""
+    """Return one sample for each number of trajectories in `counts`."""
     rng = random.Random(seed)
     return tuple(random_sample(rng, i, n, longest) for i, n in enumerate(counts))

@@ -1,4 +1,4 @@
-"""Metrics by age against NumPy."""
+"""Metrics by token age, compared with NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Old log-probs, weights and rejection inside the engine, against a plain loop, and steps without a token."""
+"""Old log-probs, weights and rejection in the engine, compared with a plain loop.
+
+Steps without a token are tested too.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ from tests.train.algorithm_cases import (
 CAP = 2.0
 
 
-# What is trained on, said again in plain words --------------------------------------------------------------------------
+# Rules: the trained tokens, in plain code
+# ------------------------------------------------------------------------------------
 
 
 def bypass(rows: Rows, _: Rows) -> Trained:
@@ -85,7 +89,7 @@ def interpolated_weights(rows: Rows, _: Rows) -> Trained:
 
 
 def by_token_and_sequence(rows: Rows, _: Rows) -> Trained:
-    """0.4 <= arrival / rollout <= 2 of each token, and no token of the response further off than k2 = 1.5."""
+    """Keep tokens with 0.4 <= arrival / rollout <= 2, in responses where no k2 exceeds 1.5."""
 
     def far(row: list[Token]) -> bool:
         return max((t.arrival - t.rollout) ** 2 / 2 for t in row) > 1.5
@@ -101,7 +105,7 @@ def by_token_and_sequence(rows: Rows, _: Rows) -> Trained:
 
 
 def by_current_policy(rows: Rows, _: Rows) -> Trained:
-    """The mean of k3 of current over rollout is at most 0.3: judged anew in each mini-batch."""
+    """Keep a response if the mean k3 of current to rollout <= 0.3, anew in each mini-batch."""
 
     def near(row: list[Token]) -> bool:
         logs = [t.current - t.rollout for t in row]
@@ -166,7 +170,10 @@ REJECT = {"rejection", "rejection by the current policy", "age"}
     [(n, a) for n in RULES for a in (get_args(AggMode) if n in REJECT else ["token-mean"])],
 )
 def test_two_steps_are_those_of_a_plain_loop(name: str, agg: str, folder: str) -> None:
-    """Ratios, weights and which tokens there are; denominators are of what rejection leaves, in every aggregation."""
+    """Ratios, weights and the choice of trained tokens match the plain loop.
+
+    In every aggregation, denominators count only the tokens that rejection leaves.
+    """
     keys, rule = RULES[name]
     config = config_of(**keys | {"actor": {"loss_agg_mode": agg} | keys.get("actor", {})})
     samples = samples_of()
@@ -215,13 +222,14 @@ def test_a_rejected_response_is_in_no_baseline(folder: str) -> None:
         torch.testing.assert_close(weight, plain.weights[key], rtol=1e-5, atol=1e-7)
 
 
-# Steps without a token ---------------------------------------------------------------------------------------------------
+# Steps without a token
+# --------------------------------------------------------------------------------------------------
 
 ONE_BY_ONE = {"actor": {"ppo_mini_batch_size": 1}}
 
 
 def far_off(one: Sample) -> Sample:
-    """The same, drawn by a policy that would never have said it."""
+    """Return the same sample with rollout log-probs of -15, far from those of the policy."""
     said = [
         [
             replace(s, log_probs=type(s.log_probs)("f", [-15.0] * len(s.log_probs)))
@@ -248,7 +256,10 @@ REJECT_ALL: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def rejecting(name: str, folder: str) -> tuple[Any, Any, tuple[Sample, ...]]:
-    """An engine that has stepped once, what makes a sample rejected whole, and three samples that are not."""
+    """Return an engine after one step, a function that spoils a sample, and three good samples.
+
+    Every token of a spoiled sample is rejected.
+    """
     algorithm, spoil = REJECT_ALL[name]
     asynchronous = DECOUPLED if "decoupled" in name else {}
     engine = engine_of(

@@ -1,4 +1,7 @@
-"""What a batch is worth: baselines, filters, KL in the reward, greedy baselines, the reference, ages; said again in plain words."""
+"""The experience made from a batch, compared with plain code.
+
+The tests cover baselines, filters, KL in the reward, greedy baselines, the reference and ages.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ from tests.train.plain import plain_log_probs
 
 
 def by_trajectory(values: torch.Tensor, samples: tuple[Sample, ...]) -> list[list[float]]:
-    """Values of trained tokens, cut at the ends of trajectories."""
+    """Split the values of the policy's tokens by trajectory."""
     counts = [t.num_policy_tokens for one in samples for t in one.trajectories]
     return [part.tolist() for part in values.split(counts)]
 
@@ -62,11 +65,12 @@ def same(found: list[list[float]], want: list[list[float]]) -> None:
         assert a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 
-# What is left out, and what still counts in a baseline ------------------------------------------------------------------
+# Excluded responses and baselines
+# --------------------------------------------------------------------------------------------
 
 
 def with_truncated() -> tuple[Sample, ...]:
-    """Two groups in which the truncated response has a score of its own."""
+    """Two groups; in each, the truncated response has a score that the others do not have."""
     cut = Stop.LENGTH
     return (
         sample(
@@ -92,7 +96,7 @@ ALWAYS = {"rollout_rs": "token_k1", "rollout_rs_threshold": "1e-6_1e6"}
 def test_truncated_responses_count_in_baselines_and_none_of_their_tokens_is_trained(
     correct: dict[str, Any], folder: str
 ) -> None:
-    """Filtered is not rejected: so also where what is rejected whole is in no baseline."""
+    """A filtered response counts in the baseline even if rejected responses do not."""
     config = config_of(algorithm={"overlong_filtering": True} | correction(**correct))
     samples = with_truncated()
     advantages = group_advantages(scores_of(samples))
@@ -149,7 +153,8 @@ def test_the_share_of_equal_samples_compares_exactly_and_ignores_samples_without
     assert experience(engine, (thirds, empty)).zero_variance_share == 1.0
 
 
-# Rewards of tokens ---------------------------------------------------------------------------------------------------------
+# Rewards of tokens
+# --------------------------------------------------------------------------------------------------
 
 
 def with_other_reference(engine: FsdpTrainEngine) -> None:
@@ -180,7 +185,7 @@ def rollout_log_probs(samples: tuple[Sample, ...]) -> list[list[float]]:
 def test_kl_in_the_reward_changes_advantages_as_reward_to_go_says(
     decoupled: bool, folder: str
 ) -> None:
-    """Of the old log-probs: the rollout's, or the policy's own as it is when the batch arrives."""
+    """The KL uses the old log-probs: the rollout's, or the policy's at the arrival of the batch."""
     algorithm = {
         "adv_estimator": "reinforce_plus_plus",
         "gamma": 0.9,
@@ -239,7 +244,8 @@ def test_the_adaptive_coefficient_moves_and_is_in_a_checkpoint(folder: str, tmp_
     assert engine.kl_coef == pytest.approx(moved)
 
 
-# Estimators that want more than scores ------------------------------------------------------------------------------------
+# Estimators that need more than scores
+# ------------------------------------------------------------------------------------
 
 
 def test_remax_subtracts_the_score_of_the_greedy_response(folder: str) -> None:
@@ -299,7 +305,8 @@ def test_gdpo_normalises_each_component_and_misses_none(folder: str) -> None:
         step(every, (sample(0, trajectory(-2.0), trajectory(-2.0)),))
 
 
-# Reference, draws, ages ------------------------------------------------------------------------------------------------------
+# Reference, draws, ages
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_is_the_policy_at_begin_and_stays(folder: str) -> None:
@@ -329,7 +336,7 @@ def test_clip_cov_draws_by_seed_and_step_alone(folder: str) -> None:
         actor = {"policy_loss": loss, "ppo_mini_batch_size": 100}
         engine = engine_of(folder, config_of(actor=actor, trainer={"seed": seed}))
         engine.actor.steps = steps
-        torch.manual_seed(steps + 17 * seed)  # of no effect
+        torch.manual_seed(steps + 17 * seed)  # has no effect
         data = experience(engine, samples_of())
         (members,) = mini_batches(data, 100)
         selected = settle(data, members, engine.actor, engine.options, untouched=True).selected
@@ -342,7 +349,10 @@ def test_clip_cov_draws_by_seed_and_step_alone(folder: str) -> None:
 
 
 def test_metrics_by_age_are_those_of_tokens_of_known_versions(folder: str) -> None:
-    """Ages 0, 1, 2, and 3 with what is older; the policy is the one that the first step finds."""
+    """The bins are ages 0, 1, 2 and 3 or older.
+
+    The log-probs are those of the policy before the first step.
+    """
     asynchronous = {"staleness_threshold": 2.0, "lookahead": 4}
     config = config_of(async_training=asynchronous, actor={"ppo_mini_batch_size": 5})
     assert config.schedule.lag_bound == 3

@@ -1,4 +1,4 @@
-"""How many forward passes a step makes, by what the configuration asks for."""
+"""The number of forward passes of a step, by configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTB = {"adv_estimator": "optimal_token_baseline"}
 COV = {"policy_loss": {"loss_mode": "clip_cov"}}
 KL_REWARD = {"use_kl_in_reward": True}
 PASSES: dict[str, tuple[dict[str, Any], int, int]] = {
-    # configuration, passes of the policy over a batch of one step, and over one of two
+    # configuration, forward passes of the policy for a batch of one step, and of two steps
     "bypass": ({}, 0, 0),
     "bypass, weights in passing": (
         {"actor": REINFORCE, "algorithm": correction(rollout_is="sequence")},

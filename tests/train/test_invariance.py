@@ -1,4 +1,7 @@
-"""Loss and gradient do not depend on how a mini-batch is cut: every loss, aggregation and correction, at 1, 2 and 4 ranks."""
+"""Tests that loss and gradient do not depend on how a mini-batch is split.
+
+They cover every loss, aggregation and correction, at 1, 2 and 4 ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import torch.multiprocessing as mp
 from tests.train import invariance_cases
 from tests.train.invariance_cases import CASES, CUTS, LAYOUTS
 
-pytestmark = pytest.mark.xdist_group("invariance")  # what ranks compute is computed once
+pytestmark = pytest.mark.xdist_group("invariance")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")
 def alone(folder: str) -> dict[int, dict[str, Any]]:
-    """Results of one process, by size of micro-batches."""
+    """The results of one process, by the token limit of a micro-batch."""
     engine = invariance_cases.engine_of(folder, 0, 1)
     return {
         cut: {name: invariance_cases.run_case(engine, case, cut) for name, case in CASES.items()}
@@ -37,7 +40,10 @@ def ranks(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """To 1e-6 of the largest entry of each tensor: below that, sums of another order differ."""
+    """Compare to 1e-6 of the largest entry of each tensor.
+
+    Smaller differences come from another order of summation.
+    """
     assert got.keys() == want.keys() and got["tokens"] == want["tokens"]
     assert got["metrics"] == pytest.approx(want["metrics"], rel=1e-6, abs=1e-9)
     for name in want.keys() - {"tokens", "metrics"}:
@@ -71,7 +77,7 @@ def test_any_number_of_ranks_makes_the_same_loss_and_gradient(
 
 
 def test_the_cases_differ_and_reject_something(alone: dict[int, dict[str, Any]]) -> None:
-    """A setting that did nothing would be invariant too."""
+    """A setting without effect would also be invariant, so the losses must differ."""
     whole = alone[max(CUTS)]
     losses = {name: round(float(found["actor sums"][0]), 12) for name, found in whole.items()}
     twins = {a: b for a in losses for b in losses if a < b and losses[a] == losses[b]}

@@ -1,4 +1,8 @@
-"""Packing: every trained token is predicted once, from its own row, within the limits, and evenly over ranks."""
+"""Tests of packing.
+
+Every trained token is predicted once, from its own row. Micro-batches keep the token limit and
+spread tokens evenly over ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ COUNTS = st.lists(st.integers(0, 6), max_size=6)
 
 
 def plain_rows(samples: Any) -> Any:
-    """(tokens, trained, log-probs) of each trajectory, token by token."""
+    """Return (tokens, trained, log-probs, versions) of each trajectory, token by token."""
     rows = []
     for sample in samples:
         for trajectory in sample.trajectories:
@@ -152,7 +156,7 @@ def test_a_shared_prompt_is_read_once_and_padding_is_small() -> None:
     micro = pack(rows, share, CPU, padded=True)
     assert len(micro.input_ids) == 3 + 1 + 3 + 3
     assert micro.layout.num_cells == 3 * 3 + 1 + 3 + 3
-    assert micro.layout.num_padded_cells == micro.layout.num_cells  # few lengths: no padding at all
+    assert micro.layout.num_padded_cells == micro.layout.num_cells  # few lengths: no padding
     many = rows_of_samples(
         [Sample(prompt, tuple(trajectory(n) for n in range(20, 21 + 2 * EXACT_LENGTHS)))]
     )

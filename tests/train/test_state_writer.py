@@ -1,4 +1,7 @@
-"""What is saved is the state at the cut, to the bit, whatever trains while it is written; what cannot be written is said."""
+"""Tests of staged saves: a checkpoint has the exact bits of the state when `save` was called.
+
+Training may continue while the checkpoint is written. A failed write raises an error.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Gate:
-    """Holds whatever is written, by the real function, until it is opened."""
+    """A gate that blocks the real `save_checkpoint` until it opens.
+
+    It records the names of the writing threads.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -68,7 +74,10 @@ def batch(seed: int) -> TrainBatch:
 async def save_both_ways(
     engine: FsdpTrainEngine, folder: Path, gate: Gate, *, held: bool = True
 ) -> None:
-    """The same cut at once and staged; of the staged one nothing is written before two more steps are done, if it is `held`."""
+    """Save the same state at once and staged, then save a later state.
+
+    If `held`, this rank writes nothing of the staged save before two more steps are done.
+    """
     await engine.step(batch(0))
     await engine.save(str(folder / "at once"))
     if held:
@@ -83,7 +92,7 @@ async def save_both_ways(
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, by its path in the state."""
+    """Return every tensor of a checkpoint, by its path in the state."""
     dcp_to_torch_save(folder, folder.with_suffix(".pt"))
 
     def walk(value: Any, path: str) -> dict[str, Tensor]:
@@ -166,7 +175,8 @@ def two_ranks(rank: int, folder: str) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         gate, engine = Gate(patch), engine_of(WITH_ALL_MODELS, rank, 2)
-        # Rank 1's thread waits for rank 0's in a collective, while both take part in those of two steps.
+        # Rank 1's writer thread waits for rank 0's writer thread in a collective. Meanwhile, both
+        # ranks take part in the collectives of two training steps.
         asyncio.run(save_both_ways(engine, Path(folder), gate, held=rank == 0))
         if rank == 1:
             (Path(folder) / "file").write_text("")
@@ -188,7 +198,7 @@ async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
 def test_ranks_agree_on_a_staged_save_while_they_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And every one of them hears of a failure."""
+    """Ranks write a staged save together while they train, and every rank reports a failure."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
@@ -260,7 +270,7 @@ def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(
     writer = StateWriter(timeout_s=10)
     writer.start({"w": torch.ones(3)}, str(tmp_path))
     asyncio.run(writer.done())
-    end = time.monotonic() + 10  # the thread tells that it is done before it lets go
+    end = time.monotonic() + 10  # the thread reports the end before it frees the copy
     while copies[0]() is not None and time.monotonic() < end:
         time.sleep(0.01)
     assert [ref() for ref in copies] == [None], "host memory is not kept until the next save"

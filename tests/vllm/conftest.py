@@ -1,4 +1,7 @@
-"""vLLM for real: its CPU build, in an environment of its own (`make test-vllm`). Elsewhere these tests are not collected."""
+"""vLLM for real: its CPU build, in an environment of its own (`make test-vllm`).
+
+Other environments do not collect these tests.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setenv("NCCL_IB_HCA", "mlx5")
         patch.setenv(
             "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1"
-        )  # others get their turn between any two outputs, as among hundreds
+        )  # other tasks run between any two outputs, as with hundreds of requests
         made = Replica(tmp_path_factory.mktemp("model"))
         runner.run(made.start(patch))
         runner.run(made.publish(0, 1))

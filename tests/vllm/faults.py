@@ -1,4 +1,4 @@
-"""What can go wrong inside vLLM's workers, on call."""
+"""Faults inside vLLM's workers, on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.vllm.worker import WorkerExtension
 
 
 class FaultyExtension(WorkerExtension):
-    """millrace's extension of the workers, and faults for tests."""
+    """millrace's extension of the workers, with faults for tests."""
 
     model_runner: Any
 
@@ -19,7 +19,10 @@ class FaultyExtension(WorkerExtension):
         self.weight_transfer_engine.inbox.staged[name].view(torch.int32).view(-1)[3] ^= 4
 
     def load_nothing(self) -> None:
-        """The next load changes no weight, as vLLM's own does on a CPU where linear weights were packed away."""
+        """Make the next load change no weight.
+
+        vLLM's own load does the same on a CPU after linear weights were packed.
+        """
         engine = self.weight_transfer_engine
 
         def deaf(inbox: Any) -> None:
@@ -28,11 +31,17 @@ class FaultyExtension(WorkerExtension):
         engine.load = deaf  # type: ignore[method-assign]
 
     def copies_of_a_load(self) -> int:
-        """Copies that a load repeats: 0 where it goes through the model's loader each time."""
+        """Return the number of copies that a load repeats.
+
+        It is 0 if each load uses the model's loader.
+        """
         return len(self.weight_transfer_engine._copies or ())
 
     def linear_weights(self) -> int:
-        """Numbers in the live parameters of linear layers: none where vLLM has packed them away."""
+        """Return the count of numbers in the live parameters of linear layers.
+
+        It is 0 if vLLM has packed them.
+        """
         return sum(
             p.numel()
             for name, p in self.model_runner.model.named_parameters()
@@ -40,14 +49,14 @@ class FaultyExtension(WorkerExtension):
         )
 
     def set_nccl(self, settings: dict[str, str]) -> None:
-        """As vLLM does where it wants the same bits each time."""
+        """Set NCCL variables, as vLLM does for reproducible results."""
         os.environ.update(settings)
 
     def nccl_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
     def logits_dtype(self) -> str:
-        """Of the logits that the live model makes of a hidden state."""
+        """Return the dtype of the logits that the live model computes from a hidden state."""
         model = self.model_runner.model
         hidden = torch.zeros(1, model.config.hidden_size, dtype=model.lm_head.weight.dtype)
         with torch.inference_mode():

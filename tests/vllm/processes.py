@@ -1,4 +1,4 @@
-"""vLLM's own processes, as the tests see them."""
+"""vLLM's own processes, for tests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import psutil
 
 
 def engine_cores() -> list[psutil.Process]:
-    """vLLM's cores under this process: of its workers, or of the nodes of a cluster that it started.
+    """Return vLLM's cores under this process.
 
-    A core of a test before this one may be dead and not yet reaped; a child of a core has its name until it runs a program.
+    They belong to its workers, or to the nodes of a cluster that it started. A core of an earlier
+    test may be dead and not yet reaped. A child of a core has the core's name until it runs a
+    program.
     """
     named = [
         p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Engine")

@@ -1,4 +1,4 @@
-"""A vLLM engine and a trainer of one rank beside it."""
+"""A vLLM engine and a trainer of one rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SHAPE = ModelShape(
     intermediate_size=96,
 )
 PROMPT = [3 + i * 7 % 40 for i in range(150)]
-"""Over one block of vLLM's KV cache on CPUs: its prefix is cached."""
+"""A prompt longer than one block of vLLM's KV cache on CPUs, so its prefix is cached."""
 
 
 class Replica:
-    """One engine with a trainer of one rank beside it, on one event loop for all tests."""
+    """A vLLM engine and a trainer of one rank, on one event loop for all tests."""
 
     device = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class Replica:
         for model in self.models.values():
             with (
                 torch.no_grad()
-            ):  # sharper than as drawn: what one model says is unlikely for another
+            ):  # sharper logits: the likely tokens of one model are unlikely for another
                 model.get_parameter("model.norm.weight").mul_(4)
         self.current = self.models[1]
         self.config = Config.model_validate(
@@ -100,7 +100,7 @@ class Replica:
     def log_probs(
         self, seed: int, prompt: list[int], tokens: Any, temperature: float = 1.0
     ) -> torch.Tensor:
-        """log p(token) under a model, by one whole forward pass."""
+        """Return log p(token) under a model, from one whole forward pass."""
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.inference_mode():
             logits = self.models[seed](ids).logits[0, len(prompt) - 1 : -1] / temperature
@@ -114,7 +114,7 @@ def gap(
     segments: tuple[Segment, ...],
     temperature: float = 1.0,
 ) -> list[float]:
-    """For each segment: its log-probs' largest distance from the model's."""
+    """Return, for each segment, the largest distance of its log-probs from the model's."""
     tokens = joined(segments)
     exact = replica.log_probs(seed, prompt, tokens, temperature)
     ends, at = [], 0

@@ -1,4 +1,4 @@
-"""vLLM serves a policy with adapters: they alone are sent, and its workers stage whole weights."""
+"""vLLM serves a policy with adapters: the trainer sends them alone, vLLM stages whole weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = 4
 
 
 class Adapted(Replica):
-    """Its trainer has one base, and other adapters under each seed."""
+    """A replica whose trainer has one base model, and different adapters for each seed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

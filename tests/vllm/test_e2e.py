@@ -59,7 +59,7 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
             assert outcome.complete and first < 0.55 and last > 0.8, (
                 f"reward went from {first:.2f} to {last:.2f}"
             )
-            # Same weights, two engines: what vLLM says it drew with is what the trainer computes.
+            # vLLM and the trainer have the same weights. vLLM's log-probs must equal the trainer's.
             gaps = [
                 row["actor/log_prob_gap_same_version"]
                 for row in rows
@@ -70,7 +70,7 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
             cores = engine_cores()
             assert len(cores) == 1, cores
             (core,) = cores
-            # Its host is not asked to end but ended: what is under it is on its own.
+            # The host is killed, so the processes under it must end without its help.
             psutil.Process(core.ppid()).kill()
             return [core, *core.children(recursive=True)]
 

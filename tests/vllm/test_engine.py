@@ -1,4 +1,7 @@
-"""The vLLM engine on the CPU: conformance, log-probs, interruptions, refusals, and how it starts and ends."""
+"""The vLLM engine on the CPU.
+
+Conformance, log-probs, interruptions, refusals, start and end.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,14 @@ pytestmark = pytest.mark.timeout(300)
 def test_conformance(
     replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The port's own suite. Sampled responses are resumed in another random stream: vLLM's V1 runner cannot enter one midway."""
+    """The engine passes the conformance suite of its port.
+
+    Sampled responses resume in another random stream, because vLLM's V1 runner cannot enter a
+    stream midway.
+    """
 
     async def keep_open() -> None:
-        """Every check of the suite closes the engine that it was given: here they share one."""
+        """Leave the engine open, because all checks of the suite share it and each closes it."""
 
     async def make() -> Any:
         return replica.engine
@@ -57,14 +64,14 @@ def test_linear_weights_are_not_packed_away(replica: Replica, runner: asyncio.Ru
 def test_more_prompts_than_a_step_takes_wait_whole(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """vLLM would read part of a prompt, and on a CPU that is its end where requests have seeds."""
+    """vLLM would read part of a prompt. On a CPU, that makes it fail for requests with seeds."""
     runner.run(replica.publish(25, 1))
 
     async def main() -> list[tuple[Segment, ...]]:
         params = [SamplingParams(max_tokens=4, ignore_eos=True, seed=i) for i in range(12)]
         prompts = [
             [i, *PROMPT[: 140 + i]] for i in range(12)
-        ]  # none is another's prefix, three fill a step
+        ]  # no prompt is another's prefix, and three fill a step
         calls = (
             replica.engine.generate(tokens_of(p), s, str(i))
             for i, (p, s) in enumerate(zip(prompts, params, strict=True))
@@ -78,7 +85,7 @@ def test_more_prompts_than_a_step_takes_wait_whole(
 def test_log_probs_wait_in_the_core_and_none_stay_there(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """Of 24 requests a third ends by itself, a third is interrupted and a third is given up."""
+    """Of 24 requests, a third end, a third are interrupted and a third are cancelled."""
     runner.run(replica.publish(26, 1))
     engine = replica.engine
     states = engine._llm.output_processor.request_states
@@ -133,7 +140,7 @@ def test_an_interrupt_loses_nothing_that_was_counted_though_some_are_just_ending
     async def main(round_: int) -> tuple[dict[int, int], list[tuple[Segment, ...]]]:
         params = [
             SamplingParams(max_tokens=50 - i, ignore_eos=True, seed=i) for i in range(40)
-        ]  # the last ends first
+        ]  # the last request ends first
         calls = [
             asyncio.create_task(engine.generate(tokens_of([5 + round_, i]), p, str(i)))
             for i, p in enumerate(params)
@@ -219,9 +226,9 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
         vllm_rollout.build(replica.config.sides, replica.config.model, str(tmp_path))
 
 
-@pytest.mark.usefixtures("replica")  # beside another engine a core that fails may not end
+@pytest.mark.usefixtures("replica")  # with another engine, a core that fails may not end
 def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> None:
-    """It hands over that a process has ended, and leaves the cause, most often memory, in a log."""
+    """vLLM reports only that a process ended. It leaves the cause, most often memory, in a log."""
     command = [
         sys.executable,
         "-m",
@@ -244,7 +251,7 @@ def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> Non
 def test_logits_are_float32_whatever_the_models_dtype(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """Rounded to bf16 they are no longer those of the train engine."""
+    """Logits that are rounded to bf16 differ from the train engine's."""
     from millrace.vllm import engine as vllm_rollout
 
     before = engine_cores()
@@ -260,7 +267,7 @@ def test_logits_are_float32_whatever_the_models_dtype(
 def test_an_engine_that_dies_fails_its_requests_and_its_sync(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """The last test here: nothing is left to serve."""
+    """This test comes last, because it leaves no engine to serve."""
 
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -1,4 +1,7 @@
-"""vLLM in Ray actors: a run that learns from them, and no process of vLLM that outlives it on the cluster."""
+"""vLLM in Ray actors.
+
+A run learns from them, and no process of vLLM outlives the run on the cluster.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's processes in a real run: they outlast a signal to all, and listen on loopback alone."""
+"""vLLM's processes in a real run: they survive a signal to all, and listen on loopback alone."""
 
 from __future__ import annotations
 

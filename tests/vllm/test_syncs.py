@@ -1,4 +1,7 @@
-"""Syncs into vLLM on the CPU: exact versions, no stale KV, no stale weights, nothing served that is not proven."""
+"""Syncs into vLLM on the CPU.
+
+Versions are exact. No KV and no weights are stale, and vLLM serves only proven weights.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Runner) -> None:
-    """A to B to A: log-probs are the model's of the version, though prompt and prefix cache stay."""
+    """The weights go from A to B and back to A.
+
+    Log-probs are those of the version's model, although the prompt and the prefix cache stay.
+    """
     params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5)
     for version, seed in ((10, 1), (11, 2), (12, 1), (13, 3)):
         paused = runner.run(replica.publish(version, seed))
         assert 0 < paused < 10
-        for _ in range(2):  # the second finds the first one's prefix
+        for _ in range(2):  # the second request finds the prefix of the first
             segments = runner.run(replica.engine.generate(tokens_of(PROMPT), params, "s"))
             assert [s.version for s in segments] == [version]
             assert gap(replica, seed, PROMPT, segments)[0] < 1e-4
-    # The first load was the model's own; these were the copies that it made.
+    # The model's own loader did the first load. Later loads repeated the copies that it made.
     assert runner.run(replica.engine.call_workers("copies_of_a_load")) == [
         len(replica.models[1].state_dict()) - 1
     ]
@@ -36,7 +42,10 @@ def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Run
 def test_another_run_on_the_same_engine_finds_no_kv_of_the_first(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """Its versions begin at 0 again, with other weights: PROMPT is in the prefix cache under that version."""
+    """The versions of the second run begin at 0 again, with other weights.
+
+    PROMPT is in the prefix cache under version 0.
+    """
     for seed in (2, 3):
         runner.run(replica.publish(0, seed))
         segments = runner.run(
@@ -69,7 +78,10 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         honest = core.get_output_async
 
         async def late() -> Any:
-            """Outputs of the old version are still in vLLM's queue when its scheduler stands still."""
+            """Return outputs late.
+
+            Outputs of the old version are still in vLLM's queue when its scheduler pauses.
+            """
             await asyncio.sleep(0.3)
             return await honest()
 
@@ -105,7 +117,8 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
             if segment.version == 20:
                 assert (said - by_model[1][here]).abs().max() < 1e-4
             elif kv == "recompute" or len(segments) == 1:
-                # Read again whole, or never read before: the new model's numbers. A first token off by one would be the old's.
+                # All tokens are read again, or for the first time, so the new model computes all
+                # log-probs. If the cut were off by one, the first would be the old model's.
                 assert (said - by_model[2][here]).abs().max() < 1e-4
             else:
                 assert (said - by_model[1][here]).abs().max() > 0.1
@@ -120,7 +133,7 @@ def test_a_bit_that_flips_after_staging_is_never_served(
         await replica.transfer(40, 2)
         await replica.engine.call_workers("flip_staged_bit", "model.layers.1.mlp.down_proj.weight")
         served = replica.engine.version
-        # What is loaded is what is staged: the sums were taken when it arrived.
+        # The loaded weights equal the staged ones, but the sums were computed at arrival.
         with pytest.raises(
             SyncError,
             match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj",
@@ -165,14 +178,17 @@ def test_a_version_that_was_not_received_is_refused(
 def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """vLLM adds its own in its workers, after millrace is there; the trainer's end does not have them."""
+    """vLLM adds its own settings in its workers, after millrace has started.
+
+    The trainer does not have those settings.
+    """
     assert runner.run(replica.engine.call_workers("nccl_settings")) == [{"NCCL_IB_HCA": "mlx5"}]
 
 
 def test_a_staging_that_never_ends_has_a_deadline(
     replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No trainer sends: whoever waits is told, and who it waited for."""
+    """No trainer sends. The error reaches the waiting side and names the missing side."""
     monkeypatch.setattr(replica.receiver, "_timeout_s", 1.5)
 
     async def main() -> None:
@@ -184,6 +200,6 @@ def test_a_staging_that_never_ends_has_a_deadline(
             await replica.receiver.activate(60)
         await asyncio.to_thread(
             asyncio.run, replica.sender.transfer(60)
-        )  # lets the thread go that waits
+        )  # ends the thread that waits
 
     runner.run(main())

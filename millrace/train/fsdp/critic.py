@@ -15,7 +15,7 @@ from millrace.train.packing import MicroBatch
 
 
 class PackedCritic(nn.Module):
-    """A critic on the body of `model`, which it takes over. The head starts at 0, so values do."""
+    """A critic on the body of `model`, which it changes. Its head and its values start at 0."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class PackedCritic(nn.Module):
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the weights of the policy's body, by name, and set the head to 0.
 
-        Both bodies are sharded alike.
+        Both bodies must have the same sharding.
         """
         copy_weights(weights, self.body)
         for parameter in self.head.parameters():
@@ -59,6 +59,6 @@ class PackedCritic(nn.Module):
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], target: nn.Module) -> None:
-    """Copy weights, by name, from a module that is sharded as `target` is."""
+    """Copy weights, by name, from a module with the same sharding as `target`."""
     for name, parameter in target.named_parameters():
         parameter.copy_(weights[name])

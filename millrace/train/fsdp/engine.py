@@ -1,7 +1,7 @@
 """The FSDP2 train engine: one object for each rank.
 
 All ranks call every method with the same arguments. The coroutines compute in the calling thread
-and never suspend, so an engine needs a process or thread of its own.
+and block it, so an engine needs its own process or thread.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FsdpTrainEngine:
         self.device = device
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         self.base_sum: int | None = None
-        """Sum over the bits of a frozen base; a checkpoint identifies the base by it."""
+        """Sum over the bits of a frozen base. A checkpoint identifies the base by this sum."""
         if self.adapted:
             self.base_sum = lora.base_sum(policy.model)
         self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
@@ -115,9 +115,10 @@ class FsdpTrainEngine:
 
         This is repeated `ppo_epochs` times. The last mini-batch may be short. metrics.py documents
         the metrics, which are the same on every rank. The totals are:
+
         actor/nonfinite_steps  steps skipped because the loss or the gradient was not finite
         actor/rejected_steps   steps skipped because all tokens of the mini-batch were rejected
-        train/tokens           prompt and response tokens of the trained trajectories, each epoch
+        train/tokens           prompt and response tokens of the batch, times `ppo_epochs`
 
         A nonfinite step counts in no other metric.
         """
@@ -170,9 +171,9 @@ class FsdpTrainEngine:
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
         """Take one optimizer step on (prompt, response) pairs.
 
-        The loss is the mean of -log p over all response tokens, at temperature 1. The response
-        should end with the end-of-sequence token. Metrics: sft/loss, and sft/grad_norm, sft/lr,
-        sft/nonfinite_steps, sft/tokens, sft/pad_share, defined as in `step`.
+        The loss, sft/loss, is the mean of -log p over all response tokens, at temperature 1. The
+        response should end with the end-of-sequence token. sft/grad_norm, sft/lr,
+        sft/nonfinite_steps, sft/tokens and sft/pad_share are defined as in `step`.
         """
         rows = rows_of_examples(examples)
         members = np.arange(len(rows.starts))
@@ -203,7 +204,7 @@ class FsdpTrainEngine:
         return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
 
     async def save(self, folder: str, staged: bool = False) -> None:
-        """Write the train state to `folder`. If `staged`, a copy is written after the return."""
+        """Write the train state to `folder`. If `staged`, write a copy of it after the return."""
         await self.saved()
         train_state.save(self, folder, staged=staged)
 
@@ -212,49 +213,50 @@ class FsdpTrainEngine:
         await self.writer.done()
 
     async def load(self, folder: str) -> None:
-        """Load a state that `save` wrote, at any number of ranks.
+        """Load a state that `save` wrote with any number of ranks.
 
-        Call `begin` first, with the settings of the run that saved.
+        Call `begin` first, with the settings of the run that saved the state.
         """
         train_state.load(self, folder)
 
     async def export(self, folder: str) -> None:
-        """Write a Hugging Face folder, in the dtype that is served."""
+        """Write a Hugging Face folder, in the serving dtype."""
         train_state.export(self, folder)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor in the serving dtype), with the adapters merged.
 
-        Tensors come in the model's order and under its own names; tied ones come once. This is a
-        collective: all ranks iterate to the end. One tensor is whole at a time. Without sharding
-        and casts it is the live weight: copy it before the next step.
+        Names and order are the model's own. Tied tensors come once. This is a collective: all ranks
+        iterate to the end. Only one tensor is whole at a time. Without sharding and casts, that
+        tensor is the live weight, so copy it before the next step.
         """
         dtype = DTYPES[self.config.model.dtype]
         for name, own in lora.merged_weights(self.policy.model, self.scale):
-            # Ranks gather on the device, over fast links. The cast before halves the bytes.
+            # Ranks gather on the device, over fast links. The cast comes first and halves the
+            # bytes.
             weight = moved(own, self.device).to(dtype)
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
         """Yield (name, whole shape, serving dtype, this rank's rows of the live weight).
 
-        The weight is float32. Names and order are those of `full_weights`. With adapters, the
-        tensors are those of the frozen base.
+        Names and order are those of `full_weights`. Without adapters, the rows are float32. With
+        adapters, the tensors are those of the frozen base, in the serving dtype.
         """
         for name, weight in lora.base_weights(self.policy.model):
             yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], lora.own_rows(weight)
 
     def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        """Yield the same values for every adapter A [rank, in] and B [out, rank], in float32.
+        """Yield the values of `shards` for every adapter A [rank, in] and B [out, rank], float32.
 
-        The names are those of the adapted weight W: W.lora_A and W.lora_B. `full_weights` yields
+        The adapters of a weight W have the names W.lora_A and W.lora_B. `full_weights` yields
         W + model.lora_scale x B A.
         """
         for name, weight in lora.adapters(self.policy.model):
             yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
 
     async def sleep(self) -> None:
-        """Move weights and optimizer state to the host, on a GPU with trainer.offload."""
+        """Move weights and optimizer state from the GPU to the host, if trainer.offload is set."""
         self._move(torch.device("cpu"))
 
     async def wake(self) -> None:
@@ -282,10 +284,10 @@ class FsdpTrainEngine:
 def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
     """Build the engine of one rank.
 
-    With world_size > 1 the default process group exists already and has a CPU backend. Weights come
-    from `model_folder`. A folder without weights draws them from `trainer.seed`, the same on every
-    rank. With model.lora_rank the weights are frozen, and adapters are trained. A critic is always
-    trained whole.
+    With world_size > 1, the default process group must exist and have a CPU backend. Weights come
+    from `model_folder`. If it has none, they are drawn from `trainer.seed`, the same on every rank.
+    With model.lora_rank, the policy's weights are frozen and adapters are trained. A critic has no
+    adapters: all its weights are trained.
     """
     device = pick(config.trainer.device)
     alone = not dist.is_initialized()
@@ -308,8 +310,8 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
 
     sections = (config.model, config.trainer)
     source = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
-    # A checkpoint has only the adapters, so the base must be the same with and without a GPU. It is
-    # therefore drawn on the host.
+    # A checkpoint has only the adapters, so every machine must draw the same base, with or without
+    # a GPU. The base is therefore drawn on the host.
     policy = load(policy_of, *source, on_host=adapted)
     critic = load(PackedCritic, *source) if config.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 KEEP_ELEMENTS = 1 << 22
-"""Up to this many logits (16 MiB in float32) are kept for the backward pass.
+"""Up to this number of logits (16 MiB in float32), the backward pass reuses them.
 
-More logits are computed again, chunk by chunk.
+With more logits, the backward pass computes them again, chunk by chunk.
 """
 CHUNK_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 27}
-"""Logits of one chunk: 256 MiB in float32 on a CPU, 512 MiB on a GPU.
+"""Number of logits in one chunk: 256 MiB in float32 on a CPU, 512 MiB on a GPU.
 
-Matmuls of few rows are slow on a GPU.
+The GPU's chunk is larger, because a GPU multiplies matrices of few rows slowly.
 """
 
 
@@ -35,11 +35,15 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
 
-    hidden [N, H], weight [V, H] of the lm_head in the same dtype, targets [N] int64. Results and
-    intermediate values are float32, or float64 for float64 arguments. Both results have gradients
-    to hidden and weight. `chunk` is the number of rows at a time; 0 chooses one. `fused` compiles
-    all but the matmuls: three passes over the logits instead of twenty. N = 0 gives empty results,
-    connected to both arguments with a gradient of 0. Raises ValueError unless temperature > 0.
+    hidden   [N, H]
+    weight   [V, H], of the lm_head, in the dtype of hidden
+    targets  [N] int64
+    chunk    number of rows at a time; 0 chooses one
+    fused    compile all but the matmuls: three passes over the logits instead of twenty
+
+    Results and intermediate values are float32, or float64 for float64 arguments. Both results have
+    gradients to hidden and weight. N = 0 gives empty results whose gradients are 0. Raises
+    ValueError unless temperature > 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be over 0, got {temperature}")
@@ -100,7 +104,7 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, targets, log_norm, entropy, kept = ctx.saved_tensors
         grad_log_prob, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
-        # As large as the head, so a frozen head gets none.
+        # This gradient is as large as the head. A frozen head needs none.
         grad_weight = (
             torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
         )
@@ -138,7 +142,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _statistics(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log norm, log-prob of the target and entropy, each [n], of tempered logits [n, V]."""
+    """Return log norm, log-prob of the target and entropy, each [n], of scaled logits z [n, V]."""
     log_norm = z.logsumexp(-1)
     log_p = z - log_norm.unsqueeze(-1)
     log_prob = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -155,9 +159,9 @@ def _grad_logits(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient to the tempered logits [n, V].
+    """Return the gradient to the scaled logits z, [n, V].
 
-    It is made of the gradients to log-prob and entropy, [n] or None each.
+    It is computed from the gradients to log-prob and entropy, each [n] or None.
     """
     log_p = z - log_norm.unsqueeze(-1)
     p = log_p.exp()
@@ -181,13 +185,16 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return tempered logits [n, V]."""
+    """Return the scaled logits z = hidden weight^T / temperature, [n, V]."""
     z = _matmul(hidden, weight.t())
     return z if temperature == 1 else z.div_(temperature)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, never rounded below float32: a GPU's tensor cores add up in float32 anyway."""
+    """Return the product a b in float32 or float64.
+
+    This costs a GPU nothing: its tensor cores add up half-precision products in float32.
+    """
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): peft injects them into the model, whose own weights are then frozen.
+"""Low-rank adapters (LoRA): peft injects them into the model, and the model's weights are frozen.
 
 An adapted weight W [out, in] acts as W + scale x B A, with A [rank, in] and B [out, rank]. B starts
-at 0, so the start policy is the base. All tensors leave the train engine under the model's own
-names: `merged_weights`, `base_weights`, and `adapters`, which take the name of the adapted weight.
+at 0, so the start policy is the base. `merged_weights` and `base_weights` use the model's own
+names. `adapters` derives its names from the adapted weights.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTrainedModel:
     """Inject float32 adapters, drawn from `seed`, into model.target_modules, in place.
 
-    All other weights are frozen, in the served dtype. On the meta device nothing is drawn. Raises
-    MissingDependency without peft. Raises ConfigError if no linear module of the decoder layers has
-    one of the names.
+    All other weights are frozen, in the serving dtype. On the meta device, nothing is drawn. Raises
+    MissingDependency without peft. Raises ConfigError for a name that no linear module of the
+    decoder layers has.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -46,7 +46,7 @@ def inject(model: PreTrainedModel, section: ModelConfig, seed: int) -> PreTraine
         target_modules=_targets(model, section.target_modules),
     )
     with torch.random.fork_rng(devices=[]):
-        # seed + 1, because a model without weights was drawn from the seed itself.
+        # seed + 1, because a folder without weights draws its model from the seed itself.
         torch.manual_seed(seed + 1)
         inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
@@ -90,7 +90,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (own name, weight) of all but adapters, in the model's order, tied ones once."""
+    """Yield (own name, weight) of all weights but adapters, in order. Tied weights come once."""
     for name, parameter in model.named_parameters():
         if not _is_adapter(name):
             yield name.replace(".base_layer.", "."), parameter.detach()
@@ -99,7 +99,7 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, A [rank, in] or B [out, rank]), float32, each A before its B.
 
-    The name is that of the adapted weight + ".lora_A" or ".lora_B".
+    The name is the adapted weight's name + ".lora_A" or ".lora_B".
     """
     for name, parameter in model.named_parameters():
         if _is_adapter(name):
@@ -108,10 +108,10 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weights(model: nn.Module, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield `base_weights` with the adapters merged, sharded as the base, in its dtype.
+    """Yield `base_weights` with the adapters merged, in the sharding and dtype of the base.
 
-    With adapters this is a collective: every rank needs all of A for its rows. Without adapters
-    these are the live weights.
+    With adapters, this is a collective, because every rank needs all of A for its rows. Without
+    adapters, these are the live weights.
     """
     pairs = dict(adapters(model))
     for name, weight in base_weights(model):
@@ -135,7 +135,7 @@ def own_rows(tensor: Tensor) -> Tensor:
 def base_sum(model: nn.Module) -> int:
     """Return a sum over the bits of the base, modulo 2^64. This is a collective.
 
-    The sum is the same for any number of ranks and of copies of the model.
+    The sum is the same for any number of ranks and for any number of copies of the model.
     """
     weights = [weight for _, weight in base_weights(model)]
     sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
@@ -145,13 +145,13 @@ def base_sum(model: nn.Module) -> int:
     )
     if not isinstance(first, DTensor):
         return int(own.item())
-    # Shards are added up; copies are not.
+    # The sums of shards are added up. The copies of the model have the same sum.
     placements = [Partial() if p.is_shard() else p for p in first.placements]
     return int(DTensor.from_local(own, first.device_mesh, placements).full_tensor().item())
 
 
 class StartPolicy:
-    """The reference of a policy with adapters: the same model with its adapters at `start`."""
+    """The reference of a policy with adapters: the same model with the adapters of `start`."""
 
     def __init__(self, actor: Trainable) -> None:
         self._actor = actor
@@ -170,7 +170,7 @@ class StartPolicy:
     ) -> list[Tensor]:
         """Return `Trainable.tokens` of the reference.
 
-        Its adapters replace the live ones during the call. Both are small.
+        The reference's adapters replace the live ones during the call. The copies are small.
         """
         live = dict(adapters(self._actor.module))
         trained = {name: tensor.clone() for name, tensor in live.items()}

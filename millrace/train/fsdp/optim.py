@@ -1,4 +1,4 @@
-"""AdamW, its learning rate and gradient clipping, for plain modules and FSDP2's alike."""
+"""AdamW, its learning rate and gradient clipping, for plain modules and for FSDP2's modules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from millrace.config import OptimConfig
 def lr_at(optim: OptimConfig, horizon: int, step: int) -> float:
     """Return the learning rate of optimizer step `step`, from 0, in a run of `horizon` steps.
 
-    Warm-up: lr * (step + 1) / lr_warmup_steps, so the first step has a rate above 0. After it, with
-    x = (step - lr_warmup_steps) / (horizon - lr_warmup_steps), at most 1, and m = min_lr_ratio:
-    constant lr; linear lr * (m + (1 - m) (1 - x)); cosine lr * (m + (1 - m) (1 + cos(pi x)) / 2).
+    With x = (step - lr_warmup_steps) / (horizon - lr_warmup_steps), at most 1, and
+    m = min_lr_ratio:
+
+    warm-up   lr * (step + 1) / lr_warmup_steps
+    constant  lr
+    linear    lr * (m + (1 - m) (1 - x))
+    cosine    lr * (m + (1 - m) (1 + cos(pi x)) / 2)
+
+    The first step of a warm-up has a rate above 0.
     """
     warmup, m = optim.lr_warmup_steps, optim.min_lr_ratio
     if step < warmup:
@@ -31,17 +37,17 @@ def lr_at(optim: OptimConfig, horizon: int, step: int) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Build an AdamW with weight decay on matrices alone: not on norms and biases."""
+    """Build an AdamW. Weight decay acts on matrices, not on norms and biases."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [[p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]]
-    # Fused: one kernel for all tensors. Tiny models on a CPU take a third of foreach's time.
+    # fused: one kernel for all tensors. On a CPU, a tiny model takes a third of foreach's time.
     made = torch.optim.AdamW([{"params": g} for g in groups if g], lr=optim.lr, fused=True)
     apply_settings(made, optim)
     return made
 
 
 def apply_settings(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
-    """Set weight decay, betas and epsilon; a loaded state has those of its own run."""
+    """Set weight decay, betas and epsilon. A loaded state has those of the run that saved it."""
     for group in optimizer.param_groups:
         matrices = any(p.ndim >= 2 for p in group["params"])
         group["weight_decay"] = optim.weight_decay if matrices else 0.0
@@ -54,15 +60,15 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of the whole gradient, a plain scalar, the same on every rank.
+    """Return the 2-norm of the whole gradient as a plain scalar, the same on every rank.
 
-    This is a collective if the gradients are sharded.
+    With sharded gradients this is a collective.
     """
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip_(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale gradients of norm `norm` down to `max_norm`, in place; 0 does not clip."""
+    """Scale gradients of norm `norm` down to `max_norm`, in place. 0 means no limit."""
     if max_norm > 0 and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / norm)

@@ -1,10 +1,12 @@
 """Attention over packed rows, registered with transformers as "millrace_packed".
 
-It never builds a T x T mask. The model reads T tokens, in which a prompt that several rows share
-appears once. Only attention needs whole rows. It gathers them from the T tokens, works on them, and
-gathers each token's result back. On CUDA in half precision it uses torch's varlen attention.
-Elsewhere, rows of similar length form padded batches. Causal attention needs no mask for them:
-padding is on the right, and its results are discarded.
+It never builds a T x T mask. The model reads T tokens. A prompt that several rows share appears
+among them once. Only attention needs whole rows: it gathers them from the T tokens, and afterwards
+gathers one result for each of the T tokens.
+
+On CUDA in half precision, it uses torch's varlen attention. Otherwise, rows of similar length form
+padded batches. Causal attention needs no mask for them: padding is on the right, and its results
+are discarded.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ Ints = NDArray[np.int64]
 
 NAME = "millrace_packed"
 EXACT_LENGTHS = 12
-"""Up to this many different lengths, each length has its own bucket, without padding."""
+"""Up to this number of different lengths, each length has its own bucket, without padding."""
 FILLED = 7 / 8
-"""With more lengths, a bucket takes rows down to this share of its longest row."""
+"""With more lengths, each row of a bucket has at least this share of the longest row's length."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """The map from T packed tokens to whole rows of C cells together, or more cells with padding.
+    """The map from T packed tokens to the cells of whole rows: C cells, or more with padding.
 
-    Do not change a layout. It is not a frozen dataclass, because torch.compile would inspect a
-    frozen one that a compiled layer only passes on. The compiled code would then depend on its
-    sizes. A checkpointed layer could be recomputed by other code than that of its first pass.
+    Treat a layout as immutable, although the dataclass is not frozen. torch.compile inspects a
+    frozen dataclass even if a compiled layer only passes it on. The compiled code would then depend
+    on the sizes in it. Other code could then recompute a checkpointed layer than ran its first
+    pass.
     """
 
     lengths: tuple[int, ...]
@@ -43,20 +46,20 @@ class Layout:
     buckets: tuple[tuple[int, int], ...]
     """(rows, length) of each padded batch, in order; empty for varlen attention."""
     unpack: Tensor | None
-    """[cells] int64 token of each cell, row by row, padding included; None if cells are tokens."""
+    """[cells] int64 token of each cell, row by row, with padding. None if cell i is token i."""
     repack: Tensor | None
-    """[T] int64 cell of each token; None if cells are tokens."""
+    """[T] int64 cell of each token. None if cell i is token i."""
     cu_seqlens: Tensor
     """[rows + 1] int32 on the device: first cell of each row, then C, for varlen attention."""
 
     @property
     def num_cells(self) -> int:
-        """Return C: cells of all rows, without padding."""
+        """Return C, the number of cells of all rows, without padding."""
         return sum(self.lengths)
 
     @property
     def num_padded_cells(self) -> int:
-        """Return the number of cells that attention works on, padding included."""
+        """Return the number of cells in attention's batches, with padding."""
         return sum(rows * length for rows, length in self.buckets) or self.num_cells
 
 
@@ -65,8 +68,8 @@ def make_layout(
 ) -> Layout:
     """Return the layout of rows of `lengths` cells, longest first.
 
-    The C cells, row by row, are the tokens `token_of_cell`. Every token is in at least one cell.
-    `padded` selects padded batches; otherwise the layout is for varlen attention.
+    `token_of_cell` [C] is the token of each cell, row by row. Every token is in at least one cell.
+    `padded` selects padded batches. Otherwise, the layout is for varlen attention.
     """
     unpack = token_of_cell
     buckets: tuple[tuple[int, int], ...] = ()
@@ -74,8 +77,8 @@ def make_layout(
         buckets, cell = _buckets(lengths)
         unpack = token_of_cell[cell]
     repack = np.empty(num_tokens, dtype=np.int64)
-    # Backwards, so the first of several cells wins. Padding repeats a row's last cell, so it never
-    # wins.
+    # In reverse order, the first of several cells of a token is written last and stays. It is never
+    # padding, because padding repeats the last cell of its row.
     repack[unpack[::-1]] = np.arange(len(unpack))[::-1]
     plain = len(unpack) == num_tokens and bool((unpack == np.arange(num_tokens)).all())
     return Layout(
@@ -90,10 +93,7 @@ def make_layout(
 
 
 def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
-    """Return (rows, length) of each bucket, and the source of each cell.
-
-    A source is a cell of the rows without padding.
-    """
+    """Return (rows, length) of each bucket, and for each padded cell its cell without padding."""
     share = 1.0 if len(np.unique(lengths)) <= EXACT_LENGTHS else FILLED
     starts = np.cumsum(lengths) - lengths
     buckets: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
     first = 0
     while first < len(lengths):
         longest = int(lengths[first])
-        # Lengths descend: the bucket ends before the first short row.
+        # Lengths descend, so the bucket ends before the first row that is too short.
         last = int(np.searchsorted(-lengths, -share * longest, side="right"))
         column = np.minimum(np.arange(longest), lengths[first:last, None] - 1)
         cells.append((starts[first:last, None] + column).ravel())
@@ -110,7 +110,8 @@ def _buckets(lengths: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
     return tuple(buckets), np.concatenate(cells)
 
 
-# A compiled layer calls this uncompiled: its shapes and Python numbers change with each batch.
+# A compiled layer calls this function without compiling it, because shapes and Python numbers
+# change with each batch.
 @torch.compiler.disable
 def packed_attention(
     module: nn.Module,
@@ -126,8 +127,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return attention [1, T, heads, D], in transformers' convention.
 
-    query [1, heads, T, D], key and value [1, KV heads, T, D]. Dropout, one of the other arguments,
-    is never applied.
+    query is [1, heads, T, D]. key and value are [1, KV heads, T, D]. Dropout, one of the other
+    arguments, is never applied.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed_layout.unpack is not None:
@@ -144,9 +145,9 @@ def packed_attention(
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """Attend [cells, heads, D] to [cells, heads, D], by buckets of [rows, heads, length, D].
+    """Return attention on q, k and v [cells, heads, D], in batches of [rows, heads, length, D].
 
-    Raises NotImplementedError for a row over the sliding window.
+    Raises NotImplementedError for a row that is longer than the sliding window.
     """
     if sliding_window is not None and max(layout.lengths) > sliding_window:
         raise NotImplementedError(
@@ -175,8 +176,8 @@ def _varlen(
     # Imported here: only CUDA builds have the module, which is newer than torch.nn.attention.
     from torch.nn.attention.varlen import varlen_attn
 
-    # With fewer key heads than query heads, the kernels share them. torch 2.11 documents no
-    # enable_gqa.
+    # With fewer key heads than query heads, the kernels share the key heads. torch 2.11 documents
+    # no enable_gqa.
     cu, longest = layout.cu_seqlens, max(layout.lengths)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(
@@ -195,7 +196,7 @@ def _varlen(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask: transformers calls this for the attention's mask."""
+    """Return no mask. transformers calls this function for the attention's mask."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

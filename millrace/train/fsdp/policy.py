@@ -15,10 +15,10 @@ from millrace.train.packing import MicroBatch
 
 
 class PackedPolicy(nn.Module):
-    """A policy on a model, which it takes over: attention then works on packed rows.
+    """A policy on a model, which it changes: attention then works on packed rows.
 
-    The lm_head is used inside this module's forward. FSDP therefore has it unsharded there, whether
-    it is tied to the embeddings or not.
+    This module's forward uses the lm_head. FSDP therefore gathers the lm_head for it, whether it is
+    tied to the embeddings or not.
     """
 
     def __init__(
@@ -26,17 +26,19 @@ class PackedPolicy(nn.Module):
     ) -> None:
         """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
 
-        The `checkpoint_share` of the decoder layers, evenly spread, recomputes its activations in
-        the backward pass. `fused` as in `log_probs_and_entropy`.
+        `checkpoint_share` is the share of the decoder layers that recompute their activations in
+        the backward pass. They are evenly spread. `fused` is the argument of
+        `log_probs_and_entropy`.
         """
         super().__init__()
         _check_head(model)
         model.set_attn_implementation(attention.NAME)
-        # Dropout is always off: the log-probs under training must be those of the rollout.
+        # Dropout is always off, because training and rollout must give the same log-probs.
         model.train(False)
         if checkpoint_share:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for module in model.modules():  # transformers checkpoints only layers in training mode
+            # transformers checkpoints only layers in training mode.
+            for module in model.modules():
                 module.training = not isinstance(module, nn.Dropout)
             for i, layer in enumerate(layers_of(model)):
                 cast(Any, layer).gradient_checkpointing = math.ceil(
@@ -80,7 +82,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Module:
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Raise ConfigError for models whose logits are more than hidden @ weight^T."""
+    """Raise ConfigError for models whose logits are not hidden @ weight^T alone."""
     head = output_embeddings(model)
     config = model.config.get_text_config()
     odd = [

@@ -1,4 +1,4 @@
-"""Modules over ranks: FSDP2, hybrid with several copies of the model. Rank 0 loads for all."""
+"""Modules sharded over ranks by FSDP2, also with several copies of the model (hybrid sharding)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def load(
     *,
     on_host: bool = False,
 ) -> M:
-    """Return `make` of the model in `folder`, sharded over `mesh`.
+    """Apply `make` to the model in `folder`, and return the result, sharded over `mesh`.
 
-    Only the first rank loads or draws weights; the other ranks receive their shares from it.
-    `on_host`: the model is loaded or drawn, and made, on the CPU. The same happens if the GPU
-    cannot fit both the whole model and the rank's share.
+    Only rank 0 loads or draws weights. The other ranks receive their shares from it. Rank 0 works
+    on the CPU in these cases: with `on_host`, with offloading, and if the float32 model takes more
+    than half of the GPU's free memory.
     """
     trust = section.trust_remote_code
 
@@ -68,7 +68,7 @@ def load(
     empty = empty_model(folder, trust_remote_code=trust)
     module = shard(make(empty), section, trainer, mesh, device)
     module.to_empty(device="cpu" if offloads(trainer, device) else device)
-    # No state dict has these buffers: tables of the rotary embedding.
+    # The state dict lacks these buffers: the tables of the rotary embedding.
     buffers = dict(full.named_buffers()) if full is not None else {}
     for name, buffer in module.named_buffers():
         if full is not None:
@@ -78,7 +78,7 @@ def load(
     set_model_state_dict(
         module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
-    for part in module.modules():  # inputs of layers are on the device
+    for part in module.modules():  # the inputs of layers are on the device
         part._buffers.update(
             {
                 name: buffer.to(device)
@@ -90,11 +90,12 @@ def load(
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile one graph for all sizes, which change with each batch, and for every pass.
+    """Compile one graph for all sizes of a batch, and for first and recomputed passes.
 
-    FSDP passes a view of its input to a layer, but not when a checkpointed layer is recomputed.
-    Compiled code distinguishes the two. Two graphs could keep different tensors for the backward
-    pass, and torch would reject the second.
+    In a first pass, FSDP gives a layer a view of its input. When a checkpointed layer is
+    recomputed, its input is no view. torch.compile would build a graph for each case. The two
+    graphs could keep different tensors for the backward pass, and torch would raise an error.
+    Therefore the graph always gets a view.
     """
     graph = torch.compile(forward, dynamic=True)
 
@@ -109,15 +110,15 @@ def mesh_of(
 ) -> DeviceMesh | None:
     """Return FSDP2's mesh: [ranks], or [copies of the model, ranks of each].
 
-    Consecutive ranks share a copy. Return None if there is nothing to shard and nothing to cast.
-    All models of an engine share one mesh: every further mesh would have its own process groups.
+    Consecutive ranks share a copy. Return None if there is nothing to shard, cast or offload. All
+    models of an engine share one mesh, because each mesh has its own process groups.
     """
     if world_size == 1 and section.dtype == "float32" and not offloads(trainer, device):
-        # Wrapping would add 18 % to a quickstart step (43 ms against 36, one thread).
+        # FSDP would add 18 % to a quickstart step (43 ms instead of 36 ms, with one thread).
         return None
     if not dist.is_initialized():
         # On one rank, FSDP casts the weights layer by layer, or moves them to the GPU. Both need a
-        # group.
+        # process group.
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=HashStore(),
@@ -139,9 +140,9 @@ def shard(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> M:
-    """Apply FSDP2 to each decoder layer and to the rest.
+    """Apply FSDP2 to each decoder layer, and to the rest of the module.
 
-    Master weights stay float32, and gradients are added up in float32.
+    Master weights stay in float32, and gradients are added up in float32.
     """
     layers = cast(Layered, module).layers()
     if section.compile:
@@ -161,5 +162,5 @@ def shard(
 
 
 def offloads(trainer: TrainerConfig, device: torch.device) -> bool:
-    """Return whether weights live in host memory and are moved to a GPU for use."""
+    """Return whether weights stay in host memory and are copied to a GPU for use."""
     return trainer.offload_policy and device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A train engine's state on disk: checkpoints for any number of ranks, Hugging Face folders."""
+"""A train engine's state on disk: checkpoints for any number of ranks, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from millrace.train.state_writer import StateWriter, expect_one_process
 SKIPPED_FILES = ("config.json", "generation_config.json")
 """Files of a model folder that save_pretrained writes itself."""
 SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Weights of the source folder, which an export replaces."""
+"""Suffixes of weight files in the source folder. An export replaces these weights."""
 
 
 class Restorable(Protocol):
@@ -78,20 +78,25 @@ class Restorable(Protocol):
 
 
 def save(engine: Restorable, folder: str, *, staged: bool) -> None:
-    """Save a train state by torch.distributed.checkpoint. All ranks call.
+    """Save a train state by torch.distributed.checkpoint. All ranks call this.
 
-    The state has weights, optimizer and LR clock of the policy, and of the critic if there is one.
-    It also has the reference's weights, the KL coefficient and rank 0's random state. Of a policy
-    with adapters it has only the adapters, and a sum over the base's bits. If `staged`, a copy of
-    the state is written after the return.
+    The state has:
+
+    - weights, optimizer and step count of the policy, and of the critic if there is one
+    - the reference's weights
+    - the KL coefficient
+    - rank 0's random state
+
+    For a policy with adapters, its weights are only the adapters, and the state has a sum over the
+    base's bits. If `staged`, a copy of the state is written after the return.
     """
     (engine.writer.start if staged else engine.writer.write)(_state(engine), folder)
 
 
 def load(engine: Restorable, folder: str) -> None:
-    """Load a state that `save` wrote, resharded to the current ranks. All ranks call.
+    """Load a state that `save` wrote, resharded to the current ranks. All ranks call this.
 
-    Every rank takes the one random state. The optimizer's settings and a fixed KL coefficient stay
+    Every rank takes the same random state. The optimizer's settings and a fixed KL coefficient stay
     those of `begin`. Raises CheckpointError for a folder without a state, and for adapters that
     were trained on another base.
     """
@@ -132,7 +137,7 @@ def load(engine: Restorable, folder: str) -> None:
 
 
 def _under_training(engine: Restorable) -> list[tuple[Trainable, str]]:
-    """Return the trained models and the keys of their states; the policy's is at the top level."""
+    """Return the trained models and their keys in a state. "" is the top level."""
     return [(engine.actor, "")] + ([(engine.critic, "critic")] if engine.critic is not None else [])
 
 
@@ -174,8 +179,8 @@ def _optimizer(model: Trainable) -> torch.optim.AdamW:
 def _with_moments(model: Trainable) -> torch.optim.AdamW:
     """Return the model's optimizer, with moments of 0 if it has not stepped yet.
 
-    torch would make the moments by a step at learning rate 0. AdamW's bias correction would count
-    that step, so a save would change the later steps.
+    Otherwise, torch would create the moments by a step at learning rate 0. AdamW's bias correction
+    would count that step, so a save would change the later steps.
     """
     optimizer = _optimizer(model)
     if not optimizer.state:
@@ -192,7 +197,7 @@ def _with_moments(model: Trainable) -> torch.optim.AdamW:
 def export(engine: Restorable, folder: str) -> None:
     """Write a Hugging Face folder: weights in the serving dtype, config and generation config.
 
-    The tokenizer's files come from the folder that the run started from.
+    The tokenizer's files come from the folder of the start model.
     """
     weights: dict[str, Tensor] = {}
     for name, tensor in engine.full_weights():
@@ -210,7 +215,7 @@ def export(engine: Restorable, folder: str) -> None:
 def copy_tokenizer(source: str, folder: str) -> None:
     """Copy the tokenizer's files of a model folder: all files but weights and configs.
 
-    Files that `folder` already has stay.
+    Files that already exist in `folder` are not replaced.
     """
     if not Path(source).is_dir():
         return

@@ -1,4 +1,4 @@
-"""A module under an optimizer on one rank: gradients in micro-batches, one learning-rate clock."""
+"""One rank's part of a model: forward passes, gradients in micro-batches, optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millrace.train.packing import MicroBatch, pack, split
 from millrace.train.rows import Rows
 
 MAX_NONFINITE_STEPS = 3
-"""Steps in a row without a finite loss and gradient after which the run fails."""
+"""The run fails after this number of steps in a row without a finite loss and gradient."""
 
 WHOLE_GRADIENT_BYTES = 1 << 30
 
@@ -36,7 +36,7 @@ class Trainable:
     """The policy, the critic or the reference.
 
     All ranks make the same calls with the same arguments. `actor` has the token limit of a
-    micro-batch. `dtype` is that of the model's passes.
+    micro-batch. `dtype` is the dtype of forward and backward passes.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Trainable:
         # torch's varlen attention supports only half precision on CUDA.
         self.padded = device.type == "cpu" or dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        # Small gradients stay whole until one sum over ranks for each mini-batch. Large ones are
-        # summed for each micro-batch.
+        # Small gradients stay whole on each rank, and are summed over ranks once for each
+        # mini-batch. Large ones are summed for each micro-batch.
         self.keeps_whole_gradients = (
             4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         )
@@ -68,18 +68,18 @@ class Trainable:
         self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
         self.steps = 0
-        """Optimizer steps since `begin`, skipped ones included: the clock of the LR schedule."""
+        """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
         self.nonfinite_in_a_row = 0
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """Start a fresh AdamW and LR schedule for `horizon` optimizer steps. The weights stay."""
+        """Start a new AdamW and LR schedule for `horizon` optimizer steps. Keep the weights."""
         self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
         self.optimizer = adamw(self.parameters, optim)
 
     def micro_batches(self, rows: Rows, members: Ints) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's micro-batches of the rows `members`, and whether each is the last.
 
-        Every rank yields the same number, at least one.
+        Every rank yields the same number of micro-batches, at least one.
         """
         shares = split(rows, members, max_tokens=self.limit, world_size=self.world_size)
         for i, share in enumerate(shares):
@@ -91,18 +91,18 @@ class Trainable:
     def accumulate(
         self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
     ) -> None:
-        """Compute the gradients of the mini-batch from this rank's share of it.
+        """Compute the gradients of the mini-batch. Each rank reads its own share of the rows.
 
-        They are summed over ranks by the end of the last micro-batch's backward pass.
+        The gradients are summed over ranks before the last micro-batch's backward pass ends.
         """
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
-                # Copies of the model, if there are any, need one sum.
+                # Several copies of the model need one sum over the copies.
                 self.module.set_requires_all_reduce(last)
             outputs: Outputs = self.module(micro, temperature)
             loss, sums = loss_of(outputs, micro)
-            # FSDP averages gradients over ranks. The shares of the loss must be added.
+            # FSDP averages gradients over ranks, but the shares of the loss must be added.
             torch.autograd.backward(loss * self.world_size)
             meter.add(sums, outputs[0].detach(), micro)
 
@@ -116,9 +116,9 @@ class Trainable:
         *,
         first_pass: bool,
     ) -> None:
-        """Take one optimizer step on the rows `members`. Without a loss there is nothing to learn.
+        """Take one optimizer step on the rows `members`.
 
-        Such a step advances the schedule's clock; weights and moments stay.
+        A step without a loss counts for the LR schedule, and does not change weights and moments.
         """
         if loss_of is None:
             self.steps += 1
@@ -128,10 +128,10 @@ class Trainable:
         self.optimizer_step(meter, first_pass=first_pass)
 
     def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
-        """Clip and step, on all ranks or on none: the loss and the norm that decide are global.
+        """Clip the gradients and step, or skip the step if the loss or the norm is not finite.
 
-        Raises MillraceError before `begin`, and after MAX_NONFINITE_STEPS steps in a row without a
-        finite loss and gradient.
+        The loss and the norm are global, so all ranks decide alike. Raises MillraceError before
+        `begin`, and after MAX_NONFINITE_STEPS steps in a row without a finite loss and gradient.
         """
         if self.optimizer is None:
             raise MillraceError(
@@ -141,7 +141,7 @@ class Trainable:
         lr = lr_at(self.optim, self.horizon, self.steps)
         gradients = gradients_of(self.parameters)
         sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
-        # Only here does the host wait for the device in a step.
+        # This is the only place in an optimizer step where the host waits for the device.
         *values, norm = torch.cat([sums, gradient_norm(gradients).to(sums).reshape(1)]).tolist()
         self.steps += 1
         if math.isfinite(norm) and math.isfinite(values[0]):
@@ -166,9 +166,10 @@ class Trainable:
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
     ) -> list[Tensor]:
-        """Return the module's outputs for the trained tokens of `members`, all rows if None.
+        """Return the module's outputs for the trained tokens of `members`, or of all rows if None.
 
-        Each output is [K] float64 on the host, whole on every rank, and 0 for other tokens.
+        Each output is [K] float64 on the host, and 0 for the tokens of other rows. Every rank has
+        the whole output.
         """
         flats: list[Tensor] = []
         for micro, _ in self.micro_batches(
@@ -179,8 +180,8 @@ class Trainable:
             for flat, output in zip(flats, outputs, strict=True):
                 flat[micro.source] = output.double().cpu()
         if isinstance(self.module, FSDPModule):
-            # A forward pass leaves the root's weights whole. They would outlive a load, and would
-            # take memory during sleep.
+            # After a forward pass, the root's weights stay gathered. They would be stale after a
+            # load, and would take memory during sleep.
             self.module.reshard()
         whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
         return list(whole)
@@ -192,12 +193,12 @@ class Trainable:
         return value
 
     def move(self, device: torch.device) -> None:
-        """Move weights and moments to the host, or back.
+        """Move weights and moments to the host, or back to the device.
 
         Host memory is pinned, so copies run at the speed of the link.
         """
         states = list((self.optimizer.state if self.optimizer else {}).values())
-        self.module._apply(lambda t: moved(t, device))  # as nn.Module.to, with pinned memory
+        self.module._apply(lambda t: moved(t, device))  # like nn.Module.to, with pinned memory
         for state in states:
             for key, value in state.items():
                 state[key] = moved(value, device)
@@ -206,7 +207,7 @@ class Trainable:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`. The copy may still be running.
+    """Return `tensor` on `device`. The copy may still be running at the return.
 
     Host memory comes from torch's cache of pinned blocks.
     """

@@ -1,4 +1,4 @@
-"""What the tests of adapters run at every number of ranks."""
+"""The adapter cases that the tests run at every number of ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loaded(case: Any, folder: str) -> Any:
 
 
 def engine_of(case: Any, folder: str, rank: Any, layout: Any) -> Any:
-    """In float64."""
+    """Build an engine with adapters in float64."""
     config, world_size = config_of(case, layout), LAYOUTS[layout][0]
     policy = PackedPolicy(
         lora.inject(loaded(case, folder), config.model, config.trainer.seed).double()
@@ -54,7 +54,7 @@ def engine_of(case: Any, folder: str, rank: Any, layout: Any) -> Any:
 
 
 def plain_model(case: Any, folder: str) -> Any:
-    """peft's own, in float64: drawn as ours is, from the seed after the model's."""
+    """Build peft's own model in float64; its adapters are drawn from the same seed as ours."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config_of(case).trainer.seed + 1)
         settings = LoraConfig(
@@ -92,7 +92,7 @@ def run_case(case: Any, folder: str, rank: Any, layout: Any = "1") -> dict[str, 
 
 
 def with_reference(folder: str, rank: Any = 0, layout: Any = "1", **sections: Any) -> Any:
-    """As a user builds it, with the KL to the reference and a critic, in float32."""
+    """Build a float32 engine as a user does, with the KL to the reference and a critic."""
     config = config_of(
         {},
         layout,
@@ -104,7 +104,10 @@ def with_reference(folder: str, rank: Any = 0, layout: Any = "1", **sections: An
 
 
 def run_extra(folder: str, rank: Any) -> dict[str, Any]:
-    """What rank 0 loaded alone, a batch, a checkpoint and an export, one batch beyond the checkpoint."""
+    """Run a batch, a checkpoint, an export and one more batch; return the states.
+
+    `start` shows the weights on this rank after only rank 0 loaded them.
+    """
     engine = with_reference(folder, rank, "2")
     start = {"base": base_of(engine), "adapters": adapters_of(engine)}
     batches = train_cases.batches_of({})
@@ -123,7 +126,10 @@ def run_extra(folder: str, rank: Any) -> dict[str, Any]:
 
 
 def run_copies(folder: str, rank: Any) -> dict[str, Any]:
-    """Two copies of the model on four ranks: they go on from the checkpoint of two ranks, and leave one of their own."""
+    """Run two copies of the model on four ranks.
+
+    They resume from the checkpoint of two ranks and save a checkpoint of their own.
+    """
     engine = with_reference(folder, rank, "2 x 2")
     asyncio.run(engine.load(f"{folder}/checkpoint"))
     last = asyncio.run(engine.step(train_cases.batches_of({})[1])).metrics

@@ -1,4 +1,7 @@
-"""The critic: what it learns, that its steps are those of a plain loop, that the policy waits for it; checkpoints of all there is."""
+"""Tests of the critic.
+
+They cover learning, value steps compared with a plain loop, warm-up, and complete checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_constant_return_is_learned(folder: str) -> None:
-    """In float32, as a user builds it. Every value starts at 0."""
+    """The engine is in float32, as a user builds it. Every value starts at 0."""
     config = Config(
         trainer={"device": "cpu"},
         algorithm={"adv_estimator": "gae"},
@@ -83,11 +86,12 @@ def test_returns_that_prompts_explain_are_learned(folder: str) -> None:
     assert explained[0] == 0 and explained[-1] > 0.8
 
 
-# Against a plain loop -----------------------------------------------------------------------------------------------------
+# Against a plain loop
+# --------------------------------------------------------------------------------------------------
 
 
 class PlainCritic(nn.Module):
-    """The body of the model as transformers runs it, and a head."""
+    """The body of the transformers model with a value head."""
 
     def __init__(self, folder: str, head: float) -> None:
         super().__init__()
@@ -97,7 +101,7 @@ class PlainCritic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def values(self, one: Sample, t: Trajectory) -> list[Tensor]:
-        """Of the state before each token of the policy."""
+        """Return the value of the state before each token of the policy."""
         tokens, at = list(one.prompt.tokens), list[int]()
         for segment in t.segments:
             if segment.author is Author.POLICY:
@@ -110,7 +114,7 @@ class PlainCritic(nn.Module):
 
 
 def plain_returns(values: list[float], score: float) -> list[float]:
-    """GAE's advantage plus the value, at gamma 0.95 and lambda 0.9."""
+    """Return the GAE advantage plus the value, at gamma 0.95 and lambda 0.9."""
     found, advantage, following = [], 0.0, 0.0
     for t in reversed(range(len(values))):
         reward = score if t == len(values) - 1 else 0.0
@@ -123,7 +127,10 @@ def plain_returns(values: list[float], score: float) -> list[float]:
 def plain_critic_training(
     folder: str, samples: tuple[Sample, ...], epochs: int, cliprange: float
 ) -> tuple[PlainCritic, Any]:
-    """The critic after `epochs` steps on one mini-batch, and the losses and shares of clipped tokens."""
+    """Train the critic for `epochs` steps on one mini-batch.
+
+    Returns the critic and (losses, share of clipped tokens, returns, start values).
+    """
     critic = PlainCritic(folder, 0.1)
     rows = [(one, t) for one in samples for t in one.trajectories]
     with torch.no_grad():
@@ -156,7 +163,7 @@ def plain_critic_training(
 
 
 def test_value_steps_are_those_of_a_plain_loop(folder: str) -> None:
-    """Three epochs, so that some values are past the clip."""
+    """Three epochs move some values beyond the clip."""
     cliprange = 0.002
     actor = {"ppo_mini_batch_size": 100, "ppo_epochs": 3, "loss_agg_mode": "seq-mean-token-mean"}
     config = config_of(
@@ -183,14 +190,16 @@ def test_a_truncated_response_ends_in_its_value_where_that_is_asked_for(folder: 
     config = config_of(algorithm={"adv_estimator": "gae", "bootstrap_truncated": True})
     engine = engine_of(folder, config)
     with torch.no_grad():
-        critic_of(engine).head.bias.fill_(0.4)  # type: ignore[operator]  # and a weight of 0: every value is 0.4
+        # The weight is 0, so every value is 0.4.
+        critic_of(engine).head.bias.fill_(0.4)  # type: ignore[operator]
     group = sample(
         0, trajectory(-2.0, -2.0, score=1.0), trajectory(-2.0, -2.0, score=9.0, stop=Stop.LENGTH)
     )
     assert experience(engine, (group,)).returns.tolist() == pytest.approx([1.0, 1.0, 0.4, 0.4])
 
 
-# Warm-up and checkpoints ------------------------------------------------------------------------------------------------------
+# Warm-up and checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def test_in_critic_warmup_the_policy_holds_still_while_the_critic_learns(folder: str) -> None:
@@ -232,7 +241,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def state(engine: FsdpTrainEngine) -> dict[str, Tensor]:
-    """Everything that is in a checkpoint."""
+    """Return everything that a checkpoint contains."""
     assert engine.critic is not None and engine.reference is not None
     found = {"kl_coef": torch.tensor(engine.kl_coef, dtype=torch.float64)}
     for model in (engine.actor, engine.critic, engine.reference):
@@ -246,7 +255,10 @@ def state(engine: FsdpTrainEngine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_resumed_equals_uninterrupted_bit_for_bit(warmup: int, folder: str, tmp_path: Path) -> None:
-    """Policy, critic, reference, both optimizers, clocks and the KL coefficient; also with a policy that has not stepped yet."""
+    """This covers all models, both optimizers, step counts and the KL coefficient.
+
+    With `warmup` 3, the policy has not stepped before the checkpoint.
+    """
     config = config_of(**EVERYTHING, trainer={"critic_warmup": warmup})
     batches = [samples_of(seed) for seed in range(4)]
     whole = engine_of(folder, config)
@@ -257,7 +269,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(warmup: int, folder: str, tmp_
     asyncio.run(first.save(str(tmp_path)))
     saved = state(first)
     second = engine_of(folder, config)
-    step(second, samples_of(7))  # what it was is forgotten
+    step(second, samples_of(7))  # `load` must replace this state
     second.restart(OPTIM, train_cases.HORIZON)
     asyncio.run(second.load(str(tmp_path)))
     assert equal(state(second), saved) and second.steps == 2
@@ -268,7 +280,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(warmup: int, folder: str, tmp_
 
 
 def test_saving_changes_nothing_of_what_comes_after(folder: str, tmp_path: Path) -> None:
-    """Also before the first step: AdamW's bias correction must not count a step that was none."""
+    """A save before the first step must not count as a step in AdamW's bias correction."""
     saver, other = (
         engine_of(folder, config_of(**EVERYTHING)),
         engine_of(folder, config_of(**EVERYTHING)),

@@ -1,4 +1,7 @@
-"""The train engine against plain training, the same at 1, 2 and 3 ranks; checkpoints, exports, supervised steps, faults."""
+"""The train engine compared with plain training, at 1, 2 and 3 ranks and 2 copies of 2 ranks.
+
+The tests also cover checkpoints, exports, supervised steps and faults.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.train.cases import CASES, HORIZON, LAYOUTS
 from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
 
-pytestmark = pytest.mark.xdist_group("fsdp_train")  # what ranks compute is computed once
+pytestmark = pytest.mark.xdist_group("fsdp_train")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +149,8 @@ def test_weights_that_the_first_rank_loads_are_those_of_all(
                     atol=0,
                 )
         assert loaded["metrics"] == ranks[layout][0]["extra"]["loaded"]["metrics"]
-        assert (
-            0 < loaded["metrics"]["actor/kl_loss"] < 0.01
-        )  # the reference is the start weights: one step apart
+        # The reference has the start weights, one step away from the policy.
+        assert 0 < loaded["metrics"]["actor/kl_loss"] < 0.01
         assert np.isfinite(loaded["metrics"]["critic/vf_loss"])
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
             assert loaded["metrics"][key] == pytest.approx(alone[key], rel=1e-4), key
@@ -159,7 +161,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one(folder: str, ranks: Any) -> No
     case = CASES["one micro-batch"]
     engine = train_cases.engine_of(case, folder, 0)
     asyncio.run(engine.load(f"{folder}/checkpoint"))
-    assert engine.steps == 4  # two supervised, one batch of two mini-batches, one of them skipped
+    assert engine.steps == 4  # two supervised steps, two mini-batches of which one is skipped
     for name, weight in engine.full_weights():
         close(weight, extra["exported"][name], rtol=0, atol=0)
     metrics = asyncio.run(engine.step(train_cases.batches_of(case)[0])).metrics
@@ -182,7 +184,8 @@ def test_ranks_of_a_copy_hold_the_rows_that_the_weight_sync_expects_of_them(
 
 def test_copies_exchange_gradients_once_for_a_mini_batch(ranks: Any) -> None:
     for rank in ranks["2 x 2"]:
-        assert rank["extra"]["exchanged"] == {True: 3, False: 3}  # two layers and the rest
+        # One exchange for each of the two layers, and one for the other weights.
+        assert rank["extra"]["exchanged"] == {True: 3, False: 3}
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_at_two_copies_and_theirs_at_one(
@@ -237,12 +240,12 @@ def test_supervised_steps_are_the_same_on_two_ranks_and_a_bad_step_is_skipped_on
     bad = report.metrics
     assert all(np.isfinite(value) for value in bad.values())
     assert bad == pytest.approx(ranks["2"][0]["extra"]["bad"], rel=1e-5, abs=1e-8)
-    assert any(
-        not torch.equal(weight, before[name]) for name, weight in engine.full_weights()
-    )  # the other mini-batch
+    # The other mini-batch changed the weights.
+    assert any(not torch.equal(weight, before[name]) for name, weight in engine.full_weights())
 
 
-# One rank, as a user builds it, in float32 -----------------------------------------------------------------------------
+# One rank, as a user builds it, in float32
+# -----------------------------------------------------------------------------
 
 
 def built(folder: str, optim: Any = None, horizon: Any = 60, **overrides: Any) -> Any:
@@ -324,7 +327,7 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder: str) 
 def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two graphs, one for the forward pass and one for what is computed again, might not keep the same tensors."""
+    """Separate graphs for forward pass and recomputation might not keep the same tensors."""
     batches = [TrainBatch(random_samples(seed, [4, 2 + seed, 3]), 0) for seed in range(3)]
     limit = {
         "actor": {"ppo_max_token_len_per_gpu": 60},
@@ -340,9 +343,8 @@ def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_pas
         "gradient_checkpointing": True,
         "gradient_checkpointing_share": 0.5,
     }
-    monkeypatch.setattr(
-        logprob, "_compiled", lambda function: function
-    )  # they have sizes of their own
+    # The log-prob functions stay uncompiled, because their sizes vary.
+    monkeypatch.setattr(logprob, "_compiled", lambda function: function)
     engine = built(folder, model=model, **limit)
     got = [asyncio.run(engine.step(batch)).metrics["actor/grad_norm"] for batch in batches]
     assert got == pytest.approx(want, rel=0.02)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies in chunks, against full logits."""
+"""Log-probs and entropies in chunks, compared with full logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters against plain training with peft, the same at 1, 2 and 3 ranks; what leaves the engine has the model's own names."""
+"""Adapters compared with plain peft training, at 1, 2 and 3 ranks and 2 copies of 2 ranks.
+
+Weights that leave the engine have the model's own names.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.train.fsdp.lora_cases import ALPHA, CASES, RANK
 from tests.train.plain import plain_run
 from tests.train.samples import random_samples
 
-pytestmark = pytest.mark.xdist_group("lora")  # what ranks compute is computed once
+pytestmark = pytest.mark.xdist_group("lora")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,8 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
         .replace(".lora_B.default.weight", ".weight.lora_B"): p.detach()
         for name, p in model.named_parameters() if p.requires_grad
     }  # fmt: skip
-    assert (
-        got["adapters"].keys() == trained.keys() and len(trained) == 2 * 2 * 7
-    )  # A and B, layers, modules
+    # 2 matrices (A and B) x 2 layers x 7 modules
+    assert got["adapters"].keys() == trained.keys() and len(trained) == 2 * 2 * 7
     for key, tensor in trained.items():
         close(got["adapters"][key], tensor, rtol=1e-5, atol=1e-7)  # norms are computed in float32
     assert any(
@@ -193,11 +195,12 @@ def test_an_export_loads_without_peft_and_has_the_logits_of_the_adapted_model(
     close(train_cases.logits_of(f"{folder}/export", [1, 2, 3]), want, rtol=1e-5, atol=1e-5)
 
 
-# One rank, in float32 --------------------------------------------------------------------------------------------------
+# One rank, in float32
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder: str) -> None:
-    """Not the base: supervised steps come before RL."""
+    """The reference is not the base, because supervised steps come before RL."""
     engine = lora_cases.with_reference(folder)
     for _ in range(3):
         asyncio.run(engine.sft_step(train_cases.demonstrations(5)))
@@ -221,7 +224,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder: st
 
 @contextmanager
 def without_adapters(engine: Any) -> Iterator[Any]:
-    """B = 0, for a while."""
+    """Set every B to 0 inside the context."""
     tensors = [own for name, _, _, own in engine.adapters() if name.endswith("lora_B")]
     kept = [t.clone() for t in tensors]
     for t in tensors:
