@@ -1,0 +1,164 @@
+"""Keys of verl for features that millrace does not have. Patterns count in their order."""
+
+from __future__ import annotations
+
+from millrace.config.verl.kinds import Absent
+
+_MEGATRON = Absent("the Megatron engine", "leave the key out: the train engine is FSDP2")
+_AGENT = Absent(
+    "multi-turn rollouts with tools",
+    "leave the key out: a trajectory has one turn",
+    ("hermes", "middle", "strict", 1, 256),
+)
+_PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
+_MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
+_REWARD_MODEL = Absent("reward models", "a function in reward.function")
+_SANDBOX = Absent("a code sandbox", "a function in reward.function that calls it", (64, 1024))
+_OPTIMIZER = Absent("optimizers other than AdamW", "leave the key out", ("AdamW", "torch.optim"))
+_PROFILER = Absent("a profiler", "leave the key out")
+_QUANTIZED = Absent("quantised weights", "leave the key out")
+_EXPERTS = Absent("expert and data parallel replicas", "rollout.n_gpus_per_node for replicas", (1,))
+_SHARING = Absent("lending trainer GPUs to rollouts", "leave the key out")
+_MM = Absent("prompts with images, audio or video", "leave the key out")
+_STRATEGY = Absent(
+    "train engines other than FSDP2", "actor_rollout_ref.actor.strategy=fsdp2", ("fsdp", "fsdp2")
+)
+
+ABSENT: dict[str, Absent] = {
+    "actor.fsdp_config.strategy": _STRATEGY,
+    "actor.fsdp_config.ulysses_sequence_parallel_size": Absent(
+        "sequence parallelism", _PARALLEL, (1,)
+    ),
+    "actor.freeze_vision_tower": _MM,
+    "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
+    "actor.optim.optimizer": _OPTIMIZER,
+    "actor.optim.optimizer_impl": _OPTIMIZER,
+    "actor.optim.override_optimizer_config*": _OPTIMIZER,
+    "actor.profiler.enable": _PROFILER,
+    "actor.qat.enable": _QUANTIZED,
+    "actor.router_replay.mode": _MOE,
+    "actor.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
+    "actor.strategy": _STRATEGY,
+    "actor.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
+    "algorithm.use_pf_ppo": Absent("PF-PPO", "leave the key out"),
+    "async_training.use_dynamic_resource_scheduling": _SHARING,
+    "async_training.use_trainer_do_validate": _SHARING,
+    "critic.fsdp.strategy": _STRATEGY,
+    "critic.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
+    "critic.optim.optimizer": _OPTIMIZER,
+    "critic.optim.optimizer_impl": _OPTIMIZER,
+    "critic.optim.override_optimizer_config*": _OPTIMIZER,
+    "critic.profiler.enable": _PROFILER,
+    "critic.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
+    "critic.strategy": _STRATEGY,
+    "critic.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
+    "data.apply_chat_template_kwargs*": Absent(
+        "arguments of the chat template", "a chat template in the model's folder that sets them"
+    ),
+    "data.custom_cls.*": Absent(
+        "a data set class of your own", "its rows as parquet or JSONL in data.train_files"
+    ),
+    "data.function_tool_path": _AGENT,
+    "data.reward_fn_key": Absent(
+        "another column for the data source", "a column data_source", ("data_source",)
+    ),
+    "data.tokenizer": Absent("a tokenizer of its own", "a tokenizer in the model's folder"),
+    "data.tool_config_path": _AGENT,
+    "distillation.enabled": Absent("distillation from a teacher", "leave the key out"),
+    "global_profiler.tool": _PROFILER,
+    "model.custom_chat_template": Absent(
+        "a chat template in the configuration", "a chat template in the model's folder"
+    ),
+    "model.enable_activation_offload": Absent(
+        "activation offload", "model.gradient_checkpointing=true"
+    ),
+    "model.exclude_modules": Absent("modules without adapters", "model.target_modules"),
+    "model.external_lib": Absent("packages that a model imports", "model.trust_remote_code=true"),
+    "model.hf_config_path": Absent("a config.json elsewhere", "config.json in the model's folder"),
+    "model.lora.rank": Absent("Megatron's adapters", "actor_rollout_ref.model.lora_rank"),
+    "model.lora_adapter_path": Absent(
+        "a start from adapters", "merge the adapters into the model first"
+    ),
+    "model.mtp.enable": Absent("multi-token prediction", "leave the key out"),
+    "model.override_config*": Absent(
+        "overrides of the model's config.json", "the changed value in the model's config.json"
+    ),
+    "model.tiled_mlp.enabled": Absent("tiled MLPs", "model.gradient_checkpointing=true"),
+    "model.tokenizer_path": Absent("a tokenizer elsewhere", "the tokenizer in the model's folder"),
+    "ref.strategy": _STRATEGY,
+    "ref.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
+    "reward.reward_manager.module.path": Absent(
+        "a reward manager of your own", "a function in reward.function"
+    ),
+    "reward.reward_manager.name": Absent(
+        "reward managers other than naive and dapo",
+        "a function in reward.function, and reward.overlong_buffer for the penalty",
+        ("naive", "dapo", "batch", "prime"),
+    ),
+    "reward.reward_model.enable": _REWARD_MODEL,
+    "reward.reward_model.model_path": _REWARD_MODEL,
+    "reward.sandbox_fusion.url": _SANDBOX,
+    "reward_model.enable": _REWARD_MODEL,
+    "reward_model.model.path": _REWARD_MODEL,
+    "reward_model.reward_manager": Absent(
+        "reward managers other than naive and dapo",
+        "a function in reward.function, and reward.overlong_buffer for the penalty",
+        ("naive", "dapo", "batch", "prime"),
+    ),
+    "rollout.agent.agent_loop_config_path": _AGENT,
+    "rollout.agent.custom_async_server.*": _AGENT,
+    "rollout.agent.default_agent_loop": Absent(
+        "agent loops", "leave the key out: a trajectory has one turn", ("single_turn_agent",)
+    ),
+    "rollout.checkpoint_engine.backend": Absent(
+        "other backends of the weight sync", "leave the key out", ("nccl", "naive")
+    ),
+    "rollout.checkpoint_engine.custom_backend_module": Absent(
+        "other backends of the weight sync", "leave the key out"
+    ),
+    "rollout.checkpoint_engine.engine_kwargs*": Absent(
+        "other backends of the weight sync", "sync.bucket_mb and sync.timeout_s"
+    ),
+    "rollout.data_parallel_size": _EXPERTS,
+    "rollout.disaggregation.enabled": Absent("replicas for prefill alone", "leave the key out"),
+    "rollout.enable_rollout_routing_replay": _MOE,
+    "rollout.engine_kwargs.sglang*": Absent("the sglang engine", "rollout.engine_kwargs for vLLM"),
+    "rollout.engine_kwargs.trtllm*": Absent(
+        "the TensorRT-LLM engine", "rollout.engine_kwargs for vLLM"
+    ),
+    "rollout.expert_parallel_size": _EXPERTS,
+    "rollout.moe_load_balance_metrics_interval": _MOE,
+    "rollout.multi_turn.*": _AGENT,
+    "rollout.over_sample_rate": Absent(
+        "over-sampling that drops slow samples", "async_training.staleness_threshold"
+    ),
+    "rollout.pipeline_model_parallel_size": Absent(
+        "pipeline parallel replicas", "rollout.tensor_model_parallel_size", (1,)
+    ),
+    "rollout.prometheus.enable": Absent("a Prometheus endpoint", "metrics.jsonl and TensorBoard"),
+    "rollout.quantization*": _QUANTIZED,
+    "rollout.scheduling_policy": Absent("other schedules in vLLM", "leave the key out", ("fcfs",)),
+    "rollout.trace.backend": Absent("traces of rollouts", "leave the key out"),
+    "sandbox_fusion.*": _SANDBOX,
+    "skip.async_rollout.enable": Absent("rollouts from a file", "leave the key out"),
+    "skip.rollout.enable": Absent("rollouts from a file", "leave the key out"),
+    "skip.rollout_tq.enable": Absent("rollouts from a file", "leave the key out"),
+    "trainer.default_hdfs_dir": Absent("checkpoints in HDFS", "trainer.run_dir on a mounted disk"),
+    "trainer.esi_redundant_time": Absent(
+        "a save before the lease of a node ends", "SIGTERM, which always saves"
+    ),
+    "trainer.rollout_data_dir": Absent("rollouts as files", "leave the key out"),
+    "trainer.v1.sampler.max_off_policy_*": Absent(
+        "dropping samples by age",
+        "algorithm.rollout_correction.max_token_age, or async_training.staleness_threshold",
+        (8, "drop"),
+    ),
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch": _SHARING,
+    "trainer.val_only": Absent("validation by `train`", "millrace eval RECIPE"),
+    "trainer.validation_data_dir": Absent(
+        "another folder for transcripts", "the transcripts in the run's folder"
+    ),
+    "*.megatron.*": _MEGATRON,
+    "*.veomni.*": _STRATEGY,
+    "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
+}

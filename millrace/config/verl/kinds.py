@@ -1,0 +1,31 @@
+"""The two kinds of entries that have more than a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A key with an equal here."""
+
+    to: str
+    """The key of millrace."""
+    value: Callable[[Any], Any] | None = None
+    """The translation of the value. `values.DROP` leaves the key out. Raises ValueError with the rule
+    and the fix for a value that has no equal.
+    """
+    note: str = ""
+    """What differs, for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A key of a feature that millrace does not have."""
+
+    feature: str
+    instead: str
+    off: tuple[Any, ...] = ()
+    """Values that leave the feature off. Empty and false values always do."""

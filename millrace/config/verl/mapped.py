@@ -1,0 +1,126 @@
+"""Keys of verl with an equal here, under another name or with other values."""
+
+from __future__ import annotations
+
+from millrace.config.verl.kinds import Mapped
+from millrace.config.verl.values import (
+    DROP,
+    buckets,
+    by_engine,
+    flag,
+    loggers,
+    lr_shape,
+    never,
+    not_none,
+    one_of,
+    resume_mode,
+    trainer_mode,
+    updates,
+)
+
+_DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
+_NO_CONSOLE = "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
+_UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
+_OVERLONG = ("enable", "len", "penalty_factor")
+
+MAPPED: dict[str, Mapped] = {
+    "actor.checkpoint.async_save": Mapped("trainer.async_save"),
+    "actor.fsdp_config.dtype": Mapped("model.dtype", _DTYPE),
+    "actor.fsdp_config.fsdp_size": Mapped("trainer.fsdp_size", never),
+    "actor.fsdp_config.full_determinism": Mapped("trainer.deterministic"),
+    "actor.fsdp_config.offload_policy": Mapped("trainer.offload_policy"),
+    "actor.fsdp_config.param_offload": Mapped(
+        "trainer.offload", note="it acts on shared devices, and moves the optimizer too"
+    ),
+    "actor.fsdp_config.use_torch_compile": Mapped("model.compile"),
+    "actor.grad_clip": Mapped("actor.optim.clip_grad"),
+    "actor.loss_scale_factor": Mapped("actor.loss_scale_factor", never),
+    "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
+    "actor.policy_loss.dro_beta": Mapped("actor.policy_loss.dro_beta", not_none),
+    "actor.tau_neg": Mapped("actor.policy_loss.tau_neg"),
+    "actor.tau_pos": Mapped("actor.policy_loss.tau_pos"),
+    "actor.use_rollout_log_probs": Mapped("async_training.use_rollout_log_probs"),
+    "actor.use_torch_compile": Mapped("model.compile"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": Mapped(
+        "actor.optim.lr_warmup_steps", updates, _UPDATES
+    ),
+    "actor.optim.lr_warmup_steps": Mapped("actor.optim.lr_warmup_steps", never),
+    "actor.optim.warmup_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
+    "actor_rollout_ref.hybrid_engine": Mapped(
+        "async_training.placement", flag("colocated", "separate")
+    ),
+    "actor_rollout_ref.rollout.n_gpus_per_node": Mapped("rollout.n_gpus_per_node"),
+    "actor_rollout_ref.rollout.nnodes": Mapped("rollout.nnodes", buckets),
+    "algorithm.adv_estimator": Mapped(
+        "algorithm.adv_estimator", lambda v: {"grpo_vectorized": "grpo"}.get(v, v)
+    ),
+    "algorithm.filter_groups.metric": Mapped(
+        "algorithm.filter_groups.metric",
+        lambda v: {None: "score", "seq_reward": "reward", "seq_final_reward": "reward"}.get(v, v),
+    ),
+    "algorithm.rollout_correction.bypass_mode": Mapped("async_training.use_rollout_log_probs"),
+    "algorithm.rollout_correction.loss_type": Mapped(
+        "actor.policy_loss.loss_mode", lambda v: "reinforce" if v == "reinforce" else DROP
+    ),
+    "async_training.checkpoint_engine.device_buffer_size_M": Mapped("sync.bucket_mb"),
+    "async_training.compute_prox_log_prob": Mapped(
+        "async_training.use_rollout_log_probs", flag(False, True)
+    ),
+    "critic.fsdp.full_determinism": Mapped("trainer.deterministic"),
+    "critic.grad_clip": Mapped("critic.optim.clip_grad"),
+    "critic.optim.lr_warmup_steps": Mapped("critic.optim.lr_warmup_steps", never),
+    "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
+    "data.max_prompt_length": Mapped("rollout.max_prompt_length"),
+    "data.max_response_length": Mapped("rollout.max_response_length"),
+    "data.train_max_samples": Mapped("data.train_max_samples", never),
+    "data.trust_remote_code": Mapped("model.trust_remote_code"),
+    "data.val_max_samples": Mapped("data.val_max_samples", never),
+    "model.enable_gradient_checkpointing": Mapped("model.gradient_checkpointing"),
+    "reward_model.num_workers": Mapped("reward.num_workers", not_none),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": Mapped("sync.bucket_mb"),
+    "rollout.cudagraph_capture_sizes": Mapped(
+        "rollout.engine_kwargs.cudagraph_capture_sizes", not_none
+    ),
+    "rollout.dtype": Mapped("model.dtype", _DTYPE),
+    "rollout.enable_chunked_prefill": Mapped(
+        "rollout.engine_kwargs.enable_chunked_prefill", flag(DROP, False)
+    ),
+    "rollout.engine_kwargs.vllm": Mapped("rollout.engine_kwargs", lambda v: v or DROP),
+    "rollout.full_determinism": Mapped("trainer.deterministic"),
+    "rollout.name": Mapped("rollout.engine", by_engine),
+    "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
+    "rollout.response_length": Mapped("rollout.max_response_length"),
+    "rollout.standalone_gpu_memory_utilization": Mapped("rollout.gpu_memory_utilization", not_none),
+    "rollout.test_freq": Mapped("rollout.test_freq", never),
+    "rollout.top_k": Mapped("rollout.top_k", never),
+    "rollout.total_epochs": Mapped("trainer.total_epochs"),
+    "rollout.val_kwargs.top_k": Mapped("rollout.val_kwargs.top_k", never),
+    "trainer.default_local_dir": Mapped("trainer.run_dir"),
+    "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
+    "trainer.logger": Mapped("trainer.logger", loggers, _NO_CONSOLE),
+    "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", not_none),
+    "trainer.resume": Mapped("trainer.resume", resume_mode),
+    "trainer.resume_mode": Mapped("trainer.resume", resume_mode),
+    "trainer.save_freq": Mapped("trainer.save_freq", never),
+    "trainer.test_freq": Mapped("trainer.test_freq", never),
+    "trainer.total_training_steps": Mapped("trainer.total_training_steps", never),
+    "trainer.v1.separate_async.parameter_sync_step": Mapped(
+        "async_training.trigger_parameter_sync_step"
+    ),
+    "trainer.v1.trainer_mode": Mapped("mode", trainer_mode),
+    **{
+        f"{section}.{name}": Mapped(f"reward.overlong_buffer.{name}")
+        for section in (
+            "reward_model.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg",
+        )
+        for name in _OVERLONG
+    },
+}
+"""Keys with an equal under another name, or with other values."""
+
+PATTERNS: dict[str, Mapped] = {
+    "rollout.engine_kwargs.vllm.*": Mapped("rollout.engine_kwargs.*"),
+}
+"""As MAPPED, with the rest of the name in place of `*`."""

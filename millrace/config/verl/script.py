@@ -1,0 +1,282 @@
+"""The overrides in a launch script of verl's, read without running the script.
+
+Understood are assignments, `${NAME}` with verl's usual defaults `${NAME:-value}`, arithmetic
+`$(( ))`, arrays, line continuations, quotes and comments. Nothing is executed: a variable that only
+a command can set is an error that names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from millrace.errors import ConfigError, bad_value
+
+_NAME = r"[A-Za-z_]\w*"
+_OVERRIDE = re.compile(r"^(\+{0,2}|~)[A-Za-z_][\w.]*(=|$)")
+_PROGRAMS = (
+    ("fully_async", "verl/fully_async_ppo_trainer"),
+    ("one_step_off", "verl/one_step_off_ppo_trainer"),
+    ("main_ppo", "verl/ppo_trainer"),
+)
+"""A part of the name of verl's program, and the recipe with its defaults."""
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(slots=True)
+class Script:
+    """What a launch script says."""
+
+    overrides: list[str] = field(default_factory=list)
+    """`key=value`, in their order, with all variables replaced."""
+    base: str = ""
+    """The packaged recipe with the defaults of the program that the script starts, or empty."""
+
+
+def read(text: str, variables: Mapping[str, str]) -> Script:
+    """Return the overrides of a script.
+
+    `variables` are the values of names that the script does not set itself. Raises ConfigError for
+    a variable without a value, for arithmetic that cannot be computed, and for an open quote.
+    """
+    values: dict[str, str] = dict(variables)
+    arrays: dict[str, list[str]] = {}
+    script = Script()
+    for line in _lines(text):
+        if match := re.match(rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})(\+?)=\((.*)\)$", line, re.S):
+            items = [_expand(word, values, line) for word in _words(match[3])]
+            arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *items]
+        elif match := re.match(rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})=(.*)$", line, re.S):
+            _assign(values, match[1], match[2], line)
+        else:
+            _command(script, line, values, arrays)
+    return script
+
+
+def _assign(values: dict[str, str], name: str, text: str, line: str) -> None:
+    """Keep the value of a variable. A value that only a command knows stays unknown."""
+    if "$(" in text.replace("$((", "") or "`" in text:
+        values.pop(name, None)
+        return
+    words = _words(text)
+    try:
+        values[name] = _expand(words[0], values, line) if words else ""
+    except ConfigError:
+        values.pop(name, None)  # the error comes where an override needs the name
+
+
+def _command(
+    script: Script, line: str, values: Mapping[str, str], arrays: Mapping[str, list[str]]
+) -> None:
+    """Add the overrides of one command, if it has any."""
+    words: list[str] = []
+    for word in _words(line):
+        if match := re.fullmatch(rf'"?\$\{{({_NAME})\[[@*]\]\}}"?', word):
+            words += [shlex.quote(item) for item in arrays.get(match[1], [])]
+        else:
+            words.append(word)
+    for word in words:
+        for part, recipe in _PROGRAMS:
+            if not script.base and part in word and not _OVERRIDE.match(_bare(word)):
+                script.base = recipe
+    found = [w for w in words if _OVERRIDE.match(_bare(w)) and ("=" in w or w[:1] == "~")]
+    if not any("." in _bare(w).partition("=")[0] for w in found):
+        return  # another command, such as `set -x` or `NAME=value program`
+    script.overrides += [
+        _expand(w, values, line) for w in found if "." in _bare(w).partition("=")[0]
+    ]
+
+
+def _bare(word: str) -> str:
+    return word.lstrip("'\"")
+
+
+def _lines(text: str) -> list[str]:
+    """Return the script's logical lines: without comments, continuations and blank lines.
+
+    A line with an open bracket or quote goes on in the next one.
+    """
+    lines: list[str] = []
+    pending = ""
+    for raw in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        pending = f"{pending}\n{raw}" if pending else raw
+        bare = _without_comment(pending)
+        if _is_open(bare):
+            continue
+        if bare.strip():
+            lines.append(bare.strip())
+        pending = ""
+    if pending.strip():
+        raise bad_value(
+            "SCRIPT", pending.strip().splitlines()[0][:80], "has an open quote or bracket", "close it"
+        )
+    return lines
+
+
+def _without_comment(text: str) -> str:
+    """Remove comments: `#` at the start of a word, outside of quotes."""
+    kept, quote = [], ""
+    for line in text.split("\n"):
+        out = ""
+        for at, char in enumerate(line):
+            if quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char == "#" and (at == 0 or line[at - 1].isspace()):
+                break
+            out += char
+        kept.append(out)
+    return "\n".join(kept)
+
+
+def _is_open(text: str) -> bool:
+    """Return whether a quote is open, or the brackets of an array or of arithmetic."""
+    quote, depth = "", 0
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+    return bool(quote) or depth > 0
+
+
+def _words(text: str) -> list[str]:
+    """Split a line at spaces outside of quotes and of `$(( ))`. Quotes stay."""
+    words, word, quote, depth = [], "", "", 0
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char.isspace() and depth <= 0:
+            if word:
+                words.append(word)
+            word = ""
+            continue
+        word += char
+    return [*words, word] if word else words
+
+
+def _expand(word: str, values: Mapping[str, str], line: str) -> str:
+    """Return a word with its variables and arithmetic replaced, and its quotes removed."""
+    out, quote, at = "", "", 0
+    while at < len(word):
+        char = word[at]
+        if char in "'\"" and quote in ("", char):
+            quote = "" if quote else char
+            at += 1
+        elif char == "\\" and quote != "'" and at + 1 < len(word):
+            out += word[at + 1]
+            at += 2
+        elif char == "$" and quote != "'":
+            text, at = _reference(word, at, values, line)
+            out += text
+        else:
+            out += char
+            at += 1
+    return out
+
+
+def _reference(word: str, at: int, values: Mapping[str, str], line: str) -> tuple[str, int]:
+    """Return the value of the reference at `at`, and where it ends."""
+    rest = word[at:]
+    if rest.startswith("$(("):
+        end = _closing(rest, 1, "(", ")")
+        return _arithmetic(rest[3 : end - 1], values, line), at + end + 1
+    if rest.startswith("$("):
+        raise _unknown(rest[: _closing(rest, 1, "(", ")") + 1], line)
+    if rest.startswith("${"):
+        end = _closing(rest, 1, "{", "}")
+        return _braces(rest[2:end], values, line), at + end + 1
+    if match := re.match(rf"\$({_NAME})", rest):
+        return _value(match[1], values, line), at + match.end()
+    if re.match(r"\$[@*#\d?]", rest):
+        return "", at + 2
+    return "$", at + 1
+
+
+def _closing(text: str, at: int, opening: str, closing: str) -> int:
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == opening) - (text[i] == closing)
+        if depth == 0:
+            return i
+    raise bad_value("SCRIPT", text[:80], f"has no closing {closing!r}", f"add {closing!r}")
+
+
+def _braces(inner: str, values: Mapping[str, str], line: str) -> str:
+    """Return `${inner}`, with bash's defaults and the removal of a prefix or suffix."""
+    match = re.fullmatch(rf"({_NAME})(:?[-=]|##?|%%?)?(.*)", inner, re.S)
+    if not match:
+        raise _unknown(f"${{{inner}}}", line)
+    name, sign, text = match.groups()
+    if sign and sign.strip(":") in "-=":
+        known = values.get(name)
+        use = known is None or (sign.startswith(":") and not known)
+        return _expand(text, values, line) if use else str(known)
+    value = _value(name, values, line)
+    if not sign:
+        if text:
+            raise _unknown(f"${{{inner}}}", line)
+        return value
+    pattern = _expand(text, values, line)
+    glob = re.escape(pattern).replace(r"\*", ".*" if len(sign) == 2 else ".*?")
+    if sign.startswith("#"):
+        return re.sub(f"^{glob}", "", value, count=1, flags=re.S)
+    cuts = [i for i in range(len(value) + 1) if re.fullmatch(glob.replace("?", ""), value[i:], re.S)]
+    return value[: (min if len(sign) == 2 else max)(cuts)] if cuts else value
+
+
+def _value(name: str, values: Mapping[str, str], line: str) -> str:
+    if name not in values:
+        raise _unknown(name, line)
+    return values[name]
+
+
+def _unknown(name: str, line: str) -> ConfigError:
+    return bad_value(
+        "SCRIPT",
+        " ".join(line.split())[:80],
+        f"{name} has no value in the script, and nothing is executed",
+        f"--set {name.strip('${}()')}=VALUE" if re.fullmatch(_NAME, name) else "write the value",
+    )
+
+
+def _arithmetic(text: str, values: Mapping[str, str], line: str) -> str:
+    """Compute integer arithmetic of bash: + - * / % and brackets."""
+    plain = re.sub(
+        rf"\$?\{{?({_NAME})\}}?", lambda m: f"({_value(m[1], values, line)})", text
+    )
+    try:
+        return str(_compute(ast.parse(plain.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
+        rule = "this arithmetic cannot be computed"
+        raise bad_value("SCRIPT", f"$(({text}))", rule, "write the number") from None
+
+
+def _compute(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp):
+        return int(_OPERATORS[type(node.op)](_compute(node.left), _compute(node.right)))  # type: ignore[index]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_compute(node.operand)
+    raise ValueError
