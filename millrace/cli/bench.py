@@ -166,7 +166,7 @@ def bench_modes(
 
     def measure(progress: Progress) -> Coroutine[Any, Any, None]:
         return work.bench_modes(
-            path, overrides, arms, folder, progress, figures, skip=skip, repeats=repeats
+            Path(path), overrides, arms, folder, progress, figures, skip=skip, repeats=repeats
         )
 
     try:

@@ -25,7 +25,7 @@ from millrace.observe.progress import Progress, make_view
 T = TypeVar("T")
 
 Recipe = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
         metavar="RECIPE",
         help="A YAML file, or a name that `millrace recipes` lists, such as quickstart",
@@ -35,6 +35,18 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as rollout.n=8"),
+]
+ConfigName = Annotated[
+    str | None,
+    typer.Option(
+        help="verl's name of a base configuration, such as fully_async_ppo_trainer. It takes the "
+        "place of RECIPE and means the recipe verl/NAME.",
+        show_default=False,
+    ),
+]
+ConfigPath = Annotated[
+    str | None,
+    typer.Option(help="verl's folder of base configurations. It is not read.", hidden=True),
 ]
 Json = Annotated[
     bool,
@@ -86,8 +98,32 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
     return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
 
 
+def base_of(
+    path: str | None, overrides: list[str] | None, name: str | None, folder: str | None
+) -> tuple[str | None, list[str] | None]:
+    """Return the recipe and the overrides, with verl's --config-name in place of RECIPE.
+
+    Raises ConfigError if the name is not one of verl's, or if --config-path stands alone.
+    """
+    from millrace.config.packaged import packaged
+    from millrace.errors import bad_value
+
+    if name is None and folder is None:
+        return path, overrides
+    known = [recipe for recipe in packaged() if recipe.startswith("verl/")]
+    base = f"verl/{(name or '').removesuffix('.yaml')}"
+    if base not in known:
+        key, value = ("--config-name", name) if name is not None else ("--config-path", folder)
+        names = " or ".join(recipe.removeprefix("verl/") for recipe in known)
+        rule = (
+            "millrace has the base configurations of verl's trainers with FSDP, and reads no folder"
+        )
+        raise bad_value(key, value, rule, f"--config-name {names}, or a RECIPE")
+    return base, [*([path] if path is not None else []), *(overrides or [])]
+
+
 def configure(
-    path: Path | None,
+    path: str | None,
     overrides: list[str],
     json_: bool,
     dry_run: bool,
@@ -107,6 +143,8 @@ def configure(
 
         for note in config.notes:
             typer.echo(f"note: {note}", err=True)
+        for line in config.translated:
+            typer.echo(f"  {line}", err=True)
         sources = problems.load(config)
         if config.model.path:  # the run would refuse a row that the model's tokenizer cannot read
             with TemporaryDirectory() as folder:

@@ -25,11 +25,14 @@ from millrace import __version__
 from millrace.cli.bench import bench
 from millrace.cli.console import (
     Address,
+    ConfigName,
+    ConfigPath,
     DryRun,
     HelpConfig,
     Json,
     Overrides,
     Recipe,
+    base_of,
     configure,
     has_printed,
     overrides_on,
@@ -38,6 +41,7 @@ from millrace.cli.console import (
     run_async,
     stopped_by,
 )
+from millrace.cli.import_verl import import_verl
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
 
@@ -55,6 +59,7 @@ app = typer.Typer(
     "signal.",
 )
 app.add_typer(bench, name="bench")
+app.command()(import_verl)
 
 
 def version_option(value: bool) -> None:
@@ -84,6 +89,8 @@ def train(
     json_: Json = False,
     dry_run: DryRun = False,
     help_config: HelpConfig = False,
+    config_name: ConfigName = None,
+    config_path: ConfigPath = None,
 ) -> None:
     """Train with RL, in the recipe's mode.
 
@@ -91,6 +98,7 @@ def train(
 
     Example: millrace train quickstart trainer.seed=1 rollout.n=16
     """
+    path, overrides = base_of(path, overrides, config_name, config_path)
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.run import summary
     from millrace.run.stop import StopRequest

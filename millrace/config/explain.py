@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
-from millrace.config.verl import FOREIGN, PREFIX
 from millrace.errors import ConfigError, bad_value
 
 _ALL_KEYS = "`millrace train --help-config` prints every key"
@@ -79,7 +78,7 @@ def explain(error: ErrorDetails) -> str:
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
-        near = FOREIGN.get(key.removeprefix(PREFIX)) or _nearest(key, known)
+        near = _nearest(key, known)
         return str(
             bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
         )

@@ -5,6 +5,7 @@ Each section has a file of its own. Every key has a default there, and a docstri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -60,16 +61,23 @@ class Config(Section):
     guard: GuardConfig = GuardConfig()
     """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
     _notes: tuple[str, ...] = PrivateAttr(())
+    _translated: tuple[str, ...] = PrivateAttr(())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Messages for the user about how the recipe was read."""
         return self._notes
 
-    def with_notes(self, *notes: str) -> Config:
+    @property
+    def translated(self) -> tuple[str, ...]:
+        """One line for each setting in verl's words: what it became, or why it is needless."""
+        return self._translated
+
+    def with_notes(self, *notes: str, translated: Sequence[str] = ()) -> Config:
         """Return a copy with `notes` added."""
         copy = self.model_copy()
         copy._notes = (*self._notes, *notes)
+        copy._translated = (*self._translated, *translated)
         return copy
 
     @model_validator(mode="after")

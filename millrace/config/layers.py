@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from millrace.config.explain import example
+from millrace.config.explain import all_keys, example, section_of
 from millrace.config.packaged import find, hides
-from millrace.config.verl import ALIASES, PREFIX
+from millrace.config.verl.translate import Note, Setting, translate
 from millrace.errors import ConfigError, bad_value
 
 Tree = dict[str, Any]
 
 
-def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
-    """Return the layers of a recipe file. Inherited layers come first."""
+def file_layers(path: Path, notes: list[Note], seen: tuple[Path, ...] = ()) -> list[Tree]:
+    """Return the layers of a recipe file. Inherited layers come first.
+
+    `notes` gets what became of each setting in verl's words.
+    """
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise bad_value(
@@ -30,12 +34,12 @@ def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
             f"the recipe inherits itself: {chain}",
             "remove one `inherits`",
         )
-    layer = expand(_read_yaml(path))
+    layer = expand(_leaves(_read_yaml(path), ""), notes)
     parent = layer.pop("inherits", None)
     if parent is None:
         return [layer]
     inherited = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
-    return [*file_layers(inherited, (*seen, path.resolve())), layer]
+    return [*file_layers(inherited, notes, (*seen, path.resolve())), layer]
 
 
 def _read_yaml(path: Path) -> Tree:
@@ -83,44 +87,78 @@ def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError(f"recipe {where}: {value!r}: {rule}. Fix: {fix}.")
 
 
-def override_layer(overrides: Sequence[str]) -> Tree:
+def override_layer(overrides: Sequence[str], notes: list[Note]) -> Tree:
     """Return the layer of `key=value` overrides, in which later ones win.
 
-    Raises ConfigError if an override has another form.
+    `notes` gets what became of each setting in verl's words. Raises ConfigError if an override has
+    another form.
     """
-    layer: Tree = {}
+    return expand(settings_of(overrides), notes)
+
+
+def settings_of(overrides: Sequence[str]) -> list[Setting]:
+    """Return the settings of `key=value` overrides.
+
+    Hydra's `+key=value` and `++key=value` mean the same. Raises ConfigError for another form.
+    """
+    settings: list[Setting] = []
     for item in overrides:
         key, equals, text = item.partition("=")
-        key = key.strip().lstrip("+")
+        key = key.strip()
+        if key.startswith("~"):
+            rule = "every key has a default, so none can be removed"
+            raise bad_value("override", item, rule, f"{key[1:]}=VALUE with the value that you want")
+        key = key.lstrip("+")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             raise bad_value(
                 "override", item, "must be of the form key=value", f"for example {example(key)}"
             )
-        try:
-            value = yaml.safe_load(text) if text.strip() else ""
-        except YAMLError:
-            value = text
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-            value = float(value)  # YAML 1.1 reads 1e-4 as a string
-        merge(layer, expand({key: value}))
-    return layer
+        settings += _leaves({key: _value(text)}, "")
+    return settings
 
 
-def expand(tree: Tree) -> Tree:
-    """Return the tree with dotted keys as nested ones and verl's names as millrace's."""
+def _value(text: str) -> Any:
+    """Return the value of an override, as YAML reads it, with the numbers that YAML 1.1 misses."""
+    try:
+        value = yaml.safe_load(text) if text.strip() else ""
+    except YAMLError:
+        return text
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)  # YAML 1.1 reads 1e-4 as a string
+    return value
+
+
+def expand(settings: Iterable[Setting], notes: list[Note]) -> Tree:
+    """Return the settings as a tree, with verl's words as millrace's. Later settings win."""
+    ours, translated = translate(settings, is_native)
+    notes += translated
+    return nest(ours)
+
+
+def nest(settings: Iterable[Setting]) -> Tree:
+    """Return settings as a tree. Later settings win."""
     expanded: Tree = {}
-    for path, value in _leaves(tree, ""):
-        path = path.removeprefix(PREFIX)
-        path = ALIASES.get(path, path)
-        if path == "trainer.resume" and value == "disable":
-            value = "never"
-        if path == "trainer.fsdp_size" and value == -1:
-            value = 0
+    for path, value in settings:
         nested: Any = value
         for part in reversed(path.split(".")):
             nested = {part: nested}
         merge(expanded, nested)
     return expanded
+
+
+@cache
+def _fields() -> dict[str, bool]:
+    """Return every section and key of millrace, and whether it is a mapping with free names."""
+    return {
+        key: section_of(field.annotation) is None and "dict" in str(field.annotation)
+        for key, field in all_keys()
+    }
+
+
+def is_native(key: str) -> bool:
+    """Return whether `key` is millrace's own: a section, a key, or a name inside a free mapping."""
+    parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
+    return key in _fields() or any(_fields().get(parent) for parent in parents)
 
 
 def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:

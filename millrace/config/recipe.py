@@ -8,6 +8,7 @@ in a later layer, overrides the mode.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +22,13 @@ from millrace.config.explain import all_keys, describe, explain, no_section, sec
 from millrace.config.keys import Config
 from millrace.config.layers import Tree, file_layers, merge, override_layer
 from millrace.config.packaged import find
+from millrace.config.verl.translate import Note
+from millrace.config.verl.values import Updates
 from millrace.config.vllm_checks import check_unread
 from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
+from millrace.schedule.schedule import Placement
 
 __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
 
@@ -37,13 +41,24 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     model.path. Raises ConfigError before anything is built.
     """
     path = find(Path(recipe), Path())
-    layers = [*file_layers(path), *map(override_layer, overrides)]
+    notes: list[Note] = []
+    layers = file_layers(path, notes) + [override_layer(items, notes) for items in overrides]
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)
     check_unread(config.rollout)
-    return config.with_notes(note) if note else config
+    lines = [*([note] if note else []), *_summary(notes)]
+    return config.with_notes(*lines, translated=[str(note) for note in notes]) if lines else config
+
+
+def _summary(notes: Sequence[Note]) -> list[str]:
+    """Return the note of a run on the settings in verl's words, or none."""
+    if not notes:
+        return []
+    mapped = sum(bool(note.became) for note in notes)
+    counts = f"{mapped} are translated, {len(notes) - mapped} are needless"
+    return [f"settings in verl's words: {counts}. --dry-run lists them"]
 
 
 def parse(tree: Tree) -> Config:
@@ -78,6 +93,8 @@ def resolve(layers: Sequence[Tree]) -> Tree:
         elif "on_sync" in own and "partial_rollout" not in own:
             schedule.pop("partial_rollout", None)
     _train_batch(merged, layers)
+    _share_devices(merged)
+    _count_updates(merged)
     return merged
 
 
@@ -128,23 +145,50 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
         schedule["trigger_parameter_sync_step"] = batch // step
 
 
+def _share_devices(merged: Tree) -> None:
+    """Give the rollout side the trainer's devices if both share them and no layer sets its own."""
+    rollout, trainer = merged.setdefault("rollout", {}), merged.get("trainer", {})
+    names = ("nnodes", "n_gpus_per_node")
+    colocated = merged["async_training"].get("placement") == Placement.COLOCATED
+    if colocated and not any(name in rollout for name in names):
+        rollout |= {name: trainer[name] for name in names if name in trainer}
+
+
+def _count_updates(merged: Tree) -> None:
+    """Turn warm-ups in updates of verl's into optimizer steps.
+
+    verl's schedule takes one step for all optimizer steps on one batch. In modes with a train
+    batch, that is a window. In the other modes, it is a local step.
+    """
+    optim = merged.get("actor", {}).get("optim", {})
+    count = optim.get("lr_warmup_steps")
+    if not isinstance(count, Updates):
+        return
+    schedule, actor = merged["async_training"], merged["actor"]
+    mode = MODES.get(merged.get("mode", ""))
+    batches = schedule.get("trigger_parameter_sync_step", 1) if mode and mode.batch_is_window else 1
+    steps = (batches, schedule.get("require_batches", 1), actor.get("ppo_epochs", 1))
+    if all(isinstance(n, int) and n > 0 for n in steps):  # `parse` reports other values
+        optim["lr_warmup_steps"] = count * math.prod(steps)
+
+
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML: a recipe that makes the same run.
 
     The text is ASCII, because PyYAML cannot read back all non-ASCII characters that it writes.
     """
     text: str = yaml.dump(
-        _without_references(config.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False
+        without_references(config.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False
     )
     return text
 
 
-def _without_references(value: Any) -> Any:
-    """Escape `${` in all texts, which OmegaConf would read as a reference to another key."""
+def without_references(value: Any) -> Any:
+    """Return a value with `${` in all texts, which OmegaConf would read as a reference to another key."""
     if isinstance(value, dict):
-        return {key: _without_references(inner) for key, inner in value.items()}
+        return {key: without_references(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_without_references(inner) for inner in value]
+        return [without_references(inner) for inner in value]
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value

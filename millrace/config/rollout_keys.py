@@ -17,6 +17,8 @@ class ValidationConfig(Section):
     """Softmax temperature of validation. 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus (top-p) of validation."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many of the most likely tokens in validation. 0 means all tokens."""
     greedy: bool = True
     """Also draw one greedy response to each problem. It is reported as val/<data_source>/greedy."""
 

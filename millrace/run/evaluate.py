@@ -21,7 +21,11 @@ def make_validator(s: Session) -> Validator | None:
         return None
     rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
     params = SamplingParams(
-        rollout.max_response_length, kwargs.temperature, kwargs.top_p, stop=rollout.stop
+        rollout.max_response_length,
+        kwargs.temperature,
+        kwargs.top_p,
+        top_k=kwargs.top_k,
+        stop=rollout.stop,
     )
     return Validator(
         s.problems.val,

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from millrace.config import Config, layers, recipe, verl
+from millrace.config import Config, layers, recipe
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
@@ -223,36 +223,6 @@ def test_the_prefix_of_verl_is_stripped(write: Callable[..., Any], key: str) -> 
     )
 
 
-@pytest.mark.parametrize(("theirs", "ours"), verl.ALIASES.items())
-def test_aliases(write: Callable[..., Any], theirs: Any, ours: Any) -> None:
-    numbers = {
-        "length": "64",
-        "len": "3",
-        "penalty_factor": "0.5",
-        "enable": "false",
-        "bypass_mode": "false",
-        "size": "1",
-        "policy": "true",
-    }
-    value = next((v for end, v in numbers.items() if theirs.endswith(end)), "x.py:f")
-    assert recipe.load(write("name: r"), [f"{theirs}={value}"]) == recipe.load(
-        write("name: r"), [f"{ours}={value}"]
-    )
-
-
-def test_verls_resume_mode(write: Callable[..., Any]) -> None:
-    assert recipe.load(write("name: r"), ["trainer.resume_mode=disable"]).trainer.resume == "never"
-
-
-def test_verls_fsdp_size(write: Callable[..., Any]) -> None:
-    assert (
-        recipe.load(
-            write("name: r"), ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"]
-        ).trainer.fsdp_size
-        == 0
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -372,7 +342,7 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any
     try:
         layer: dict = {}
         for key, value in chosen.items():
-            layers.merge(layer, layers.expand({key: value}))
+            layers.merge(layer, layers.expand([(key, value)], []))
         config = recipe.parse(recipe.resolve([layer]))
     except ConfigError as error:
         for line in str(error).split("\n"):

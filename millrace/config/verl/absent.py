@@ -13,6 +13,12 @@ _AGENT = Absent(
 _PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
 _MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
 _REWARD_MODEL = Absent("reward models", "a function in reward.function")
+_MANAGER = Absent(
+    "reward managers other than naive and dapo",
+    "a function in reward.function, and reward.overlong_buffer for the penalty",
+    ("naive", "dapo", "batch", "prime"),
+)
+_OWN_MANAGER = Absent("a reward manager of your own", "a function in reward.function")
 _SANDBOX = Absent("a code sandbox", "a function in reward.function that calls it", (64, 1024))
 _OPTIMIZER = Absent("optimizers other than AdamW", "leave the key out", ("AdamW", "torch.optim"))
 _PROFILER = Absent("a profiler", "leave the key out")
@@ -59,6 +65,8 @@ ABSENT: dict[str, Absent] = {
         "a data set class of your own", "its rows as parquet or JSONL in data.train_files"
     ),
     "data.function_tool_path": _AGENT,
+    "data.datagen.*": Absent("a generator of data", "task:NAME or reasoning_gym:NAME as a source"),
+    "data.sampler.*": Absent("a sampler of your own", "data.shuffle, or rows in the wanted order"),
     "data.reward_fn_key": Absent(
         "another column for the data source", "a column data_source", ("data_source",)
     ),
@@ -87,24 +95,16 @@ ABSENT: dict[str, Absent] = {
     "model.tokenizer_path": Absent("a tokenizer elsewhere", "the tokenizer in the model's folder"),
     "ref.strategy": _STRATEGY,
     "ref.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
-    "reward.reward_manager.module.path": Absent(
-        "a reward manager of your own", "a function in reward.function"
-    ),
-    "reward.reward_manager.name": Absent(
-        "reward managers other than naive and dapo",
-        "a function in reward.function, and reward.overlong_buffer for the penalty",
-        ("naive", "dapo", "batch", "prime"),
-    ),
+    "reward.reward_manager.module.path": _OWN_MANAGER,
+    "reward.reward_manager.name": _MANAGER,
     "reward.reward_model.enable": _REWARD_MODEL,
     "reward.reward_model.model_path": _REWARD_MODEL,
     "reward.sandbox_fusion.url": _SANDBOX,
+    "reward_manager.module.path": _OWN_MANAGER,
+    "reward_manager.name": _MANAGER,
     "reward_model.enable": _REWARD_MODEL,
     "reward_model.model.path": _REWARD_MODEL,
-    "reward_model.reward_manager": Absent(
-        "reward managers other than naive and dapo",
-        "a function in reward.function, and reward.overlong_buffer for the penalty",
-        ("naive", "dapo", "batch", "prime"),
-    ),
+    "reward_model.reward_manager": _MANAGER,
     "rollout.agent.agent_loop_config_path": _AGENT,
     "rollout.agent.custom_async_server.*": _AGENT,
     "rollout.agent.default_agent_loop": Absent(
@@ -138,6 +138,7 @@ ABSENT: dict[str, Absent] = {
     "rollout.prometheus.enable": Absent("a Prometheus endpoint", "metrics.jsonl and TensorBoard"),
     "rollout.quantization*": _QUANTIZED,
     "rollout.scheduling_policy": Absent("other schedules in vLLM", "leave the key out", ("fcfs",)),
+    "rollout.skip_rollout": Absent("rollouts from a file", "leave the key out"),
     "rollout.trace.backend": Absent("traces of rollouts", "leave the key out"),
     "sandbox_fusion.*": _SANDBOX,
     "skip.async_rollout.enable": Absent("rollouts from a file", "leave the key out"),

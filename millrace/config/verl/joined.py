@@ -19,7 +19,9 @@ _FUNCTION = ("custom_reward_function", "reward.custom_reward_function")
 JOINED: dict[str, str] = {
     "actor.clip_ratio": "both clip_ratio_low and clip_ratio_high, where they are not set",
     "critic.model.path": "the critic starts from the policy's weights",
-    **{f"{section}.{part}": "reward.function" for section in _FUNCTION for part in ("path", "name")},
+    **{
+        f"{section}.{part}": "reward.function" for section in _FUNCTION for part in ("path", "name")
+    },
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.experiment_name": "name",
     "trainer.project_name": "the first part of name, if there is no experiment_name",
@@ -101,4 +103,3 @@ def _resume(given: Given) -> Joined:
     named = mode == "resume_path"
     why = "" if named else "trainer.resume_mode is not resume_path"
     return {key: ([("trainer.resume", path)] if named else [], why)}
-

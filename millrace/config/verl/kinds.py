@@ -1,10 +1,13 @@
-"""The two kinds of entries that have more than a reason."""
+"""The kinds of entries in the table that have more than a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+PREFIX = "actor_rollout_ref."
+"""verl puts this before the sections actor, ref, rollout and model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +32,7 @@ class Absent:
     instead: str
     off: tuple[Any, ...] = ()
     """Values that leave the feature off. Empty and false values always do."""
+
+    def allows(self, value: Any) -> bool:
+        """Return whether `value` leaves the feature off. True is not 1, and false is not 0."""
+        return not value or any(type(value) is type(o) and value == o for o in self.off)

@@ -19,7 +19,9 @@ from millrace.config.verl.values import (
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
-_NO_CONSOLE = "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
+_NO_CONSOLE = (
+    "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
+)
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 
@@ -62,6 +64,9 @@ MAPPED: dict[str, Mapped] = {
     "algorithm.rollout_correction.loss_type": Mapped(
         "actor.policy_loss.loss_mode", lambda v: "reinforce" if v == "reinforce" else DROP
     ),
+    "algorithm.rollout_correction.rollout_is_threshold": Mapped(
+        "algorithm.rollout_correction.rollout_is_threshold", not_none
+    ),
     "async_training.checkpoint_engine.device_buffer_size_M": Mapped("sync.bucket_mb"),
     "async_training.compute_prox_log_prob": Mapped(
         "async_training.use_rollout_log_probs", flag(False, True)
@@ -70,6 +75,11 @@ MAPPED: dict[str, Mapped] = {
     "critic.grad_clip": Mapped("critic.optim.clip_grad"),
     "critic.optim.lr_warmup_steps": Mapped("critic.optim.lr_warmup_steps", never),
     "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
+    "data.gen_batch_size": Mapped(
+        "data.gen_batch_size",
+        lambda v: 1 if isinstance(v, int) and v > 0 else v,
+        "samples are admitted one by one",
+    ),
     "data.max_prompt_length": Mapped("rollout.max_prompt_length"),
     "data.max_response_length": Mapped("rollout.max_response_length"),
     "data.train_max_samples": Mapped("data.train_max_samples", never),

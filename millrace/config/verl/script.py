@@ -34,6 +34,17 @@ _OPERATORS = {
 }
 
 
+class _Variables(dict[str, str]):
+    """The values of variables."""
+
+    def __init__(self, known: Mapping[str, str]) -> None:
+        super().__init__(known)
+        self.script: set[str] = set()
+        """The variables that the script itself sets."""
+        self.causes: dict[str, ConfigError] = {}
+        """Why a variable that the script sets has no value."""
+
+
 @dataclass(slots=True)
 class Script:
     """What a launch script says."""
@@ -50,11 +61,13 @@ def read(text: str, variables: Mapping[str, str]) -> Script:
     `variables` are the values of names that the script does not set itself. Raises ConfigError for
     a variable without a value, for arithmetic that cannot be computed, and for an open quote.
     """
-    values: dict[str, str] = dict(variables)
+    values = _Variables(variables)
     arrays: dict[str, list[str]] = {}
     script = Script()
     for line in _lines(text):
-        if match := re.match(rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})(\+?)=\((.*)\)$", line, re.S):
+        if match := re.match(
+            rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})(\+?)=\((.*)\)$", line, re.S
+        ):
             items = [_expand(word, values, line) for word in _words(match[3])]
             arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *items]
         elif match := re.match(rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})=(.*)$", line, re.S):
@@ -64,20 +77,26 @@ def read(text: str, variables: Mapping[str, str]) -> Script:
     return script
 
 
-def _assign(values: dict[str, str], name: str, text: str, line: str) -> None:
-    """Keep the value of a variable. A value that only a command knows stays unknown."""
-    if "$(" in text.replace("$((", "") or "`" in text:
-        values.pop(name, None)
+def _assign(values: _Variables, name: str, text: str, line: str) -> None:
+    """Keep the value of a variable. A value that only a command knows stays unknown.
+
+    A value from the caller wins: it is the answer to an error of this script.
+    """
+    if name in values and name not in values.script:
         return
+    values.script.add(name)
     words = _words(text)
     try:
+        if "`" in text:
+            raise _unknown(name, line)
         values[name] = _expand(words[0], values, line) if words else ""
-    except ConfigError:
-        values.pop(name, None)  # the error comes where an override needs the name
+    except ConfigError as error:
+        values.pop(name, None)
+        values.causes[name] = error  # it is raised where an override needs the name
 
 
 def _command(
-    script: Script, line: str, values: Mapping[str, str], arrays: Mapping[str, list[str]]
+    script: Script, line: str, values: _Variables, arrays: Mapping[str, list[str]]
 ) -> None:
     """Add the overrides of one command, if it has any."""
     words: list[str] = []
@@ -119,7 +138,10 @@ def _lines(text: str) -> list[str]:
         pending = ""
     if pending.strip():
         raise bad_value(
-            "SCRIPT", pending.strip().splitlines()[0][:80], "has an open quote or bracket", "close it"
+            "SCRIPT",
+            pending.strip().splitlines()[0][:80],
+            "has an open quote or bracket",
+            "close it",
         )
     return lines
 
@@ -175,7 +197,7 @@ def _words(text: str) -> list[str]:
     return [*words, word] if word else words
 
 
-def _expand(word: str, values: Mapping[str, str], line: str) -> str:
+def _expand(word: str, values: _Variables, line: str) -> str:
     """Return a word with its variables and arithmetic replaced, and its quotes removed."""
     out, quote, at = "", "", 0
     while at < len(word):
@@ -195,7 +217,7 @@ def _expand(word: str, values: Mapping[str, str], line: str) -> str:
     return out
 
 
-def _reference(word: str, at: int, values: Mapping[str, str], line: str) -> tuple[str, int]:
+def _reference(word: str, at: int, values: _Variables, line: str) -> tuple[str, int]:
     """Return the value of the reference at `at`, and where it ends."""
     rest = word[at:]
     if rest.startswith("$(("):
@@ -222,7 +244,7 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
     raise bad_value("SCRIPT", text[:80], f"has no closing {closing!r}", f"add {closing!r}")
 
 
-def _braces(inner: str, values: Mapping[str, str], line: str) -> str:
+def _braces(inner: str, values: _Variables, line: str) -> str:
     """Return `${inner}`, with bash's defaults and the removal of a prefix or suffix."""
     match = re.fullmatch(rf"({_NAME})(:?[-=]|##?|%%?)?(.*)", inner, re.S)
     if not match:
@@ -241,30 +263,34 @@ def _braces(inner: str, values: Mapping[str, str], line: str) -> str:
     glob = re.escape(pattern).replace(r"\*", ".*" if len(sign) == 2 else ".*?")
     if sign.startswith("#"):
         return re.sub(f"^{glob}", "", value, count=1, flags=re.S)
-    cuts = [i for i in range(len(value) + 1) if re.fullmatch(glob.replace("?", ""), value[i:], re.S)]
+    cuts = [
+        i for i in range(len(value) + 1) if re.fullmatch(glob.replace("?", ""), value[i:], re.S)
+    ]
     return value[: (min if len(sign) == 2 else max)(cuts)] if cuts else value
 
 
-def _value(name: str, values: Mapping[str, str], line: str) -> str:
+def _value(name: str, values: _Variables, line: str) -> str:
+    if name in values.causes:
+        raise values.causes[name]
     if name not in values:
         raise _unknown(name, line)
     return values[name]
 
 
 def _unknown(name: str, line: str) -> ConfigError:
+    set_name = re.match(rf"(?:export\s+)?({_NAME})=", line)
+    fix = name if re.fullmatch(_NAME, name) else set_name[1] if set_name else ""
     return bad_value(
         "SCRIPT",
         " ".join(line.split())[:80],
         f"{name} has no value in the script, and nothing is executed",
-        f"--set {name.strip('${}()')}=VALUE" if re.fullmatch(_NAME, name) else "write the value",
+        f"--set {fix}=VALUE" if fix else "write the value into the script",
     )
 
 
-def _arithmetic(text: str, values: Mapping[str, str], line: str) -> str:
+def _arithmetic(text: str, values: _Variables, line: str) -> str:
     """Compute integer arithmetic of bash: + - * / % and brackets."""
-    plain = re.sub(
-        rf"\$?\{{?({_NAME})\}}?", lambda m: f"({_value(m[1], values, line)})", text
-    )
+    plain = re.sub(rf"\$?\{{?({_NAME})\}}?", lambda m: f"({_value(m[1], values, line)})", text)
     try:
         return str(_compute(ast.parse(plain.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, KeyError):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
-from millrace.config.verl import PREFIX
 from millrace.config.verl.absent import ABSENT
-from millrace.config.verl.joined import JOINED, join
-from millrace.config.verl.kinds import Absent, Mapped
+from millrace.config.verl.joined import JOINED, Joined, join
+from millrace.config.verl.kinds import PREFIX, Absent, Mapped
 from millrace.config.verl.mapped import MAPPED, PATTERNS
 from millrace.config.verl.needless import NEEDLESS
 from millrace.config.verl.values import DROP
@@ -25,25 +23,28 @@ Setting = tuple[str, Any]
 class Note:
     """What became of one setting of verl's."""
 
-    kind: Literal["mapped", "needless"]
     setting: Setting
-    result: str
-    """mapped: the settings of millrace. needless: the reason."""
-    caveat: str = ""
-    """What differs."""
+    became: tuple[Setting, ...] = ()
+    """The settings of millrace. It is empty for a needless setting."""
+    why: str = ""
+    """The reason why a setting is needless, or what differs."""
+
+    @property
+    def theirs(self) -> str:
+        return text_of(*self.setting)
 
     def __str__(self) -> str:
-        key, value = self.setting
-        text = f"{key}={shown(value)} "
-        text += f"-> {self.result}" if self.kind == "mapped" else f"is needless: {self.result}"
-        return f"{text} ({self.caveat})" if self.caveat else text
+        if not self.became:
+            return f"{self.theirs} is needless: {self.why}"
+        ours = " ".join(text_of(*setting) for setting in self.became)
+        return f"{self.theirs} -> {ours}" + (f" ({self.why})" if self.why else "")
 
 
 def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | None:
     """Return what the table says of a key of verl's: a needless key's entry is its reason.
 
     The result is None if `native` says that the key is millrace's own, and if nobody knows it.
-    Whole names come first, then millrace's own keys, then patterns.
+    Whole names come first, then patterns. millrace's own keys come before needless patterns.
     """
     short = key.removeprefix(PREFIX)
     for name in (key, short):
@@ -52,12 +53,12 @@ def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | No
                 return table[name]  # type: ignore[no-any-return]
         if name in JOINED:
             return JOINED[name]
-    if native(short):
-        return None
     for table in (PATTERNS, ABSENT, NEEDLESS):
         for pattern, row in table.items():
             if fnmatchcase(short, pattern):
                 return row  # type: ignore[no-any-return]
+        if table is ABSENT and native(short):
+            return None
     return None
 
 
@@ -74,63 +75,71 @@ def translate(
     ours: list[Setting] = []
     notes: list[Note] = []
     errors: list[ConfigError] = []
+    absent: dict[Absent, list[Setting]] = {}
+    joined: Joined = {}
+    try:
+        joined = join({k.removeprefix(PREFIX): v for k, v in given})
+    except ConfigError as error:
+        errors.append(error)
     for key, value in given:
-        row = entry(key, native)
-        if key.removeprefix(PREFIX) in JOINED:
-            continue
-        if isinstance(row, Mapped):
+        row, short = entry(key, native), key.removeprefix(PREFIX)
+        if short in JOINED:
+            if short in joined:
+                result, why = joined[short]
+                ours += result
+                notes.append(_note((key, value), result, why))
+        elif isinstance(row, Mapped):
             try:
-                result = _mapped(row, key, value)
+                result = _mapped(row, short, value)
             except ValueError as error:
                 rule, _, fix = str(error).partition("; ")
                 errors.append(bad_value(key, value, rule, fix))
                 continue
             ours += result
-            if result != [(key, value)]:
-                notes.append(_note(key, value, result, row.note))
+            if result != [(short, value)]:
+                notes.append(_note((key, value), result, row.note))
         elif isinstance(row, Absent):
-            if value and value not in row.off:
-                rule = f"millrace does not have {row.feature}"
-                errors.append(bad_value(key, value, rule, row.instead))
+            if row.allows(value):
+                notes.append(Note((key, value), why=f"without {row.feature}, as always here"))
             else:
-                notes.append(Note("needless", (key, value), f"{row.feature}: off, as here"))
+                absent.setdefault(row, []).append((key, value))
         elif row is not None:
-            notes.append(Note("needless", (key, value), row))
+            notes.append(Note((key, value), why=row))
         else:
-            ours.append((key.removeprefix(PREFIX), value))
-    try:
-        joined = join({k.removeprefix(PREFIX): v for k, v in given})
-    except ConfigError as error:
-        errors.append(error)
-    else:
-        for key, value in given:
-            if (short := key.removeprefix(PREFIX)) in joined:
-                result, why = joined[short]
-                ours += result
-                notes.append(_note(key, value, result, why))
+            ours.append((short, value))
+    errors += [_refused(row, found) for row, found in absent.items()]
     if errors:
         raise ConfigError("\n".join(map(str, errors)))
     return ours, notes
 
 
-def _mapped(row: Mapped, key: str, value: Any) -> list[Setting]:
+def _refused(row: Absent, settings: Sequence[Setting]) -> ConfigError:
+    """Return the error for all settings of one feature."""
+    *others, (key, value) = settings
+    first = "".join(f"{name} = {other!r}, " for name, other in others)
+    rule = f"millrace does not have {row.feature}"
+    return ConfigError(f"{first}{bad_value(key, value, rule, row.instead)}")
+
+
+def _mapped(row: Mapped, short: str, value: Any) -> list[Setting]:
+    """Return the setting of millrace, or none. `*` in its key is the rest of verl's key."""
     result = row.value(value) if row.value else value
-    rest = key.removeprefix(PREFIX).removeprefix(row.to.removesuffix("*"))
-    rest = re.sub(r"^.*\.vllm\.", "", rest)
+    rest = next((short.removeprefix(p[:-1]) for p, r in PATTERNS.items() if r is row), "")
     return [] if result is DROP else [(row.to.replace("*", rest), result)]
 
 
-def _note(key: str, value: Any, result: Sequence[Setting], why: str) -> Note:
-    if not result:
-        return Note("needless", (key, value), why or "it is what happens here anyway")
-    text = " ".join(f"{name}={shown(v)}" for name, v in result)
-    return Note("mapped", (key, value), text, why)
+def _note(setting: Setting, result: Sequence[Setting], why: str) -> Note:
+    return Note(setting, tuple(result), why or ("" if result else "it is what happens here anyway"))
 
 
-def shown(value: Any) -> str:
-    """Return a value as an override has it."""
+def text_of(key: str, value: Any) -> str:
+    """Return a setting as an override."""
+    return f"{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
+    return f"[{','.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,59 @@
+"""A list of overrides in verl's words becomes the layer of a recipe, with verl's words beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config.layers import Tree, file_layers, is_native, nest, settings_of
+from millrace.config.packaged import find
+from millrace.config.recipe import parse, resolve
+from millrace.config.verl.kinds import Absent
+from millrace.config.verl.translate import Note, entry, text_of, translate
+from millrace.config.verl.values import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The layer of a recipe, and what its author should know."""
+
+    tree: Tree
+    comments: dict[str, str]
+    """verl's spelling, by the dotted key of millrace."""
+    needless: list[str]
+    absent: list[str]
+    """Settings that were left out because millrace lacks their feature."""
+
+
+def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported:
+    """Translate `overrides` into a layer over the recipe `base`, and check the result.
+
+    `drop` leaves out settings of features that millrace does not have. Without it, they raise
+    ConfigError, and so does a result that is not a valid configuration.
+    """
+    settings = settings_of(overrides)
+    absent = []
+    if drop:
+        for key, value in settings:
+            row = entry(key, is_native)
+            if isinstance(row, Absent) and not row.allows(value):
+                absent.append((key, value))
+    ours, notes = translate([s for s in settings if s not in absent], is_native)
+    tree = nest(ours)
+    below: list[Note] = []
+    merged = resolve([*file_layers(find(Path(base), Path(), "--base"), below), tree])
+    parse({"name": "imported", **merged})
+    optim = tree.get("actor", {}).get("optim", {})
+    if isinstance(optim.get("lr_warmup_steps"), Updates):
+        optim["lr_warmup_steps"] = merged["actor"]["optim"]["lr_warmup_steps"]
+    return Imported(
+        tree,
+        {key: _comment(note) for note in notes for key, _ in note.became},
+        [f"{note.theirs}: {note.why}" for note in notes if not note.became],
+        [text_of(*setting) for setting in absent],
+    )
+
+
+def _comment(note: Note) -> str:
+    return f"{note.theirs}; {note.why}" if note.why else note.theirs
