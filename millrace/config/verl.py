@@ -20,7 +20,6 @@ ALIASES = {
 
 FOREIGN = {
     "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
-    "trainer.total_training_steps": "rollout.total_rollout_steps, which counts samples",
     "trainer.experiment_name": "name",
 }
 """Keys of verl that have no equivalent, and the nearest keys of millrace."""
