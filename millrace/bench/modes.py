@@ -17,6 +17,7 @@ from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
 from millrace.rollout.episode import request_seed
+from millrace.run import problems
 from millrace.run.folder import RunDir, open_run_dir
 from millrace.run.session import Session, open_session
 from millrace.run.stop import StopRequest
@@ -121,9 +122,11 @@ async def bench_modes(
         ]
         for arm in arms
     }
+    rows = 0
     for arm in arms:
         c = recipe.load(path, overrides, [*QUIET, *arm.overrides])
-        check_size(c.schedule, c.rollout.total_rollout_steps, arm.mode, skip)
+        rows = rows or len((await asyncio.to_thread(problems.load, c)).train)
+        check_size(c, rows, arm.mode, skip)
     for k, group in enumerate(engines.values()):
         config = recipe.load(
             path,
@@ -160,23 +163,24 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
 
 def _uniform(s: Session) -> list[str]:
     """Return overrides that give every response the mean of the drawn lengths."""
-    config = s.config
-    if drawn_lengths(config) is None:
+    if drawn_lengths(s.config) is None:
         raise bad_value(
             "--uniform",
             "",
             "the recipe draws no lengths",
             "rollout.drawn_lengths.enable=true, or no --uniform",
         )
-    prompts = (
-        sum(len(s.problems.train[i].tokens) for i in range(config.rollout.total_rollout_steps))
-        * config.rollout.n
-    )
+    prompts = sum(len(s.problems.train[i].tokens) for i in range(_samples(s))) * s.config.rollout.n
     lengths = _lengths(s)
     return [
         "rollout.drawn_lengths.sigma=0",
         f"rollout.drawn_lengths.median={(sum(lengths) - prompts) / len(lengths):.1f}",
     ]
+
+
+def _samples(s: Session) -> int:
+    """Return the number of samples of the run."""
+    return s.config.derived(len(s.problems.train)).samples
 
 
 def folder_of_run(config: Config, s: Session) -> RunDir:
@@ -189,7 +193,7 @@ def folder_of_run(config: Config, s: Session) -> RunDir:
 async def _run(s: Session, skip: int) -> dict[str, float]:
     """Run once from the current weights of the engines, and return the figures."""
     await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
-    ledger = Ledger(s.config.schedule, s.config.rollout.total_rollout_steps)
+    ledger = Ledger(s.config.schedule, _samples(s))
     outcome = await run_training(s, ledger, StopRequest())
     await s.engines.turns.enter()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
@@ -216,8 +220,9 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         # Tokens read into KV caches: prompts, and the prefixes of interrupted responses.
         "read_per_drawn": over_time("rollouter/prefill_tokens_per_s") / drawn if drawn else 0.0,
         "version_s": wall / len(rows),
-        "step_s": seconds("step"),
+        "step_s": seconds("train"),
         "wait_samples_s": seconds("wait_samples"),
+        "wait_prev_gen_s": seconds("wait_prev_gen"),
         "wait_rollouts_s": seconds("wait_rollouts"),
         "switch_s": seconds("switch"),
         "wait_publish_s": seconds("wait_publish"),
@@ -245,8 +250,9 @@ def counted(samples: int, skip: int, schedule: Schedule) -> range:
     return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
-def check_size(schedule: Schedule, total: int, mode: str, skip: int) -> None:
-    """Raise ConfigError if no version of a run of `total` samples is in `counted`."""
+def check_size(config: Config, rows: int, mode: str, skip: int) -> None:
+    """Raise ConfigError if no version of a run on `rows` rows of data is in `counted`."""
+    schedule, (key, total) = config.schedule, config.end(rows)
     if not counted(total, skip, schedule):
         versions, window = schedule.versions(total), schedule.window
         least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
@@ -254,7 +260,8 @@ def check_size(schedule: Schedule, total: int, mode: str, skip: int) -> None:
             f"the run has {versions} versions in mode {mode}, and in all of them the pipeline "
             "fills or drains, or --skip leaves them out"
         )
-        raise bad_value("rollout.total_rollout_steps", total, rule, f"{least} or more")
+        fix = f"{least} or more samples"
+        raise bad_value(key, config.value_of(key), rule, fix)
 
 
 def _with_ceilings(
@@ -270,7 +277,7 @@ def _with_ceilings(
     The limits are the matmul rate, and the decoding speed without training.
     """
     flops = train_flops(s.run.model, _lengths(s), s.config)
-    per_sample = flops / s.config.rollout.total_rollout_steps
+    per_sample = flops / _samples(s)
     stepping = measured["step_s"] / measured["version_s"]
     mfu = measured["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
     decoding = measured["drawn_tokens_per_s"] / alone
@@ -302,7 +309,7 @@ def _lengths(s: Session) -> list[int]:
     drawn, n = drawn_lengths(config), config.rollout.n
     limit = config.rollout.max_response_length
     lengths = []
-    for i in range(config.rollout.total_rollout_steps):
+    for i in range(_samples(s)):
         prompt = len(s.problems.train[i].tokens)
         lengths += [
             prompt + (drawn.of(request_seed(config.trainer.seed, i, k)) if drawn else limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -21,6 +22,11 @@ class OptimConfig(Section):
     """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up. The first step uses lr / lr_warmup_steps."""
+    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the run's optimizer steps that are warm-up, rounded down to a whole step.
+
+    It is used if lr_warmup_steps is 0. Set only one of the two keys.
+    """
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up. It ends at the run's last optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
@@ -36,6 +42,23 @@ class OptimConfig(Section):
 
     A larger gradient is scaled down to it. 0 disables clipping.
     """
+
+    def warmup_steps(self, horizon: int) -> int:
+        """Return the number of warm-up steps in a run of `horizon` optimizer steps."""
+        # 1e-9 guards against rounding errors: 0.29 * 100 must be 29, not 28.
+        return self.lr_warmup_steps or math.floor(self.lr_warmup_steps_ratio * horizon + 1e-9)
+
+    def check_warmup(self, section: str) -> None:
+        """Raise ConfigError if both keys of the warm-up are set. `section` is the keys' prefix."""
+        if self.lr_warmup_steps and self.lr_warmup_steps_ratio:
+            key = f"{section}.lr_warmup_steps_ratio"
+            raise bad_value(
+                key,
+                self.lr_warmup_steps_ratio,
+                f"{section}.lr_warmup_steps is {self.lr_warmup_steps}, and both keys set the "
+                "length of the warm-up",
+                f"{key}=0, or {section}.lr_warmup_steps=0",
+            )
 
 
 KlType = Literal[
@@ -114,6 +137,9 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     """The policy's optimizer."""
 
+    def check(self) -> None:
+        self.optim.check_warmup("actor.optim")
+
 
 class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -123,6 +149,9 @@ class CriticConfig(Section):
 
     The value loss rewards no move beyond it.
     """
+
+    def check(self) -> None:
+        self.optim.check_warmup("critic.optim")
 
 
 class KlCtrlConfig(Section):

@@ -5,8 +5,10 @@ Each section has a file of its own. Every key has a default there, and a docstri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -18,6 +20,7 @@ from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
 from millrace.config.sides import Sides
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName
 from millrace.schedule.schedule import Schedule
 
@@ -139,15 +142,42 @@ class Config(Section):
         """The devices of both sides."""
         return Sides(self.trainer, self.rollout, self.async_training.colocated)
 
+    def value_of(self, key: str) -> Any:
+        """Return the value of a dotted key."""
+        return functools.reduce(getattr, key.split("."), self)
+
+    def end(self, rows: int | None) -> tuple[str, int]:
+        """Return the key that ends the run, and the number of samples that it allows.
+
+        `rows` is the number of training rows, or None if the data has no end. Raises ConfigError if
+        no key ends the run.
+        """
+        limits = {
+            "rollout.total_rollout_steps": self.rollout.total_rollout_steps,
+            "trainer.total_epochs": (rows or 0) * self.trainer.total_epochs,
+            "trainer.total_training_steps": self.schedule.window
+            * self.trainer.total_training_steps,
+        }
+        found = {key: samples for key, samples in limits.items() if samples}
+        if not found:
+            raise bad_value(
+                "rollout.total_rollout_steps",
+                0,
+                "0 sets no limit, and no other key ends the run",
+                "trainer.total_training_steps=100, which counts policy versions; "
+                "trainer.total_epochs=1, if the data has an end; or rollout.total_rollout_steps=100",
+            )
+        key = min(found, key=found.__getitem__)
+        return key, found[key]
+
     def derived(self, rows: int | None = None) -> Derived:
         """Return every number that follows from the keys.
 
-        `rows` is the number of training rows, or None if the data has no end.
+        `rows` is the number of training rows, or None if the data has no end. Raises ConfigError if
+        no key ends the run.
         """
         schedule = self.schedule
-        samples = self.rollout.total_rollout_steps
-        if rows is not None and self.trainer.total_epochs:
-            samples = min(samples, rows * self.trainer.total_epochs)
+        _, samples = self.end(rows)
         steps = schedule.optimizer_steps(samples, self.actor.ppo_epochs)
         return Derived(
             window=schedule.window,
@@ -157,6 +187,7 @@ class Config(Section):
             versions=schedule.versions(samples),
             optimizer_steps=steps,
             lr_horizon=steps,
+            lr_warmup_steps=self.actor.optim.warmup_steps(steps),
             samples=samples,
             trajectories=samples * self.rollout.n,
             nodes_needed=self.sides.nodes_needed,
@@ -180,6 +211,8 @@ class Derived:
     optimizer_steps: int
     lr_horizon: int
     """Optimizer steps of the learning rate schedule."""
+    lr_warmup_steps: int
+    """Optimizer steps of the policy's warm-up."""
     samples: int
     trajectories: int
     nodes_needed: int

@@ -79,8 +79,11 @@ class RolloutConfig(Section):
     """vllm: further arguments of AsyncEngineArgs."""
     n: int = Field(8, ge=1, le=65536)
     """Trajectories of each sample."""
-    total_rollout_steps: int = Field(100, ge=1)
-    """Samples that the run trains. A dropped sample is replaced and does not count."""
+    total_rollout_steps: int = Field(100, ge=0)
+    """Samples that the run trains. A dropped sample is replaced and does not count.
+
+    0 sets no limit. Then trainer.total_epochs or trainer.total_training_steps must end the run.
+    """
     test_freq: int = Field(0, ge=0)
     """Another name of trainer.test_freq, which is used if trainer.test_freq is 0."""
     temperature: float = Field(1.0, gt=0)

@@ -60,7 +60,13 @@ class TrainerConfig(Section):
     """Passes over the training data.
 
     The run trains at most total_epochs x rows samples. A later sample replaces a dropped one. 0
-    sets no limit, and rollout.total_rollout_steps alone ends the run.
+    sets no limit.
+    """
+    total_training_steps: int = Field(0, ge=0)
+    """Policy versions after which the run ends.
+
+    The run trains at most total_training_steps x window samples. 0 sets no limit. The smallest of
+    this limit, total_epochs and rollout.total_rollout_steps ends the run.
     """
     save_freq: int = Field(0, ge=0)
     """Versions between two checkpoints.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +166,10 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
     for rule, key in _changed(RULES, config, before):
-        then = _value(before, key)
+        then = before.value_of(key)
         raise bad_value(
             key,
-            _value(config, key),
+            config.value_of(key),
             f"the checkpoint {checkpoint} was made with {then!r}, and {rule.why}",
             f"{key}={_shown(then)}, or a new run",
         )
@@ -178,7 +177,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
     changed = _changed(PAST, config, before)
-    return [f"{key} = {_value(config, key)!r}: {rule.why}" for rule, key in changed]
+    return [f"{key} = {config.value_of(key)!r}: {rule.why}" for rule, key in changed]
 
 
 def _changed(rules: tuple[Rule, ...], now: Config, before: Config) -> list[tuple[Rule, str]]:
@@ -187,12 +186,8 @@ def _changed(rules: tuple[Rule, ...], now: Config, before: Config) -> list[tuple
         (rule, key)
         for rule in rules
         for key in rule.keys
-        if _value(now, key) != _value(before, key) and not rule.unless(now, before)
+        if now.value_of(key) != before.value_of(key) and not rule.unless(now, before)
     ]
-
-
-def _value(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
 
 
 def _shown(value: Any) -> str:

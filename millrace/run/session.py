@@ -59,7 +59,7 @@ async def open_session(
         try:
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
-                _check_end(config, config.derived(len(problems.train)).samples, run.resume_from)
+                _check_end(config, len(problems.train), run.resume_from)
         except MillraceError:
             run.discard()
             raise
@@ -86,20 +86,18 @@ async def open_session(
             release(run.path)
 
 
-def _check_end(config: Config, samples: int, checkpoint: Path) -> None:
+def _check_end(config: Config, rows: int, checkpoint: Path) -> None:
     """Raise ConfigError if the checkpoint has trained more samples than the run has."""
     trained = read_ledger(checkpoint).retired
+    key, samples = config.end(rows)
     if trained > samples:
-        key, value = "rollout.total_rollout_steps", config.rollout.total_rollout_steps
-        if samples < value:
-            key, value = "trainer.total_epochs", config.trainer.total_epochs
         rule = (
             f"the run would end after {samples} samples, and the checkpoint {checkpoint} has "
             f"trained {trained}"
         )
         raise bad_value(
             key,
-            value,
+            config.value_of(key),
             rule,
             f"a larger value, or `millrace export {checkpoint} FOLDER` to use the trained model",
         )

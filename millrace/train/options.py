@@ -89,6 +89,7 @@ def optim_of(config: Config, phase: Phase) -> OptimConfig:
     shape = {
         "lr": sft.lr,
         "lr_warmup_steps": sft.lr_warmup_steps,
+        "lr_warmup_steps_ratio": 0.0,
         "lr_scheduler_type": "linear",
         "min_lr_ratio": 0.0,
     }

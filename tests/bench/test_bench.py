@@ -107,11 +107,15 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
 
     def check(size: str) -> None:
         c = recipe.load(runs.RECIPE, overrides, [size])
-        check_size(c.schedule, c.rollout.total_rollout_steps, "async_partial", 1)
+        check_size(c, 1000, "async_partial", 1)
 
     check("rollout.total_rollout_steps=256")
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
         check("rollout.total_rollout_steps=224")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.total_training_steps = 1: .* Fix: 256 or more"
+    ):
+        check("trainer.total_training_steps=1")
 
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:

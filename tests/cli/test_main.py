@@ -276,10 +276,7 @@ def test_with_json_a_failure_is_an_object_too(run: Callable[..., Any]) -> None:
     ("said", "fix"),
     [
         ("actor.clip_ratio=0.2", "Fix: actor.clip_ratio_low and actor.clip_ratio_high"),
-        (
-            "trainer.total_training_steps=100",
-            "Fix: rollout.total_rollout_steps, which counts samples",
-        ),
+        ("trainer.experiment_name=mine", "Fix: name"),
         (
             "trainer.project_name=mine",
             "no such key. Fix: `millrace train --help-config` prints every key",

@@ -67,7 +67,8 @@ counts = st.integers(1, 40)
     require=counts,
     trigger=counts,
     staleness=st.floats(0, 8),
-    samples=st.integers(1, 5000),
+    samples=st.integers(0, 5000),
+    versions=st.integers(0, 40),
     epochs=st.integers(1, 4),
     passes=st.integers(0, 3),
     rows=st.integers(1, 1000),
@@ -79,27 +80,38 @@ def test_derived_numbers_follow_from_the_keys(
     trigger: Any,
     staleness: Any,
     samples: Any,
+    versions: Any,
     epochs: Any,
     passes: Any,
     rows: Any,
     n: Any,
 ) -> None:
+    assume(samples or versions or passes)
+    warmup = {"lr_warmup_steps_ratio": 0.25}
     config = make(
-        actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs},
+        actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs, "optim": warmup},
         async_training={
             "require_batches": require,
             "trigger_parameter_sync_step": trigger,
             "staleness_threshold": staleness,
         },
         rollout={"total_rollout_steps": samples, "n": n},
-        trainer={"total_epochs": passes},
+        trainer={"total_epochs": passes, "total_training_steps": versions},
     )
     derived = config.derived(rows)
     window = mini * require * trigger
     assert derived.window == window
     assert window <= derived.capacity <= (1 + staleness) * window + 1e-6
     assert derived.capacity > (1 + staleness) * window - 1
-    assert derived.samples == (min(samples, passes * rows) if passes else samples)
+    limits = {
+        "rollout.total_rollout_steps": samples,
+        "trainer.total_epochs": passes * rows,
+        "trainer.total_training_steps": versions * window,
+    }
+    key, samples_of_the_key = config.end(rows)
+    assert derived.samples == samples_of_the_key == limits[key]
+    assert derived.samples == min(limit for limit in limits.values() if limit)
+    assert not versions or derived.versions <= versions
     assert derived.trajectories == derived.samples * n
     assert (derived.versions - 1) * window < derived.samples <= derived.versions * window
     assert derived.lr_horizon == derived.optimizer_steps
@@ -109,10 +121,16 @@ def test_derived_numbers_follow_from_the_keys(
     )
     assert derived.lookahead == (window if staleness else 1)
     assert derived.lag_bound == (derived.capacity + derived.lookahead - 2) // window
-    assert config.derived(None).samples == samples
+    assert derived.lr_warmup_steps == derived.lr_horizon // 4
+    endless = [limits[key] for key in limits if key != "trainer.total_epochs" and limits[key]]
+    if endless:
+        assert config.derived(None).samples == min(endless)
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 0: .*ends the run"):
+            config.derived(None)
     assert set(asdict(derived)) == {
         "window", "capacity", "lag_bound", "lookahead", "versions",
-        "optimizer_steps", "lr_horizon", "samples", "trajectories", "nodes_needed",
+        "optimizer_steps", "lr_horizon", "lr_warmup_steps", "samples", "trajectories", "nodes_needed",
     }  # fmt: skip
 
 

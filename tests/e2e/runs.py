@@ -84,7 +84,7 @@ async def run(
         await s.engines.train.begin("rl", horizon)
         await s.engines.train.load(str(s.run.path.parent / "start"))
         await s.engines.train.begin("rl", horizon)
-        ledger = Ledger(config.schedule, config.rollout.total_rollout_steps)
+        ledger = Ledger(config.schedule, config.derived(len(s.problems.train)).samples)
     else:
         ledger = await start_state(mine)
     outcome = await run_training(mine, ledger, stop or StopRequest())

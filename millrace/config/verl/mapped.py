@@ -13,6 +13,7 @@ from millrace.config.verl.values import (
     never,
     not_none,
     one_of,
+    renamed,
     resume_mode,
     trainer_mode,
     updates,
@@ -54,11 +55,11 @@ MAPPED: dict[str, Mapped] = {
     "actor_rollout_ref.rollout.n_gpus_per_node": Mapped("rollout.n_gpus_per_node"),
     "actor_rollout_ref.rollout.nnodes": Mapped("rollout.nnodes", buckets),
     "algorithm.adv_estimator": Mapped(
-        "algorithm.adv_estimator", lambda v: {"grpo_vectorized": "grpo"}.get(v, v)
+        "algorithm.adv_estimator", renamed({"grpo_vectorized": "grpo"})
     ),
     "algorithm.filter_groups.metric": Mapped(
         "algorithm.filter_groups.metric",
-        lambda v: {None: "score", "seq_reward": "reward", "seq_final_reward": "reward"}.get(v, v),
+        renamed({None: "score", "seq_reward": "reward", "seq_final_reward": "reward"}),
     ),
     "algorithm.rollout_correction.bypass_mode": Mapped("async_training.use_rollout_log_probs"),
     "algorithm.rollout_correction.loss_type": Mapped(

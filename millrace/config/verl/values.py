@@ -5,7 +5,7 @@ The text of a ValueError has two parts, the rule and the fix, with "; " between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 DROP = object()
@@ -44,6 +44,11 @@ def one_of(**names: Any) -> Callable[[Any], Any]:
     return translate
 
 
+def renamed(names: Mapping[str | None, str]) -> Callable[[Any], Any]:
+    """Return a translation of some names, which leaves every other value as it is."""
+    return lambda value: names.get(value, value) if isinstance(value, str | None) else value
+
+
 def by_engine(value: Any) -> Any:
     """Translate the name of a rollout engine."""
     if value in ("vllm", "hf", None):
@@ -64,7 +69,7 @@ def loggers(value: Any) -> Any:
 
 def resume_mode(value: Any) -> Any:
     """Translate disable to never. resume_path takes the folder from trainer.resume_from_path."""
-    return {"disable": "never", "resume_path": DROP}.get(value, value)
+    return DROP if value == "resume_path" else "never" if value == "disable" else value
 
 
 def trainer_mode(value: Any) -> Any:

@@ -15,17 +15,17 @@ from millrace.config import OptimConfig
 def lr_at(optim: OptimConfig, horizon: int, step: int) -> float:
     """Return the learning rate of optimizer step `step`, from 0, in a run of `horizon` steps.
 
-    With x = (step - lr_warmup_steps) / (horizon - lr_warmup_steps), at most 1, and
+    With w = optim.warmup_steps(horizon), x = (step - w) / (horizon - w), at most 1, and
     m = min_lr_ratio:
 
-    warm-up   lr * (step + 1) / lr_warmup_steps
+    warm-up   lr * (step + 1) / w
     constant  lr
     linear    lr * (m + (1 - m) (1 - x))
     cosine    lr * (m + (1 - m) (1 + cos(pi x)) / 2)
 
     The first step of a warm-up has a rate above 0.
     """
-    warmup, m = optim.lr_warmup_steps, optim.min_lr_ratio
+    warmup, m = optim.warmup_steps(horizon), optim.min_lr_ratio
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     x = min((step - warmup) / max(horizon - warmup, 1), 1.0)

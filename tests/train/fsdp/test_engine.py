@@ -23,9 +23,8 @@ from millrace.sync.buckets import Spec, rows_of
 from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp import log_probs as logprob
-from millrace.train.fsdp.optim import lr_at
 from tests.train import cases as train_cases
-from tests.train.cases import CASES, HORIZON, LAYOUTS
+from tests.train.cases import CASES, LAYOUTS
 from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
 
@@ -349,28 +348,6 @@ def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_pas
     got = [asyncio.run(engine.step(batch)).metrics["actor/grad_norm"] for batch in batches]
     assert got == pytest.approx(want, rel=0.02)
     asyncio.run(engine.close())
-
-
-def test_the_learning_rate_follows_its_formula() -> None:
-    def rates(**kwargs: Any) -> Any:
-        optim = OptimConfig(lr=2.0, lr_warmup_steps=4, min_lr_ratio=0.1, **kwargs)
-        return [lr_at(optim, 24, step) for step in (0, 3, 4, 14, 23, 24, 99)]
-
-    assert rates(lr_scheduler_type="constant") == [0.5] + [2.0] * 6
-    assert rates(lr_scheduler_type="linear") == pytest.approx(
-        [0.5, 2, 2, 1.1, 0.2 + 1.8 / 20, 0.2, 0.2]
-    )
-    last = 0.2 + 1.8 * (1 + np.cos(np.pi * 19 / 20)) / 2
-    assert rates(lr_scheduler_type="cosine") == pytest.approx([0.5, 2, 2, 1.1, last, 0.2, 0.2])
-    assert lr_at(OptimConfig(lr=1.0), 0, 0) == 1.0
-    assert (
-        lr_at(
-            OptimConfig(lr=1.0, lr_warmup_steps=HORIZON, lr_scheduler_type="linear"),
-            HORIZON,
-            HORIZON - 1,
-        )
-        == 1.0
-    )
 
 
 def test_what_is_missing_is_said(folder: str, tmp_path: Path) -> None:
