@@ -161,7 +161,7 @@ def _count_updates(merged: Tree) -> None:
     batch, that is a window. In the other modes, it is a local step.
     """
     optim = merged.get("actor", {}).get("optim", {})
-    count = optim.get("lr_warmup_steps")
+    count = optim.get("lr_warmup_steps") if isinstance(optim, dict) else None
     if not isinstance(count, Updates):
         return
     schedule, actor = merged["async_training"], merged["actor"]

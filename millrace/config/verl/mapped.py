@@ -20,9 +20,7 @@ from millrace.config.verl.values import (
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
-_NO_CONSOLE = (
-    "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
-)
+_SINKS = "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 
@@ -108,7 +106,7 @@ MAPPED: dict[str, Mapped] = {
     "rollout.val_kwargs.top_k": Mapped("rollout.val_kwargs.top_k", never),
     "trainer.default_local_dir": Mapped("trainer.run_dir"),
     "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
-    "trainer.logger": Mapped("trainer.logger", loggers, _NO_CONSOLE),
+    "trainer.logger": Mapped("trainer.logger", loggers, _SINKS),
     "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", not_none),
     "trainer.resume": Mapped("trainer.resume", resume_mode),
     "trainer.resume_mode": Mapped("trainer.resume", resume_mode),

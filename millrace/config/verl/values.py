@@ -5,7 +5,7 @@ The text of a ValueError has two parts, the rule and the fix, with "; " between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 DROP = object()
@@ -59,12 +59,17 @@ def by_engine(value: Any) -> Any:
     )
 
 
+OTHER_LOGGERS = frozenset(
+    {"console", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "file"}
+)
+
+
 def loggers(value: Any) -> Any:
-    """Keep tensorboard. The console and metrics.jsonl are always written."""
+    """Leave out the other sinks of verl. The console and metrics.jsonl are always written."""
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, Sequence):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return value  # the check of types reports it
-    return [name for name in names if name == "tensorboard"]
+    return [name for name in names if name not in OTHER_LOGGERS]
 
 
 def resume_mode(value: Any) -> Any:

@@ -45,6 +45,7 @@ def test_every_entry_matches_a_key_of_verl_or_its_older_spelling() -> None:
 OLDER = {
     "actor.optim.lr_decay_steps",
     "actor.optim.lr_decay_style",
+    "critic.optim.lr_decay_steps",
     "trainer.fsdp_size",
     "trainer.resume",
 }
