@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 
-
 _OBJECTS = 80
 """Objects with references that a running trajectory keeps alive, about."""
 
