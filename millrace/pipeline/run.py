@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 
+_OBJECTS = 80
+"""Objects with references that a running trajectory keeps alive, about."""
+
 
 async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
     """Run both loops to the end or to a stop. The caller has awaited `trainer.begin()`.
@@ -17,7 +20,8 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
     Return whether every sample of the run is trained and live. A failure in either loop, or in any
     of their tasks, ends both and is raised in an ExceptionGroup.
     """
-    with _rare_collections():
+    capacity = trainer.queue.ledger.schedule.capacity
+    with _rare_collections(capacity * rollouter.roller.num_responses):
         async with asyncio.TaskGroup() as tasks:
             producer = tasks.create_task(rollouter.run(), name="rollouter")
             await trainer.run()
@@ -28,14 +32,15 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def _rare_collections(trajectories: int) -> Iterator[None]:
     """Collect garbage cycles more rarely than Python does by default.
 
-    A collection looks at every live object. With 65,536 samples under way, the default thresholds
-    double the cost of a sample (docs/benchmarks.md). Reference counts free almost everything here.
+    A collection looks at every live object. So it waits for as many new objects as `trajectories`,
+    all that can be in flight, keep alive. Its cost for each sample then does not grow with their
+    number (docs/benchmarks.md). Reference counts free almost everything here.
     """
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(max(100_000, _OBJECTS * trajectories), 50, 100)
     try:
         yield
     finally:
