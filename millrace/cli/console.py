@@ -149,17 +149,29 @@ def configure(
         if config.model.path:  # the run would refuse a row that the model's tokenizer cannot read
             with TemporaryDirectory() as folder:
                 problems.prepare(config, sources, Path(folder) / "model")
-        derived = asdict(config.derived(len(sources.train)))
-        if json_:
-            print_json({"config": config.model_dump(mode="json"), "derived": derived})
-        else:
-            typer.echo(recipe.dump(config))
-            table = Table(title="derived", box=None, show_header=False)
-            for name, value in derived.items():
-                table.add_row(name, f"{value:,}")
-            Console().print(table)
+        _print_dry_run(config, asdict(config.derived(len(sources.train))), json_)
         raise typer.Exit
     return config
+
+
+def _print_dry_run(config: Config, derived: dict[str, Any], json_: bool) -> None:
+    """Print the configuration, the numbers that follow from it, and the memory of each device."""
+    from millrace.run.memory import estimate, size_of
+
+    size = size_of(config)
+    memory = estimate(config, size) if size is not None else {}
+    if json_:
+        whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}
+        print_json({**whole, "translated": list(config.translated)})
+        return
+    typer.echo(recipe.dump(config))
+    table = Table(title="derived", box=None, show_header=False)
+    for name, value in derived.items():
+        table.add_row(name, f"{value:,}")
+    for side, parts in memory.items():
+        for name, count in {**parts, "sum": sum(parts.values())}.items():
+            table.add_row(f"{side} GiB a device, estimate: {name}", f"{count / 2**30:,.1f}")
+    Console().print(table)
 
 
 def _print_keys(json_: bool) -> None:

@@ -5,20 +5,24 @@ The engines are real, in real processes. They start once and serve many runs.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from millrace.cli import main as cli
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints
@@ -147,3 +151,34 @@ def alive(pid: int) -> bool:
 def small(folder: Path, *overrides: str) -> Sequence[str]:
     """Return the arguments of a small run for the command line."""
     return ["train", str(RECIPE), *SMALL, f"trainer.run_dir={folder}", *overrides]
+
+
+@dataclass
+class Done:
+    """The end of a command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        return last_json(self.out)
+
+
+def millrace(*arguments: str) -> Done:
+    """Run a command through `main`, in this process, with real workers."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", ["millrace", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())

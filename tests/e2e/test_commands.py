@@ -8,11 +8,8 @@ times more.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.cli import main as cli
 from millrace.config import Config
 from millrace.data.chat import Chat
 from millrace.models.model import load_model
 from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
+from tests.e2e.runs import millrace
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,34 +46,6 @@ async def score(prompts, completions, answer, level, **columns):
     assert prompts[0].endswith("=")
     return [float(said == right) for said, right in zip(completions, answer)]
 """
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        return runs.last_json(self.out)
-
-
-def millrace(*arguments: str) -> Done:
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setattr(sys, "argv", ["millrace", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
 
 
 @dataclass

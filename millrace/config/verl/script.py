@@ -8,6 +8,7 @@ a command can set is an error that names it.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 import shlex
@@ -28,10 +29,10 @@ _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Div: lambda a, b: int(math.copysign(abs(a) // abs(b), a * b)),
+    ast.Mod: math.fmod,
 }
+"""As bash: a quotient is cut towards 0, and a remainder has the sign of the dividend."""
 
 
 class _Variables(dict[str, str]):
@@ -100,6 +101,8 @@ def _command(
 ) -> None:
     """Add the overrides of one command, if it has any."""
     words: list[str] = []
+    if line.split()[0] in ("echo", "printf"):
+        return
     for word in _words(line):
         if match := re.fullmatch(rf'"?\$\{{({_NAME})\[[@*]\]\}}"?', word):
             words += [shlex.quote(item) for item in arrays.get(match[1], [])]

@@ -96,7 +96,7 @@ def translate(
                 errors.append(bad_value(key, value, rule, fix))
                 continue
             ours += result
-            if result != [(short, value)]:
+            if result != [(short, value)] or type(result[0][1]) is not type(value):
                 notes.append(_note((key, value), result, row.note))
         elif isinstance(row, Absent):
             if row.allows(value):

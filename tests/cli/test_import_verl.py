@@ -1,0 +1,107 @@
+"""`millrace import-verl`: from a launch script to a recipe that loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import recipe
+
+SCRIPT = """
+python3 -m verl.experimental.fully_async_policy.fully_async_main \\
+    data.train_files=train.parquet data.train_batch_size=0 \\
+    data.max_prompt_length=$((2 * 8)) data.max_response_length=8 \\
+    actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=3 async_training.require_batches=2 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 algorithm.adv_estimator=grpo \\
+    trainer.save_freq=-1 trainer.experiment_name='${NAME}'
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("'${NAME}'", '"${NAME}"'))
+    return path
+
+
+def test_the_recipe_is_what_the_script_says(
+    run: Callable[..., Any], script: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run("import-verl", str(script), "--set", "NAME=a b")
+    assert code == 0
+    mine = tmp_path / "my.yaml"
+    mine.write_text(out)
+    config = recipe.load(mine)
+    direct = [
+        word.replace("$((2 * 8))", "16")
+        for word in SCRIPT.replace("$((2 * 8))", "16").replace("\\\n", " ").split()[3:-1]
+    ]
+    named = recipe.load("verl/fully_async_ppo_trainer", [*direct, "trainer.experiment_name=a-b"])
+    assert config.model_dump() == named.model_dump()
+    assert config.actor.optim.lr_warmup_steps == 6 and config.name == "a-b"
+    assert "lr_warmup_steps: 6  # actor_rollout_ref.actor.optim.lr_warmup_steps=3" in out
+    assert "#   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4: batches are" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ([], "--set NAME=VALUE"),
+        (["--set", "NAME"], "--set GPUS=8"),
+        (["--set", "NAME=x", "--base", "nonsense"], "--base"),
+    ],
+)
+def test_a_wrong_call_names_the_fix(
+    run: Callable[..., Any], script: Path, options: list[str], fix: str
+) -> None:
+    code, out, err = run("import-verl", str(script), *options)
+    assert code == 2 and fix in err and not out
+
+
+def test_absent_features_are_refused_or_left_out_by_name(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        SCRIPT.replace("'${NAME}'", "x actor_rollout_ref.rollout.multi_turn.enable=True")
+    )
+    code, out, err = run("import-verl", str(path))
+    assert code == 2 and "multi-turn" in err and "--drop" in err and not out
+    code, out, err = run("import-verl", str(path), "--drop")
+    assert (
+        code == 0 and "# left out:\n#   actor_rollout_ref.rollout.multi_turn.enable=true\n" in out
+    )
+
+
+@pytest.mark.parametrize("text", ["", "echo hello\n", "python3 train.py --lr=1e-6\n"])
+def test_a_script_without_overrides_is_refused(
+    run: Callable[..., Any], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    code, _, err = run("import-verl", str(path))
+    assert code == 2 and "has no overrides" in err
+    code, _, err = run("import-verl", str(tmp_path / "none.sh"))
+    assert code == 2 and "No such file" in err
+
+
+def test_config_name_takes_the_place_of_the_recipe(run: Callable[..., Any]) -> None:
+    overrides = ["data.train_files=task:copy?size=64", "actor_rollout_ref.rollout.name=hf"]
+    sizes = [
+        "trainer.n_gpus_per_node=1",
+        "rollout.n_gpus_per_node=1",
+        "algorithm.adv_estimator=grpo",
+    ]
+    arguments = [*overrides, *sizes, "actor_rollout_ref.rollout.n=2", "--dry-run", "--json"]
+    name = "--config-name=fully_async_ppo_trainer.yaml"
+    first = run("train", "--config-path=config", name, *arguments)
+    assert first[0] == 0, first[2]
+    assert first[1] == run("train", "verl/fully_async_ppo_trainer", *arguments)[1]
+    assert '"actor_rollout_ref.rollout.name=hf -> rollout.engine=torch"' in first[1]
+    for option in ("--config-path=config", "--config-name=ppo_megatron_trainer"):
+        code, _, err = run("train", option, *arguments)
+        assert code == 2 and option.partition("=")[0] in err and "ppo_trainer" in err

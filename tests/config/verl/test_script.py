@@ -1,0 +1,105 @@
+"""Launch scripts are read as bash reads them, and never executed."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.config.verl.script import read
+from millrace.errors import ConfigError
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+# a comment with an "open quote
+project='DAPO'   # why
+exp="dapo-${SIZE:-7b}"
+export len=$((1024 * 2)) 
+total=$(((512*100)))
+HOME_DIR=${HOME_DIR:-"/data/x y"}
+MODEL="${MODEL:-$HOME_DIR/m}"
+COMMON=(
+  actor_rollout_ref.actor.grad_clip=1.0  # one
+  "+a.b=[1, 2]"
+)
+COMMON+=(trainer.nnodes=2)
+echo a.txt=b
+python3 -m verl.experimental.fully_async_policy.fully_async_main \
+    --config-name='fully_async_ppo_trainer.yaml' \
+    data.train_files="['$HOME_DIR/a.parquet', \"b\"]" \
+    data.max_prompt_length=${len} \
+    rollout.total_rollout_steps=${total} \
+    actor_rollout_ref.model.path="${MODEL}" \
+    trainer.experiment_name="${exp##*-}-${exp%-*}" \
+    ++x.y='$no' "${COMMON[@]}" $@ 2>&1 | tee log.txt
+"""
+
+
+def as_bash_says(text: str, folder: Path) -> list[str]:
+    """Return the overrides that bash passes to `python3`, which is a program of our own here."""
+    program = folder / "python3"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$(dirname "$0")/said"\n')
+    program.chmod(0o755)
+    (folder / "run.sh").write_text(text)
+    path = f"{folder}:/usr/bin:/bin"
+    command = ["/bin/bash", str(folder / "run.sh")]
+    subprocess.run(command, env={"PATH": path}, cwd=folder, check=True, capture_output=True)
+    words = (folder / "said").read_text().split("\0")[:-1]
+    return [w for w in words if "." in w.partition("=")[0] and "=" in w and w[:2] != "--"]
+
+
+def test_overrides_are_those_that_bash_would_pass(tmp_path: Path) -> None:
+    script = read(SCRIPT, {})
+    assert script.overrides == as_bash_says(SCRIPT, tmp_path)
+    assert "actor_rollout_ref.model.path=/data/x y/m" in script.overrides
+    assert script.base == "verl/fully_async_ppo_trainer"
+
+
+@given(st.lists(st.integers(0, 999), min_size=3, max_size=3), st.sampled_from("+-*/%"))
+@settings(max_examples=8, deadline=None)
+def test_arithmetic_is_that_of_bash(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int], sign: str
+) -> None:
+    a, b, c = numbers[0], numbers[1] + 1, numbers[2]
+    text = f"n={a}\npython3 t.x=$((n {sign} {b} + {c})) t.y=$(( ({c} - ${{n}}) {sign} {b} ))\n"
+    assert read(text, {}).overrides == as_bash_says(text, tmp_path_factory.mktemp("bash"))
+
+
+def test_a_list_of_overrides_needs_no_command() -> None:
+    assert read("a.b=1\n+c.d=[x,y]\n", {}).overrides == ["a.b=1", "+c.d=[x,y]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("python3 -m verl a.b=$GPUS", ["GPUS has no value", "--set GPUS=VALUE"]),
+        ("n=$(nproc)\npython3 a.b=$n", ["$(nproc) has no value", "--set n=VALUE"]),
+        ("n=`nproc`\npython3 a.b=$n", ["nothing is executed", "--set n=VALUE"]),
+        ("n=$M\nk=$n\npython3 a.b=$k", ["M has no value"]),
+        ("python3 a.b=$((1 +))", ["cannot be computed"]),
+        ("python3 a.b=$((2 ** 9))", ["cannot be computed"]),
+        ("python3 a.b=$((1 / 0))", ["cannot be computed"]),
+        ("python3 a.b='open", ["open quote"]),
+        ("python3 a.b=${x/y/z}", ["has no value"]),
+    ],
+)
+def test_what_cannot_be_known_is_named(text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text, {})
+    assert all(part in str(caught.value) for part in ["SCRIPT", *parts])
+
+
+def test_a_value_from_the_caller_wins() -> None:
+    assert read("n=$(nproc)\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
+    assert read("n=${n:-4}\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
+
+
+@given(st.text(alphabet="ab.=$\\{}()'\"# \n+1", max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with suppress(ConfigError):
+        read(text, {})
