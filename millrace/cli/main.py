@@ -42,6 +42,7 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
 
@@ -100,6 +101,9 @@ def train(
     """
     path, overrides = base_of(path, overrides, config_name, config_path)
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    if config.trainer.val_only:
+        _validate(config, json_)
+        return
     from millrace.run import summary
     from millrace.run.stop import StopRequest
     from millrace.run.train import mode_of
@@ -175,6 +179,11 @@ def evaluate(
     Example: millrace eval quickstart trainer.resume=runs/quickstart-1/checkpoints/version-000020
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    _validate(config, json_)
+
+
+def _validate(config: Config, json_: bool) -> None:
+    """Validate, and print the result."""
     from millrace.run.evaluate import evaluate as work
 
     result = run_async(

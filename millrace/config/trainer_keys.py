@@ -94,6 +94,8 @@ class TrainerConfig(Section):
     """
     val_before_train: bool = True
     """Validate the start weights too, for the "before" of each comparison."""
+    val_only: bool = False
+    """Validate and train nothing, as `millrace eval` does."""
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Number of checkpoints to keep. The oldest one is deleted first."""
     resume: str = "never"

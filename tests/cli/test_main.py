@@ -306,3 +306,8 @@ def test_an_export_to_where_nothing_can_be_written_is_refused(
     monkeypatch.setattr(exporting, "_whole", lambda path: (path, 0))
     code, _, err = run("export", str(tmp_path), "/proc/x")
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err
+
+
+def test_a_run_that_validates_alone_needs_problems_to_validate_on(run: Callable[..., Any]) -> None:
+    code, _, err = run("train", QUICKSTART, "trainer.val_only=true", "data.val_files=[]")
+    assert code == 2 and err.startswith("error: data.val_files = ()"), err

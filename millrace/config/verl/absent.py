@@ -155,7 +155,6 @@ ABSENT: dict[str, Absent] = {
         (8, "drop"),
     ),
     "trainer.v1.separate_async.hybrid_rollout.enable_switch": _SHARING,
-    "trainer.val_only": Absent("validation by `train`", "millrace eval RECIPE"),
     "trainer.validation_data_dir": Absent(
         "another folder for transcripts", "the transcripts in the run's folder"
     ),
