@@ -91,7 +91,7 @@ def _check_test_freq(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
             "rollout.test_freq",
             rollout.test_freq,
             f"trainer.test_freq is {trainer.test_freq}, and both keys set the same interval",
-            "set only one of them",
+            "rollout.test_freq=0, or trainer.test_freq=0",
         )
 
 
