@@ -170,9 +170,7 @@ def _uniform(s: Session) -> list[str]:
             "the recipe draws no lengths",
             "rollout.drawn_lengths.enable=true, or no --uniform",
         )
-    prompts = (
-        sum(len(s.problems.train[i].tokens) for i in range(_samples(s))) * s.config.rollout.n
-    )
+    prompts = sum(len(s.problems.train[i].tokens) for i in range(_samples(s))) * s.config.rollout.n
     lengths = _lengths(s)
     return [
         "rollout.drawn_lengths.sigma=0",

@@ -112,7 +112,9 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
     check("rollout.total_rollout_steps=256")
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
         check("rollout.total_rollout_steps=224")
-    with pytest.raises(ConfigError, match=r"trainer\.total_training_steps = 1: .* Fix: 256 or more"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.total_training_steps = 1: .* Fix: 256 or more"
+    ):
         check("trainer.total_training_steps=1")
 
 

@@ -114,6 +114,7 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
         "versions": 5,
         "optimizer_steps": 10,
         "lr_horizon": 10,
+        "lr_warmup_steps": 5,
         "samples": 300,
         "trajectories": 2400,
         "nodes_needed": 1,

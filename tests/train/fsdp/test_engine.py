@@ -24,7 +24,7 @@ from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp import log_probs as logprob
 from tests.train import cases as train_cases
-from tests.train.cases import CASES, HORIZON, LAYOUTS
+from tests.train.cases import CASES, LAYOUTS
 from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
 

@@ -11,8 +11,7 @@ from millrace.config import Config, OptimConfig, recipe
 from millrace.errors import ConfigError
 from millrace.train.fsdp.optim import lr_at
 from millrace.train.options import optim_of
-
-HORIZON = 60
+from tests.train.cases import HORIZON
 
 
 def test_the_learning_rate_follows_its_formula() -> None:
@@ -55,7 +54,9 @@ def test_a_share_of_the_run_is_its_number_of_steps_rounded_down(
 @pytest.mark.parametrize("section", ["actor", "critic"])
 def test_a_share_and_a_number_of_warm_up_steps_contradict_each_other(section: str) -> None:
     both = {"lr_warmup_steps": 5, "lr_warmup_steps_ratio": 0.1}
-    with pytest.raises(ConfigError, match=rf"{section}\.optim\.lr_warmup_steps_ratio = 0\.1: .* 5,"):
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.optim\.lr_warmup_steps_ratio = 0\.1: .* 5,"
+    ):
         recipe.parse({section: {"optim": both}})
 
 
