@@ -22,7 +22,7 @@ from millrace.models.device import pick
 from millrace.models.model import DTYPES
 from millrace.observe.stopwatch import Stopwatch
 from millrace.ports import Phase, StepReport, TrainBatch
-from millrace.train.experience import Models, make_experience
+from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp import lora
 from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
@@ -164,10 +164,7 @@ class FsdpTrainEngine:
             same_weights=first_tokens if fresh else None,
             sum_ranks=self._sum_ranks,
         )
-        ctrl = options.algorithm.kl_ctrl
-        if options.algorithm.use_kl_in_reward and ctrl.type == "adaptive":
-            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
-            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
+        self._adapt_kl(data)
         totals = {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
@@ -175,6 +172,14 @@ class FsdpTrainEngine:
         }
         skipped = meter.nonfinite + meter.empty
         return StepReport(meter.steps, metrics, totals, skipped, _named(watch.flush()))
+
+    def _adapt_kl(self, data: Experience) -> None:
+        """Change the coefficient of the KL in the rewards, if it is adaptive."""
+        algorithm = self.options.algorithm
+        ctrl = algorithm.kl_ctrl
+        if algorithm.use_kl_in_reward and ctrl.type == "adaptive":
+            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
+            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
         """Take one optimizer step on (prompt, response) pairs.
