@@ -13,6 +13,7 @@ from millrace.run.session import check_end
 from millrace.schedule.ledger import LedgerSnapshot
 
 LIMITS = ("rollout.total_rollout_steps", "trainer.total_epochs", "trainer.total_training_steps")
+SIZE = ["actor.ppo_mini_batch_size=4", "async_training.trigger_parameter_sync_step=2"]
 MORE = [
     "rollout.total_rollout_steps=96",
     "trainer.total_epochs=6",
@@ -27,8 +28,8 @@ def test_the_key_that_ends_a_run_before_its_checkpoint_is_named(tmp_path: Path, 
     (tmp_path / "ledger.json").write_bytes(codec.to_json(snapshot))
 
     def check(value: int) -> None:
-        size = "actor.ppo_mini_batch_size=8"
-        config = recipe.load("quickstart", ["mode=colocate_sync", size, *MORE, f"{key}={value}"])
+        config = recipe.load("quickstart", ["mode=colocate_sync", *SIZE, *MORE, f"{key}={value}"])
+        assert config.schedule.window == 8
         check_end(config, 16, tmp_path)
 
     exact = {"rollout.total_rollout_steps": 64, "trainer.total_epochs": 4}.get(key, 8)
