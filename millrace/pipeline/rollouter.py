@@ -70,7 +70,7 @@ class Rollouter:
         """Trajectories of running samples whose last token is not drawn yet."""
         self.paused = False
         self._running = 0
-        """Samples that are drawn and scored."""
+        """Number of samples that are launched and not finished."""
         self._live_since = 0.0
         self._idle_since: float | None = 0.0
         """The time since which no sample runs. None while one does."""
