@@ -77,8 +77,9 @@ MEASURED = [  # a run writes only its figures, and no validation interrupts it
 ]
 SHARES = (
     "wait_samples",
+    "wait_prev_gen",
     "wait_rollouts",
-    "step",
+    "train",
     "switch",
     "sync_transfer",
     "sync_activate",

@@ -90,8 +90,8 @@ def one_run(
         "seconds": result["train_seconds"],
         "trainer_idle": over_time("trainer/idle_ratio"),
         "rollouter_idle": over_time("rollouter/idle_ratio"),
-        "waiting": share("wait_samples"),
-        "stepping": share("step"),
+        "waiting": share("gen"),
+        "stepping": share("train"),
         "staleness": sum(r["staleness/mean"] * r["train/samples"] for r in rows) / trained,
         "partial": sum(r["fully_async/partial/partial_ratio"] * r["train/samples"] for r in rows)
         / trained,

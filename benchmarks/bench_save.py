@@ -48,7 +48,7 @@ RUN = [
 COLUMNS = [
     "timing_s/save_checkpoint",
     "checkpoint/write_s",
-    "timing_s/step",
+    "timing_s/train",
     "perf/time_per_version",
 ]
 

@@ -62,6 +62,12 @@ class StepReport:
 
     A step is skipped if its gradient is not finite or there is nothing to learn from.
     """
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    """Seconds of the parts of this call, by name. No two parts run at the same time.
+
+    The names are verl's: old_log_prob, ref, values, adv, update_critic, update_actor. A part that
+    did not run is missing. Time of no part is in no name. Equal reports may differ in it.
+    """
 
 
 @dataclass(frozen=True, slots=True)

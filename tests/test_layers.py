@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "sync": {"config", "ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
-    "train": {"algorithms", "config", "models", "ports", "sync"},
+    "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
     "run": {
         *("config", "data", "environments", "models", "observe", "pipeline", "ports", "rewards"),

@@ -13,12 +13,12 @@ from millrace.config.algorithm_keys import (
     FilterGroupsConfig,
     KlCtrlConfig,
     KlType,
-    OptimConfig,
     PolicyLossConfig,
 )
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
 from millrace.config.keys import Config, Derived
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
+from millrace.config.optim_keys import OptimConfig
 from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
 
-WAITS = ("wait_samples", "wait_rollouts", "wait_validation", "wait_publish")
-"""The parts of the trainer's time in which its devices are idle."""
+PERCENTILES = (50, 90, 99)
+"""The percentiles of the response lengths in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Synced:
 
     None if they do not pause, or pause for the trainer's whole turn.
     """
+    live: LiveTime | None = None
+    """The rollout side's time with the version before this one."""
 
 
 class VersionMetrics:
@@ -38,12 +41,12 @@ class VersionMetrics:
     def __init__(self) -> None:
         self._samples: list[tuple[Sample, PolicyVersion]] = []
         self._steps: list[StepReport] = []
-        self._wait_prev_gen = 0.0
+        self._drawn: tuple[float, float] | None = None
 
-    def waited(self, seconds: float, samples: Iterable[Sample], version: PolicyVersion) -> None:
-        """Add the trainer's wait for these samples, which it trains at `version`."""
-        if any(s.admitted_version < version for s in samples):
-            self._wait_prev_gen += seconds
+    def drawn(self, start: float, end: float) -> None:
+        """Add samples whose first rollout began at `start` and whose last score came at `end`."""
+        first, last = self._drawn or (start, end)
+        self._drawn = min(first, start), max(last, end)
 
     def stepped(
         self, samples: Iterable[Sample], version: PolicyVersion, report: StepReport
@@ -68,7 +71,12 @@ class VersionMetrics:
         """
         wall = sum(timing.values())
         row = self._training() | self._rewards() | self._staleness()
-        row |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        row |= timing_row(seconds_of(timing, [report.seconds for report in self._steps]))
+        if synced.live is not None:
+            row |= synced.live.row()
+        if self._drawn is not None:
+            # Seconds from the first rollout of the trained samples to the last score of one.
+            row["rollouter/generate_sequences_s"] = self._drawn[1] - self._drawn[0]
         drawn = after.tokens - before.tokens
         busy = after.busy_slot_s - before.busy_slot_s
         trained = sum(t.num_tokens for s, _ in self._samples for t in s.trajectories)
@@ -79,26 +87,18 @@ class VersionMetrics:
             "sync/bytes": float(synced.transfer.bytes),
             "sync/transfer_s": synced.transfer.seconds,
             "sync/pause_s": synced.pause_s,
-            # Seconds from the flush of the last version to this one: the sum of the timing_s/*.
-            "perf/time_per_version": wall,
-            # Share of the trainer's time in WAITS: for samples, for rollouts to pause, for a
-            # validation, for a version to be live.
-            "trainer/idle_ratio": _ratio(sum(timing.get(name, 0.0) for name in WAITS), wall),
             # 1 - (integral of occupied decode slots) / (slots that the schedule can fill), which
             # are min(slots, capacity x n).
             "rollouter/idle_ratio": min(
-                1.0, max(0.0, 1 - _ratio(busy, min(after.slots, usable_slots) * wall))
+                1.0, max(0.0, 1 - share(busy, min(after.slots, usable_slots) * wall))
             ),
             # Tokens drawn, read into KV caches and trained, per second of this version.
-            "rollouter/tokens_per_s": _ratio(drawn, wall),
-            "rollouter/prefill_tokens_per_s": _ratio(
+            "rollouter/tokens_per_s": share(drawn, wall),
+            "rollouter/prefill_tokens_per_s": share(
                 after.prefill_tokens - before.prefill_tokens, wall
             ),
-            "perf/throughput": _ratio(trained, wall),
-            "perf/samples_per_s": _ratio(len(self._samples), wall),
-            # Seconds for which the trainer waited for samples admitted under an earlier version, as
-            # in one_step_off.
-            "wait_prev_gen": self._wait_prev_gen,
+            "perf/throughput": share(trained, wall),
+            "perf/samples_per_s": share(len(self._samples), wall),
         }
 
     def _training(self) -> dict[str, float]:
@@ -113,7 +113,7 @@ class VersionMetrics:
                 for r in self._steps
                 if name in r.metrics
             ]
-            row[name] = _ratio(
+            row[name] = share(
                 sum(value * count for value, count in weighted),
                 sum(count for _, count in weighted),
             )
@@ -128,7 +128,7 @@ class VersionMetrics:
         trajectories = [t for s, _ in self._samples for t in s.trajectories]
         scores = [t.score for t in trajectories if t.score is not None]
         values = [score.value for score in scores]
-        lengths = [t.num_tokens for t in trajectories]
+        lengths = sorted(t.num_tokens for t in trajectories)
         row = {
             # Reward of the trajectories trained in this version, after any shaping.
             "reward/mean": _mean(values),
@@ -137,7 +137,8 @@ class VersionMetrics:
             "response_length/mean": _mean(lengths),
             "response_length/max": float(max(lengths, default=0)),
             "response_length/min": float(min(lengths, default=0)),
-            "response_length/clip_ratio": _ratio(
+            **{f"response_length/p{p}": percentile(lengths, p) for p in PERCENTILES},
+            "response_length/clip_ratio": share(
                 sum(t.stop is Stop.LENGTH for t in trajectories), len(trajectories)
             ),
             "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
@@ -181,7 +182,7 @@ class VersionMetrics:
             "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
             # Trajectories drawn by more than one version: their number, share and largest span.
             "fully_async/partial/total_partial_num": float(partial),
-            "fully_async/partial/partial_ratio": _ratio(partial, len(aged)),
+            "fully_async/partial/partial_ratio": share(partial, len(aged)),
             "fully_async/partial/max_partial_span": float(max(spans, default=0)),
             "staleness/mean": _mean(ages),
             "staleness/max": float(max(ages, default=0)),
@@ -206,6 +207,38 @@ class VersionMetrics:
         return ages
 
 
+def percentile(ordered: Sequence[float], p: float) -> float:
+    """Return the p-th percentile of ascending values by linear interpolation, 0 if there are none.
+
+    The values are at ranks 0 to n - 1, and the percentile is at rank p / 100 (n - 1). This is the
+    default of numpy.percentile.
+    """
+    if not ordered:
+        return 0.0
+    rank = p / 100 * (len(ordered) - 1)
+    low = int(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
+
+
+class StaleCounts:
+    """The stale samples and trajectories of a run so far, over all its attempts."""
+
+    _OF_A_VERSION = ("stale_samples_processed", "stale_trajectory_processed")
+
+    def __init__(self, rows: Iterable[Mapping[str, float | None]] = ()) -> None:
+        """Count those of `rows`, the rows of earlier attempts that stay."""
+        self._counts = dict.fromkeys(self._OF_A_VERSION, 0.0)
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, float | None]) -> dict[str, float]:
+        """Add the counts of a version's row. Return the counts of the run."""
+        for name in self._counts:
+            self._counts[name] += row.get(f"fully_async/count/{name}") or 0.0
+        return {f"fully_async/count/total_{name}": n for name, n in self._counts.items()}
+
+
 def _span(trajectory: Trajectory) -> int:
     versions = trajectory.versions
     return max(versions) - min(versions) if versions else 0
@@ -213,7 +246,3 @@ def _span(trajectory: Trajectory) -> int:
 
 def _mean(values: list[float] | list[int]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

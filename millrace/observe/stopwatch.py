@@ -32,6 +32,16 @@ class Stopwatch:
         finally:
             self._switch(outer)
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count `seconds` of this period's `source` for `target` instead.
+
+        This is for a part whose name is known only at its end.
+        """
+        moved = min(seconds, self._parts.get(source, 0.0))
+        if moved > 0:
+            self._parts[source] -= moved
+            self._parts[target] = self._parts.get(target, 0.0) + moved
+
     def running(self) -> dict[str, float]:
         """Return the seconds of each part so far in this period."""
         self._switch(self._name)

@@ -8,6 +8,7 @@ from functools import partial
 
 from millrace.errors import DeadlineError
 from millrace.observe.guard import Guard
+from millrace.observe.metrics import StaleCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.pipeline.checkpoint import Checkpoints
@@ -34,6 +35,7 @@ class RunRecord:
         async_save: bool,
         test_freq: int,
         guard: Guard | None,
+        stale: StaleCounts,
         deadline_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -49,6 +51,7 @@ class RunRecord:
         self._async_save = async_save
         self._test_freq = test_freq
         self._guard = guard
+        self._stale = stale
         self._deadline_s = deadline_s
         self._tasks = tasks
         self._validation: asyncio.Task[None] | None = None
@@ -69,6 +72,7 @@ class RunRecord:
         checkpoint/write_s is the seconds from the start of the save to its completion. The
         trainer's wait for it is included. If two checkpoints completed, the longer time counts.
         """
+        row = row | self._stale.add(row)
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._guard is not None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
 
 from millrace.errors import RewardError
+from millrace.observe.stopwatch import Parts, untimed
+from millrace.observe.timing import LiveTime
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.pool import RolloutPool
@@ -67,6 +69,13 @@ class Rollouter:
         self.unfinished = 0
         """Trajectories of running samples whose last token is not drawn yet."""
         self.paused = False
+        self._running = 0
+        """Number of samples that are launched and not finished."""
+        self._live_since = 0.0
+        self._idle_since: float | None = 0.0
+        """The time since which no sample runs. None while one does."""
+        self._spans: dict[int, tuple[float, float]] = {}
+        """Start and end of the rollouts of each finished sample, until it is trained."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._outcomes: deque[bool] = deque(maxlen=_RECENT)
@@ -90,11 +99,13 @@ class Rollouter:
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
         self.unfinished += self.roller.num_responses
+        self._running += 1
+        self._idle_since = None
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
 
     async def _roll(self, sample_id: int) -> None:
         queue, ledger = self.queue, self.queue.ledger
-        slot = queue.do(ledger.start, sample_id)
+        slot, start = queue.do(ledger.start, sample_id), _now()
         try:
             sample = await self.roller.roll(
                 self.draw,
@@ -107,8 +118,11 @@ class Rollouter:
         except RewardError as error:
             self._drop(sample_id, error)
         else:
-            self._finish(sample_id, sample)
+            self._finish(sample_id, sample, start)
         finally:
+            self._running -= 1
+            if not self._running:
+                self._idle_since = _now()
             for i in range(self.roller.num_responses):
                 self.pool.forget(f"{slot.prompt.index}/{i}")
 
@@ -131,10 +145,11 @@ class Rollouter:
         if self.paused:
             self.queue.wake(Topic.ROLLOUTS)
 
-    def _finish(self, sample_id: int, sample: Sample) -> None:
+    def _finish(self, sample_id: int, sample: Sample, start: float) -> None:
         ledger = self.queue.ledger
         self._outcomes.append(True)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
+            self._spans[sample.prompt.index] = start, _now()
             self.queue.do(ledger.finish, sample_id, sample)
         else:
             self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
@@ -150,6 +165,22 @@ class Rollouter:
                 f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "
                 f"The last error: {error}",
             ) from error
+
+    def begin_version(self) -> LiveTime:
+        """Begin the time of a version that goes live now. Return that of the version before it."""
+        now, since = _now(), self._live_since
+        idle = now if self._idle_since is None else max(self._idle_since, since)
+        self._live_since = now
+        return LiveTime(now - since, idle - since)
+
+    def span(self, samples: Iterable[Sample]) -> tuple[float, float] | None:
+        """Return the first start and the last end of the rollouts of `samples`, once.
+
+        None if an earlier attempt drew all of them.
+        """
+        spans = [self._spans.pop(s.prompt.index, None) for s in samples]
+        known = [span for span in spans if span is not None]
+        return (min(a for a, _ in known), max(b for _, b in known)) if known else None
 
     def row(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of the samples that finished while `version` was live.
@@ -176,11 +207,13 @@ class Rollouter:
                 self.queue.wake(Topic.ROLLOUTS)
 
     @asynccontextmanager
-    async def pause_for_sync(self, who: str) -> AsyncIterator[bool]:
+    async def pause_for_sync(self, who: str, part: Parts = untimed) -> AsyncIterator[bool]:
         """Pause rollouts while the body runs, and give the body whether they are paused.
 
         Drain mode waits for running trajectories. The other modes interrupt them. With `swap` on
-        separate devices there is no pause: the engine changes its weights while requests run.
+        separate devices there is no pause: the engine changes its weights while requests run. The
+        trajectories that drain mode waits for are trained in a later version, so this wait is the
+        `part` wait_prev_gen.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
@@ -189,15 +222,16 @@ class Rollouter:
         async with self._paused():
             if schedule.on_sync is OnSync.DRAIN:
                 ledger = self.queue.ledger
-                await self.queue.wait(
-                    who,
-                    "running trajectories to finish",
-                    lambda: (
-                        (not self.unfinished and not ledger.count(State.WAITING))
-                        or self.queue.out_of_grace
-                    ),
-                    on=Topic.ROLLOUTS,
-                )
+                with part("wait_prev_gen"):
+                    await self.queue.wait(
+                        who,
+                        "running trajectories to finish",
+                        lambda: (
+                            (not self.unfinished and not ledger.count(State.WAITING))
+                            or self.queue.out_of_grace
+                        ),
+                        on=Topic.ROLLOUTS,
+                    )
             if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
                 # In drain mode, these trajectories outlast the grace period of a stop.
                 await self._interrupt(who)
@@ -244,3 +278,7 @@ class Rollouter:
             lambda: not self.requests,
             on=Topic.ROLLOUTS,
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

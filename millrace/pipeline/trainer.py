@@ -108,6 +108,7 @@ class Trainer:
         # The figures of the first version exclude the validation of the start weights.
         self._stats = await self.rollouter.pool.stats()
         self.watch.flush()
+        self.rollouter.begin_version()
         async with self._tasks:
             while not ledger.done():
                 await self._wait_for_samples(lambda: self.queue.stopping)
@@ -155,14 +156,25 @@ class Trainer:
             if not ledger.can_take():
                 break  # The run must stop, and the window takes too long: sync its first part.
             samples = queue.do(ledger.take)
-            self._metrics.waited(self._waited_s, samples, ledger.trainer_version)
-            self._waited_s = 0.0
-            with self.watch.part("step"):
+            self._account_for(samples)
+            with self.watch.part("train"):
                 report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
             queue.do(ledger.trained)
             self._metrics.stepped(samples, ledger.trainer_version, report)
             self.observer.stepped(samples, report)
         await self._publish()
+
+    def _account_for(self, samples: list[Sample]) -> None:
+        """Count the wait for `samples`, and the seconds in which they were drawn.
+
+        The wait is wait_prev_gen if one of them was admitted under an earlier version.
+        """
+        version = self.queue.ledger.trainer_version
+        if any(s.admitted_version < version for s in samples):
+            self.watch.move(self._waited_s, "wait_samples", "wait_prev_gen")
+        self._waited_s = 0.0
+        if span := self.rollouter.span(samples):
+            self._metrics.drawn(*span)
 
     async def _publish(self) -> None:
         """Make the next version live. Write its row, and a checkpoint if one is due.
@@ -221,7 +233,9 @@ class Trainer:
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
             self.observer.published(self.queue.do(ledger.published), ledger.totals())
-        return Synced(transfer, pause_s, None if paused_since is None else clock() - paused_since)
+            live = self.rollouter.begin_version()
+        hold_s = None if paused_since is None else clock() - paused_since
+        return Synced(transfer, pause_s, hold_s, live)
 
     async def _close(self) -> MakeRow:
         """Close the figures of the steps since the last version.
@@ -253,6 +267,6 @@ class Trainer:
         since: float | None = asyncio.get_running_loop().time()
         async with AsyncExitStack() as stack:
             with part("wait_rollouts"):
-                if not await stack.enter_async_context(self.rollouter.pause_for_sync(who)):
+                if not await stack.enter_async_context(self.rollouter.pause_for_sync(who, part)):
                     since = None
             yield since

@@ -59,7 +59,7 @@ async def open_session(
         try:
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
-                _check_end(config, len(problems.train), run.resume_from)
+                check_end(config, len(problems.train), run.resume_from)
         except MillraceError:
             run.discard()
             raise
@@ -86,7 +86,7 @@ async def open_session(
             release(run.path)
 
 
-def _check_end(config: Config, rows: int, checkpoint: Path) -> None:
+def check_end(config: Config, rows: int, checkpoint: Path) -> None:
     """Raise ConfigError if the checkpoint has trained more samples than the run has."""
     trained = read_ledger(checkpoint).retired
     key, samples = config.end(rows)

@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.guard import Guard
+from millrace.observe.metrics import StaleCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
@@ -94,6 +95,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
                 guard=make_guard(s.config, rows),
+                stale=StaleCounts(rows.values()),
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
             )

@@ -16,6 +16,10 @@ class CostModel:
     """
     prefill_token_s: float = 0.0
     train_token_s: float = 0.0005
+    log_prob_token_s: float = 0.0
+    """The policy's forward pass before a local step."""
+    ref_token_s: float = 0.0
+    """The reference's forward pass before a local step."""
     step_s: float = 0.05
     """Overhead of one local step."""
     transfer_s: float = 0.2

@@ -259,11 +259,16 @@ class SimTrainEngine:
         tokens = sum(
             len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories
         )
-        await asyncio.sleep(
-            (self._cost.step_s + tokens * self._cost.train_token_s) / self._cost.share
-        )
+        cost = self._cost
+        seconds = {
+            "old_log_prob": tokens * cost.log_prob_token_s / cost.share,
+            "ref": tokens * cost.ref_token_s / cost.share,
+            "update_actor": (cost.step_s + tokens * cost.train_token_s) / cost.share,
+        }
+        await asyncio.sleep(sum(seconds.values()))
         self.trained.append((batch.version, batch.samples))
-        return StepReport(1, {"train/tokens": float(tokens)})
+        ran = {name: value for name, value in seconds.items() if value}
+        return StepReport(1, {"train/tokens": float(tokens)}, seconds=ran)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         return [[-0.5] * t.num_tokens for s in samples for t in s.trajectories]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import tempfile
@@ -24,6 +25,9 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+
+_CLOCKS_S = 0.01
+"""Largest difference between the clocks of the engine and of the check, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +133,17 @@ def _difference(a: list[list[float]], b: list[list[float]]) -> float:
 async def _optimizer_steps_are_counted(
     engine: TrainEngine, _: TrainEngine, case: TrainCase
 ) -> None:
+    clock = asyncio.get_running_loop().time
     for count, steps in ((case.mini_batch_size, 1), (2 * case.mini_batch_size + 1, 3), (1, 1)):
+        start = clock()
         report = await engine.step(TrainBatch(train_samples(case, count), 0))
+        wall = clock() - start
         assert report.optimizer_steps == steps, (
             f"{count} samples by {case.mini_batch_size}: {report.optimizer_steps} steps"
+        )
+        parts = report.seconds
+        assert all(s >= 0 for s in parts.values()) and sum(parts.values()) <= wall + _CLOCKS_S, (
+            f"no two parts of a call run at the same time, found {parts} in {wall} s"
         )
         bad = {
             k: v

@@ -79,8 +79,10 @@ class Forward(Protocol):
 class Policy(Protocol):
     """The part of the policy under training that an experience and a mini-batch need."""
 
-    steps: int
-    """Optimizer steps so far."""
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        ...
 
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool

@@ -15,6 +15,7 @@ from millrace.pipeline.record import RunRecord
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
+from tests.pipeline.simulated import parts_of
 
 OVERLAP = "async_training.overlap_sync=true"
 pytestmark = pytest.mark.timeout(240)
@@ -51,9 +52,9 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
     rows = runs.rows(folder)
     assert [row["version"] for row in rows] == list(range(1, versions + 1)), mode
     for row in rows:
-        assert sum(v for k, v in row.items() if k.startswith("timing_s/")) == pytest.approx(
-            row["perf/time_per_version"], rel=1e-6
-        )
+        parts = parts_of(row)
+        assert sum(parts.values()) == pytest.approx(row["perf/time_per_version"], rel=1e-6)
+        assert {"adv", "update_actor"} < set(parts) and min(parts.values()) >= 0, mode
         assert 0 <= row["trainer/idle_ratio"] <= 1 and 0 <= row["rollouter/idle_ratio"] <= 1, mode
         assert (
             sum(v for k, v in row.items() if k.startswith("staleness/hist/"))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from millrace.observe.metrics import Synced, VersionMetrics
+from millrace.observe.metrics import StaleCounts, Synced, VersionMetrics, percentile
+from millrace.observe.timing import LiveTime
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import (
     Author,
@@ -56,7 +60,8 @@ SECOND = [
 
 def collected() -> VersionMetrics:
     metrics = VersionMetrics()
-    metrics.waited(1.5, FIRST, 3)
+    metrics.drawn(2.0, 7.5)
+    metrics.drawn(1.5, 6.0)
     metrics.stepped(
         FIRST,
         3,
@@ -64,26 +69,40 @@ def collected() -> VersionMetrics:
             2,
             {"actor/pg_loss": 0.3, "actor/rare": 4.0},
             {"train/tokens": 30.0, "actor/nonfinite_steps": 1.0},
+            seconds={"old_log_prob": 0.5, "adv": 0.25, "update_actor": 2.0},
         ),
     )
-    metrics.waited(
-        0.25, [FIRST[1]], 3
-    )  # admitted under the live version: this is no wait for an earlier generation
     metrics.stepped(
         SECOND,
         3,
-        StepReport(1, {"actor/pg_loss": 0.9}, {"train/tokens": 12.0, "actor/nonfinite_steps": 0.0}),
+        StepReport(
+            1,
+            {"actor/pg_loss": 0.9},
+            {"train/tokens": 12.0, "actor/nonfinite_steps": 0.0},
+            seconds={"ref": 0.5, "update_actor": 1.0},
+        ),
     )
     return metrics
 
 
 TIMING = {
-    "wait_samples": 1.75,
+    "wait_samples": 0.25,
+    "wait_prev_gen": 1.5,
     "wait_rollouts": 0.25,
     "wait_validation": 0.5,
-    "step": 5.0,
+    "train": 5.0,
     "sync_transfer": 1.5,
     "other": 1.0,
+}
+SECONDS = TIMING | {
+    "old_log_prob": 0.5,
+    "ref": 0.5,
+    "adv": 0.25,
+    "update_actor": 3.0,
+    "train_other": 0.75,
+    "step": 10.0,
+    "gen": 1.75,
+    "sync": 1.75,
 }
 
 
@@ -93,7 +112,7 @@ def row(**changes: object) -> dict[str, float]:
         "before": RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=7.0, slots=16),
         "after": RolloutStats(tokens=160, prefill_tokens=75, busy_slot_s=47.0, slots=16),
         "usable_slots": 8,
-        "synced": Synced(TransferReport(4096, 1.25), 0.125, hold_s=0.25),
+        "synced": Synced(TransferReport(4096, 1.25), 0.125, 0.25, LiveTime(8.0, 6.0)),
     }
     return collected().row(**(given | changes))  # type: ignore[arg-type]
 
@@ -111,6 +130,9 @@ EXPECTED = {
     "response_length/mean": (5 + 4 + 8 + 1 + 5 + 4) / 6,
     "response_length/max": 8.0,
     "response_length/min": 1.0,
+    "response_length/p50": 4.5,  # of 1, 4, 4, 5, 5, 8
+    "response_length/p90": 5 + 0.5 * 3,
+    "response_length/p99": 5 + 0.95 * 3,
     "response_length/clip_ratio": 1 / 6,
     "prompt_length/mean": 4.0,
     "fully_async/count/stale_samples_processed": 2.0,
@@ -126,9 +148,15 @@ EXPECTED = {
     "staleness/token_hist/0": 3.0 + 9.0 + 2.0 + 4.0,
     "staleness/token_hist/1": 1.0,
     "staleness/token_hist/2": 2.0 + 4.0,
-    **{f"timing_s/{name}": seconds for name, seconds in TIMING.items()},
+    **{f"timing_s/{name}": seconds for name, seconds in SECONDS.items()},
+    **{f"timing_share/{name}": s / 10.0 for name, s in SECONDS.items() if name != "step"},
     "perf/time_per_version": 10.0,
     "trainer/idle_ratio": 0.25,
+    "fully_async/trainer/idle_ratio": 0.175,
+    "fully_async/rollouter/version_time": 8.0,
+    "fully_async/rollouter/active_time": 6.0,
+    "fully_async/rollouter/idle_ratio": 0.25,
+    "rollouter/generate_sequences_s": 6.0,
     "rollouter/idle_ratio": 1 - 40 / (8 * 10),
     "rollouter/tokens_per_s": 6.0,
     "rollouter/prefill_tokens_per_s": 2.5,
@@ -138,7 +166,6 @@ EXPECTED = {
     "sync/transfer_s": 1.25,
     "sync/pause_s": 0.125,
     "sync/hold_s": 0.25,
-    "wait_prev_gen": 1.5,
 }
 
 
@@ -201,6 +228,27 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
         found["reward/overlong_reward/mean"],
     ) == (0.75, 1.0, -0.25)
     assert found == without | {"reward/greedy/mean": 7.0}
+
+
+@given(st.lists(st.integers(0, 100_000), min_size=1), st.sampled_from([0, 50, 90, 99, 100]))
+def test_percentiles_are_numpys(values: list[int], p: int) -> None:
+    assert percentile(sorted(values), p) == pytest.approx(float(np.percentile(values, p)))
+
+
+def test_stale_counts_of_a_run_go_on_after_a_restart() -> None:
+    """The rows of a file may lack a count, and a null stands for a figure that is not finite."""
+    names = [
+        f"fully_async/count/{kind}_processed" for kind in ("stale_samples", "stale_trajectory")
+    ]
+    total = [name.replace("count/", "count/total_") for name in names]
+    rows = [
+        dict(zip(names, counts, strict=True)) for counts in ((2.0, 5.0), (0.0, 0.0), (1.0, 4.0))
+    ]
+    whole = StaleCounts()
+    assert [list(whole.add(row).values()) for row in rows] == [[2.0, 5.0], [2.0, 5.0], [3.0, 9.0]]
+    kept = [row | whole.add({}) for row in rows[:2]]
+    resumed = StaleCounts([{}, {names[0]: None}, *kept])
+    assert resumed.add(rows[2]) == dict(zip(total, (3.0, 9.0), strict=True))
 
 
 def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.timing import TOTALS
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -104,6 +105,12 @@ class Record:
 def mixed(prompt: Prompt) -> float:
     """Return the chance of a right response. Some groups are all right and some all wrong."""
     return (prompt.index * 7 % 11) / 10
+
+
+def parts_of(row: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of the parts of the trainer's time in a row, without their totals."""
+    timing = {k.removeprefix("timing_s/"): v for k, v in row.items() if k.startswith("timing_s/")}
+    return {name: value for name, value in timing.items() if name not in TOTALS}
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
-from tests.pipeline.simulated import RUNS, Outcome, Record, schedule_of, simulate
+from tests.pipeline.simulated import RUNS, Outcome, Record, parts_of, schedule_of, simulate
 
 COST = CostModel(reward_s=0.3)
 
@@ -172,9 +172,7 @@ def test_strict_order_trains_in_order_of_admission(mode: str) -> None:
 @pytest.mark.parametrize("mode", RUNS)
 def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
     outcome = simulate(schedule_of(mode), 40, cost=COST)
-    parts = sum(
-        v for row in outcome.record.rows for k, v in row.items() if k.startswith("timing_s/")
-    )
+    parts = sum(sum(parts_of(row).values()) for row in outcome.record.rows)
     # Before the first row and after the last row, the sides hand over shared devices: one side
     # sleeps, and the other wakes.
     apart = (

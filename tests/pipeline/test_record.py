@@ -15,6 +15,7 @@ import pytest
 from millrace.config import GuardConfig
 from millrace.errors import CheckpointError, DeadlineError
 from millrace.observe.guard import Guard
+from millrace.observe.metrics import StaleCounts
 from millrace.observe.progress import Progress, State
 from millrace.pipeline.history import History, read
 from millrace.pipeline.record import RunRecord
@@ -120,6 +121,7 @@ def bench(
         save_freq=save_freq,
         async_save=async_save,
         test_freq=test_freq,
+        stale=StaleCounts(),
         guard=Guard(GuardConfig()),
         deadline_s=deadline_s,
         tasks=tasks,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from millrace.environments.single_turn import SingleTurn
+from millrace.observe.metrics import StaleCounts
 from millrace.observe.progress import Progress, State
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.record import RunRecord
@@ -114,6 +115,7 @@ async def _run(
             save_freq=save_freq,
             async_save=True,
             test_freq=int(validation_s > 0),
+            stale=StaleCounts(),
             guard=None,
             deadline_s=1e8,
             tasks=tasks,

@@ -6,6 +6,7 @@ and block it, so an engine needs its own process or thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,8 +20,9 @@ from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
 from millrace.models.model import DTYPES
+from millrace.observe.stopwatch import Stopwatch
 from millrace.ports import Phase, StepReport, TrainBatch
-from millrace.train.experience import Models, make_experience
+from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp import lora
 from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
@@ -35,6 +37,7 @@ from millrace.train.packing import MicroBatch
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
+from millrace.train.timed import timed
 from millrace.types import Sample, Tokens
 
 
@@ -122,9 +125,11 @@ class FsdpTrainEngine:
 
         A nonfinite step counts in no other metric.
         """
-        options, models = self.options, Models(self.actor, self.critic, self.reference)
+        watch, options = Stopwatch(time.perf_counter), self.options
+        models = timed(Models(self.actor, self.critic, self.reference), watch.part)
         arrays = arrays_of(batch, options.algorithm)
-        data = make_experience(arrays, models, options, self.kl_coef)
+        with watch.part("adv"):
+            data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Trainable, type[CriticLoss | PolicyLoss], Meter]] = [
             (self.actor, PolicyLoss, meter)
@@ -135,7 +140,8 @@ class FsdpTrainEngine:
         first_tokens, rejected = torch.zeros_like(data.include), 0
         size, temperature = options.actor.ppo_mini_batch_size, options.temperature
         for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
-            mini = settle(data, members, self.actor, options, untouched=k == 0)
+            with watch.part("update_actor"):
+                mini = settle(data, members, models.policy, options, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
             if k == 0:
@@ -144,9 +150,10 @@ class FsdpTrainEngine:
             for model, loss, sums in learners:
                 warm = model is not self.actor or model.steps >= options.critic_warmup
                 loss_of = loss(data, mini, options) if mini.tokens and warm else None
-                model.train_on(
-                    data.rows, members, temperature, loss_of, sums, first_pass=first_pass
-                )
+                with watch.part(f"update_{model.name}"):
+                    model.train_on(
+                        data.rows, members, temperature, loss_of, sums, first_pass=first_pass
+                    )
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
         metrics = batch_metrics(
             data,
@@ -157,16 +164,22 @@ class FsdpTrainEngine:
             same_weights=first_tokens if fresh else None,
             sum_ranks=self._sum_ranks,
         )
-        ctrl = options.algorithm.kl_ctrl
-        if options.algorithm.use_kl_in_reward and ctrl.type == "adaptive":
-            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
-            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
+        self._adapt_kl(data)
         totals = {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),
         }
-        return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
+        skipped = meter.nonfinite + meter.empty
+        return StepReport(meter.steps, metrics, totals, skipped, _named(watch.flush()))
+
+    def _adapt_kl(self, data: Experience) -> None:
+        """Change the coefficient of the KL in the rewards, if it is adaptive."""
+        algorithm = self.options.algorithm
+        ctrl = algorithm.kl_ctrl
+        if algorithm.use_kl_in_reward and ctrl.type == "adaptive":
+            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
+            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
 
     async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
         """Take one optimizer step on (prompt, response) pairs.
@@ -279,6 +292,15 @@ class FsdpTrainEngine:
             if isinstance(model, Trainable) and not self.config.trainer.offload_policy:
                 model.move(device)
         torch.cuda.empty_cache()
+
+
+def _named(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of the parts that have a name.
+
+    A GPU runs the update of an optimizer step after the host continues. Its last seconds therefore
+    count for the next part.
+    """
+    return {name: value for name, value in seconds.items() if name != "other"}
 
 
 def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:

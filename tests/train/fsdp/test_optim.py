@@ -11,8 +11,7 @@ from millrace.config import Config, OptimConfig, recipe
 from millrace.errors import ConfigError
 from millrace.train.fsdp.optim import lr_at
 from millrace.train.options import optim_of
-
-HORIZON = 60
+from tests.train.cases import HORIZON
 
 
 def test_the_learning_rate_follows_its_formula() -> None:

@@ -1,0 +1,57 @@
+"""The keys of an optimizer and of its learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from millrace.config.section import Section
+from millrace.errors import bad_value
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up. The first step uses lr / lr_warmup_steps."""
+    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the run's optimizer steps that are warm-up, rounded down to a whole step.
+
+    It is used if lr_warmup_steps is 0. Set only one of the two keys.
+    """
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warm-up. It ends at the run's last optimizer step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Final learning rate of linear and cosine, as a share of lr."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay of AdamW. It applies to matrices only."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest norm of the whole gradient.
+
+    A larger gradient is scaled down to it. 0 disables clipping.
+    """
+
+    def warmup_steps(self, horizon: int) -> int:
+        """Return the number of warm-up steps in a run of `horizon` optimizer steps."""
+        # 1e-9 guards against rounding errors: 0.29 * 100 must be 29, not 28.
+        return self.lr_warmup_steps or math.floor(self.lr_warmup_steps_ratio * horizon + 1e-9)
+
+    def check_warmup(self, section: str) -> None:
+        """Raise ConfigError if both keys of the warm-up are set. `section` is the keys' prefix."""
+        if self.lr_warmup_steps and self.lr_warmup_steps_ratio:
+            key = f"{section}.lr_warmup_steps_ratio"
+            raise bad_value(
+                key,
+                self.lr_warmup_steps_ratio,
+                f"{section}.lr_warmup_steps is {self.lr_warmup_steps}, and both keys set the "
+                "length of the warm-up",
+                f"{key}=0, or {section}.lr_warmup_steps=0",
+            )

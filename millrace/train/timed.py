@@ -1,0 +1,58 @@
+"""Forward passes that count for a part of a step's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from millrace.observe.stopwatch import Parts
+from millrace.train.experience import Forward, Models, Policy
+from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class TimedForward:
+    """A critic or a reference whose forward passes count for the part `name`.
+
+    The outputs of a pass are on the host, so the pass is complete at its return, also on a GPU.
+    """
+
+    model: Forward
+    part: Parts
+    name: str
+
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float
+    ) -> list[Tensor]:
+        with self.part(self.name):
+            return self.model.tokens(rows, members, temperature=temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPolicy:
+    """The policy under training. Its forward passes count for the part `old_log_prob`."""
+
+    model: Policy
+    part: Parts
+
+    @property
+    def steps(self) -> int:
+        return self.model.steps
+
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+    ) -> list[Tensor]:
+        with self.part("old_log_prob"):
+            return self.model.tokens(rows, members, temperature=temperature, **options)
+
+
+def timed(models: Models, part: Parts) -> Models:
+    """Return the models with their forward passes timed: old_log_prob, values and ref."""
+    critic, reference = models.critic, models.reference
+    return Models(
+        TimedPolicy(models.policy, part),
+        critic and TimedForward(critic, part, "values"),
+        reference and TimedForward(reference, part, "ref"),
+    )

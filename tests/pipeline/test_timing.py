@@ -1,0 +1,181 @@
+"""The seconds of a row, against a run on the virtual clock whose times are known.
+
+The expected times come from the lengths of the trajectories and from the cost model alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from millrace.observe.timing import SYNC
+from millrace.schedule.modes import MODES
+from millrace.simulate.cost import CostModel
+from millrace.types import Sample
+from tests.pipeline.simulated import RUNS, Outcome, parts_of, schedule_of, simulate
+
+SLOTS, MINI, BATCHES = 12, 4, 6
+COST = CostModel(
+    train_token_s=2e-4, log_prob_token_s=6e-5, ref_token_s=4e-5, step_s=0.1, transfer_s=0.3
+)
+
+
+def ends(batches: Sequence[Sequence[Sample]]) -> list[float]:
+    """Return when the last trajectory of each batch ends, if all start together.
+
+    The slots take the trajectories in order. A slot takes the next one when its own ends.
+    """
+    free, found = [0.0] * SLOTS, []
+    for batch in batches:
+        last = 0.0
+        for trajectory in (t for sample in batch for t in sample.trajectories):
+            end = heapq.heappop(free) + trajectory.num_tokens * COST.token_s
+            heapq.heappush(free, end)
+            last = max(last, end)
+        found.append(last)
+    return found
+
+
+def tokens_of(batch: Sequence[Sample]) -> int:
+    return sum(len(s.prompt.tokens) + t.num_tokens for s in batch for t in s.trajectories)
+
+
+def step_of(batch: Sequence[Sample]) -> float:
+    token_s = COST.train_token_s + COST.log_prob_token_s + COST.ref_token_s
+    return COST.step_s + token_s * tokens_of(batch)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The known times of one version."""
+
+    step: float
+    wait_samples: float
+    wait_prev_gen: float
+    wait_publish: float = 0.0
+    generated: float = 0.0
+    """Seconds in which its samples were drawn."""
+    active: float = 0.0
+    """Seconds in which anything was drawn while the version before it was live."""
+
+
+def drained(batches: list[list[Sample]]) -> list[Known]:
+    """Return the versions of one_step_off: while batch k trains, batch k + 1 is drawn."""
+    first, second = ends(batches[:2])  # the start weights draw two batches
+    known = []
+    for k, batch in enumerate(batches):
+        following = batches[k + 1 : k + 2]
+        wait = first if k == 0 else 0.0
+        left = max(first, second) if k == 0 else ends(following)[0] if following else 0.0
+        busy = wait + step_of(batch) + COST.transfer_s
+        drain = max(0.0, left - busy)
+        generated = (first, second)[k] if k < 2 else ends([batch])[0]
+        known.append(
+            Known(busy + drain + COST.pause_s, wait, drain, generated=generated, active=left)
+        )
+    return known
+
+
+def overlapped(batches: list[list[Sample]]) -> list[Known]:
+    """Return the versions of one_step_off with overlap_sync: a version arrives behind a step."""
+    first, second = ends(batches[:2])
+    drawn = [first, second, *(0.0 for _ in batches[2:])]
+    """When each batch is drawn."""
+    closed = live = 0.0
+    known = []
+    for k, batch in enumerate(batches):
+        last = k == len(batches) - 1
+        began = max(closed, drawn[k])
+        stepped = began + step_of(batch)
+        sealed = max(stepped, live)  # the version before this one is live first
+        left = drawn[k + 1] if not last else 0.0
+        live = max(sealed + COST.transfer_s, left) + COST.pause_s
+        if k + 2 < len(batches):
+            drawn[k + 2] = live + ends([batches[k + 2]])[0]
+        end = live if last else sealed
+        wait = began - closed
+        known.append(
+            Known(end - closed, wait if k == 0 else 0.0, wait if k else 0.0, sealed - stepped)
+        )
+        closed = end
+    return known
+
+
+def run_of(mode: str) -> tuple[Outcome, list[list[Sample]]]:
+    outcome = simulate(
+        schedule_of(mode, mini=MINI, trigger=1), MINI * BATCHES, cost=COST, slots=SLOTS
+    )
+    return outcome, [list(samples) for _, samples in outcome.engine.trained]
+
+
+def test_one_step_off_shows_the_seconds_that_the_trainer_waited_for_the_previous_batch() -> None:
+    outcome, batches = run_of("one_step_off")
+    for row, known in zip(outcome.record.rows, drained(batches), strict=True):
+        assert row["timing_s/wait_prev_gen"] == pytest.approx(known.wait_prev_gen)
+        assert row["timing_s/wait_samples"] == pytest.approx(known.wait_samples)
+        assert row["timing_s/step"] == pytest.approx(known.step)
+        assert row["timing_s/wait_rollouts"] == 0.0, "drain mode interrupts nothing"
+        assert row["rollouter/generate_sequences_s"] == pytest.approx(known.generated)
+    waits = [row["timing_s/wait_prev_gen"] for row in outcome.record.rows]
+    assert sum(seconds > 0.4 for seconds in waits) >= 3, "a long tail is longer than a step"
+
+
+def test_a_version_that_arrives_behind_a_step_leaves_the_wait_for_the_batch() -> None:
+    outcome, batches = run_of("one_step_off+overlap")
+    for row, known in zip(outcome.record.rows, overlapped(batches), strict=True):
+        assert row["timing_s/wait_prev_gen"] == pytest.approx(known.wait_prev_gen)
+        assert row["timing_s/wait_samples"] == pytest.approx(known.wait_samples)
+        assert row.get("timing_s/wait_publish", 0.0) == pytest.approx(known.wait_publish)
+        assert row["timing_s/step"] == pytest.approx(known.step)
+
+
+def test_the_rollouters_idle_time_by_verls_definition_begins_when_all_is_drawn() -> None:
+    """The rollouter is idle while the trainer trains on, and after the last batch."""
+    outcome, batches = run_of("one_step_off")
+    for row, known in zip(outcome.record.rows, drained(batches), strict=True):
+        assert row["fully_async/rollouter/active_time"] == pytest.approx(known.active)
+        assert row["fully_async/rollouter/version_time"] == pytest.approx(known.step)
+        idle = 1 - known.active / known.step
+        assert row["fully_async/rollouter/idle_ratio"] == pytest.approx(idle)
+    assert row["fully_async/rollouter/idle_ratio"] == 1.0
+    assert row["rollouter/idle_ratio"] == 1.0
+    swapped = simulate(schedule_of("async_swap", staleness=4.0), 80, cost=COST, slots=SLOTS)
+    busy = [row["fully_async/rollouter/idle_ratio"] for row in swapped.record.rows[:4]]
+    assert busy == [0.0] * 4, "some sample always runs"
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_parts_add_up_to_the_step_and_totals_to_their_parts(mode: str) -> None:
+    outcome = simulate(schedule_of(mode), 40, cost=COST, slots=SLOTS)
+    batches = iter(outcome.engine.trained)
+    for row in outcome.record.rows:
+        parts, step = parts_of(row), row["timing_s/step"]
+        assert sum(parts.values()) == pytest.approx(step) == row["perf/time_per_version"]
+        assert min(parts.values()) >= 0
+        for name, seconds in parts.items():
+            assert row[f"timing_share/{name}"] == pytest.approx(seconds / step)
+        steps = list(itertools.islice(batches, int(row["train/optimizer_steps"])))
+        tokens = sum(tokens_of(samples) for _, samples in steps)
+        assert parts["old_log_prob"] == pytest.approx(COST.log_prob_token_s * tokens)
+        assert parts["ref"] == pytest.approx(COST.ref_token_s * tokens)
+        update = COST.step_s * len(steps) + COST.train_token_s * tokens
+        assert parts["update_actor"] == pytest.approx(update)
+        assert parts["train_other"] == pytest.approx(0.0, abs=1e-9)
+        train = sum(parts[name] for name in ("old_log_prob", "ref", "update_actor", "train_other"))
+        assert row["timing_s/train"] == pytest.approx(train)
+        assert row["timing_s/gen"] == parts["wait_samples"] + parts["wait_prev_gen"]
+        assert row["timing_s/sync"] == pytest.approx(sum(parts.get(name, 0.0) for name in SYNC))
+        assert row["fully_async/trainer/idle_ratio"] == pytest.approx(row["timing_s/gen"] / step)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_stale_samples_are_of_a_previous_generation(mode: str) -> None:
+    schedule = schedule_of(mode)
+    outcome = simulate(schedule, 40, cost=COST, slots=SLOTS)
+    waits = [row["timing_s/wait_prev_gen"] for row in outcome.record.rows]
+    assert bool(sum(waits)) == bool(schedule.lag_bound)
+    assert sum(row["timing_s/gen"] for row in outcome.record.rows) > 1.0
