@@ -308,7 +308,7 @@ def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
 def test_what_models_and_folders_are_called_is_no_markup() -> None:
     """A run whose model or folder has [/b] in its name ends like any other run."""
     odd = "[/b] \\[x = 0\\] [red]"
-    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
+    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, odd, 1.0, odd, odd),))
     console = Console(file=io.StringIO(), width=300)
     summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
