@@ -70,7 +70,8 @@ def refusal(data_source: str, extra_info: dict[str, Any]) -> tuple[str, str] | N
     why = _SEARCH if data_source.startswith(_SEARCHED) else _REFUSED.get(data_source)
     if why is not None:
         return f"no built-in scorer: {why}", f"{own} with a scorer of your own"
-    known = ", ".join((*SCORERS, f"{_AIME}*"))
+    named = [name for name in SCORERS if name not in TASKS and not name.startswith("numina_")]
+    known = ", ".join((*named, f"{_AIME}*", "numina_*"))
     meant = nearest(data_source, SCORERS, "data_source: {}, ")
     meant = "" if meant.startswith("one of") else meant
     return (

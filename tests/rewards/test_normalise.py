@@ -14,7 +14,8 @@ from millrace.rewards.normalise import hendrycks, minerva
         ("12,345 dollars", "12345"),
         ("1,2", "12"),  # digits and commas alone count as one number
         ("(1,2)", "(1,2)"),
-        ("an apple", "pple"),  # articles go first, also at the end of a word: "a " in "a apple"
+        ("an apple", "apple"),
+        ("a banana split", "banansplit"),  # "a " goes at the end of a word too
         ("the value $3$ here", "3"),
         ("\\text{Monday}", "Monday"),
         ("\\textbf{7}", "7"),
@@ -25,7 +26,7 @@ from millrace.rewards.normalise import hendrycks, minerva
         ("90^\\circ", "90"),
         ("5\\text{ cm}", "5"),
         ("30\\%", "30\\%"),
-        ("$\\$5$.", "5."),
+        ("$\\$5$.", "5"),
     ],
 )
 def test_minervas_form(written: str, normal: str) -> None:

@@ -47,7 +47,7 @@ def test_every_scorer_of_the_table_is_built_in() -> None:
 @pytest.mark.parametrize(
     ("source", "rule", "fix"),
     [
-        ("gsm8k", "known are sort_digits, copy, openai/gsm8k, ", "data_source: openai/gsm8k, "),
+        ("gsm8k", "known are openai/gsm8k, lighteval/MATH, ", "data_source: openai/gsm8k, "),
         ("mine", "no built-in scorer belongs to this data source", "reward.function=exact"),
         ("codecontests", "does not execute the code", "reward.function=path.py:name"),
         ("searchR1_nq", "need a search tool", "reward.function=path.py:name"),

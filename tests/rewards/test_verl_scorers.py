@@ -63,7 +63,7 @@ def test_math_compares_boxes(text: str, truth: str, score: int, pred: Any) -> No
         ("Answer: $34$", 34, 1, "34"),
         ("answer :1,234 dollars", "1234", 1, "1234"),
         ("Answer: 33\nAnswer: 34", "34", 1, "34"),
-        ("Answer: 33 \\boxed{34}", "34", -1, "33\\boxed{34}"),  # a line goes before a box
+        ("Answer: 33 \\boxed{34}", "34", -1, "3334"),  # the line counts, not the box
         ("so \\boxed{34}", "34", 1, "34"),
         ("so \\boxed{ 34}", "34", -1, " 34"),  # a box is compared as it is written
         ("\\boxed{34}" + "x" * 91, "34", -1, None),
