@@ -64,9 +64,7 @@ class OverlongBufferConfig(Section):
 
 
 class FormatConfig(Section):
-    pattern: str = (
-        r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-    )
+    pattern: str = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
     """Regular expression of a well-formed response, for reward.function=format.
 
     The whole response must match. A dot matches every character, also the end of a line.

@@ -124,11 +124,11 @@ class Validator:
             for i, j in pairwise((*starts, len(asked)))
         ]
         try:
-            *_, scored = await asyncio.gather(*draws, asyncio.gather(*calls))
+            await asyncio.gather(*draws, *calls)
         finally:
             for task in (*draws, *calls):
                 task.cancel()
-        responses = [response for group in scored for response in group]
+        responses = [response for call in calls for response in call.result()]
         drawn = [responses[i : i + self.n] for i in range(0, sampled, self.n)]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():

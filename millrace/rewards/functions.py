@@ -56,9 +56,7 @@ class Function:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
         if self.style == "trl":
             return self._scores(self.call(**self._columns(call)), call)
-        return [
-            self._score(self.call(**self._row(call, text)), text) for text in call.completions
-        ]
+        return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
     async def run_async(self, call: Call, limit: int) -> list[Score]:
         """Return the scores of a coroutine function, with at most `limit` coroutines at a time.
@@ -133,9 +131,7 @@ class Function:
         )
 
 
-def load_function(
-    spec: str, options: Mapping[str, Mapping[str, Any]] | None = None
-) -> Function:
+def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Function:
     """Return the function that `reward.function` names: built-in, `path.py:name` or `module:name`.
 
     `options` has the options of the built-in functions that have some, by their names. This imports the user's code.

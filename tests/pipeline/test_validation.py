@@ -24,7 +24,6 @@ from millrace.types import (
 )
 
 
-
 def drawn(*problems: Sequence[tuple[str, float | None]]) -> list[list[Response]]:
     """Return responses with these texts and scores."""
     return [[Response(t, None if v is None else Score(v)) for t, v in p] for p in problems]
@@ -76,7 +75,13 @@ def test_a_source_whose_every_reward_failed_has_no_mean_and_not_zero() -> None:
 
 def test_the_majority_votes_with_the_answers_that_the_reward_found() -> None:
     """Four texts differ, and two give the answer 4. A response without an answer has no vote."""
-    found = [("x: 4", 1.0, "4"), ("so 5", 0.0, "5"), ("4!", 1.0, " 4"), ("?", 0.0, ""), ("!", 0.0, "")]
+    found = [
+        ("x: 4", 1.0, "4"),
+        ("so 5", 0.0, "5"),
+        ("4!", 1.0, " 4"),
+        ("?", 0.0, ""),
+        ("!", 0.0, ""),
+    ]
     group = [Response(text, Score(value, answer=answer)) for text, value, answer in found]
     assert summarise([group])["maj@5"] == 1.0
     assert summarise([[Response("?", Score(0.5, answer=""))] * 2])["maj@2"] == 0.5
@@ -92,9 +97,16 @@ def test_each_component_has_the_figures_of_the_score() -> None:
     ]
     assert summarise([group]) == pytest.approx(
         {
-            **{"mean@4": 1 / 3, "best@4": 1.0, "maj@4": 1.0, "reward_errors": 1.0},
-            **{"acc/mean@4": 2 / 3, "acc/best@4": 1.0, "acc/maj@4": 1.0},
-            **{"short/mean@4": 3.0, "short/best@4": 4.0, "short/maj@4": 2.0},
+            "mean@4": 1 / 3,
+            "best@4": 1.0,
+            "maj@4": 1.0,
+            "reward_errors": 1.0,
+            "acc/mean@4": 2 / 3,
+            "acc/best@4": 1.0,
+            "acc/maj@4": 1.0,
+            "short/mean@4": 3.0,
+            "short/best@4": 4.0,
+            "short/maj@4": 2.0,
         }
     )
 

@@ -11,9 +11,7 @@ from millrace.rewards.text_rewards import format_reward, repetition_penalty
 
 
 def penalty(text: str, ngram_size: int, max_penalty: float = -1.0) -> float:
-    return repetition_penalty(
-        "d", text, None, {}, ngram_size=ngram_size, max_penalty=max_penalty
-    )
+    return repetition_penalty("d", text, None, {}, ngram_size=ngram_size, max_penalty=max_penalty)
 
 
 @pytest.mark.parametrize(
