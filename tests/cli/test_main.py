@@ -305,6 +305,14 @@ def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
     assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
 
 
+def test_the_warm_up_alone_needs_no_scorer(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    files = [f"data.{name}_files=['{tmp_path}/mine.jsonl']" for name in ("train", "val")]
+    code, _, err = run("train", QUICKSTART, *files, "--dry-run")
+    assert code == 2 and "mine.jsonl row 1, data_source" in err
+    assert run("sft", QUICKSTART, *files, "sft.steps=5", "--dry-run")[0] == 0
+
+
 def test_what_models_and_folders_are_called_is_no_markup() -> None:
     """A run whose model or folder has [/b] in its name ends like any other run."""
     odd = "[/b] \\[x = 0\\] [red]"

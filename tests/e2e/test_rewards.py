@@ -17,7 +17,6 @@ import pytest
 
 from millrace.rewards.pool import RewardPool
 from millrace.run.session import Session
-from millrace.types import Score
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)
@@ -116,12 +115,3 @@ def test_rewards_by_function_train_a_model(tmp_path: Path) -> None:
         accuracy = values[f"val/{source}/acc/mean@4"]
         assert values[f"val/{source}/mean@4"] == pytest.approx(low + (1 - low) * accuracy)
         assert values[f"val/{source}/acc/maj@4"] <= values[f"val/{source}/acc/best@4"]
-
-
-def test_a_quickstart_row_has_no_component_and_its_whole_text_as_the_answer() -> None:
-    """The packaged task keeps its scorer, and its metrics keep their names."""
-    from millrace.rewards.functions import load_function
-    from millrace.rewards.wire import Call
-
-    call = Call(1, "321>", "sort_digits", "123", {}, {}, ["123", "132"])
-    assert load_function("").run(call) == [Score(1.0), Score(0.0)]

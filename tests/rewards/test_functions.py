@@ -115,6 +115,12 @@ def test_options_reach_the_built_in_functions_that_have_some() -> None:
     assert load_function("exact", options).run(call("4", "ab")) == [Score(1.0), Score(0.0)]
 
 
+def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response() -> None:
+    """A packaged recipe has no component and no other answer in its metrics."""
+    found = load_function("").run(call("123", "132", data_source="sort_digits", ground_truth="123"))
+    assert found == [Score(1.0), Score(0.0)]
+
+
 @pytest.mark.parametrize(
     "value",
     [
