@@ -53,7 +53,7 @@ def write_rows(folder: Path, name: str, count: int, seed: int) -> str:
     for i in range(count):
         source = list(FORMS)[i % len(FORMS)]
         letter, form = FORMS[source]
-        digits = "".join(dice.choices("0123456789", k=3))
+        digits = "".join(dice.choices("0123", k=3))
         truth = "".join(sorted(digits))
         row = {
             "data_source": source,
@@ -79,7 +79,7 @@ async def train_all(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
         f"data.train_files=['{write_rows(tmp_path, 'train.jsonl', 400, seed=0)}']",
         f"data.val_files=['{write_rows(tmp_path, 'val.jsonl', 16, seed=1)}']",
         *("rollout.max_prompt_length=8", "rollout.max_response_length=16"),
-        *("sft.messiness=0.3", "sft.steps=60", "rollout.val_kwargs.n=4"),
+        *("sft.messiness=0.4", "sft.steps=60", "rollout.val_kwargs.n=4"),
     ]
     found: dict[str, list[dict[str, Any]]] = {}
     async with runs.session(tmp_path, *data) as s:
