@@ -137,6 +137,11 @@ class Score:
     """Named components. They are logged, and estimators over several rewards can use them."""
     raw: float | None = None
     """The value from the reward function, if shaping changed it. None if `value` is unshaped."""
+    answer: str | None = None
+    """The answer that the reward function found. Empty if there is none.
+
+    None means that the whole response is the answer.
+    """
 
     @property
     def unshaped(self) -> float:

@@ -145,7 +145,7 @@ def configure(
             typer.echo(f"note: {note}", err=True)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
-        sources = problems.load(config)
+        sources = problems.load(config, scored=not keep_warm_up)  # the warm-up alone scores nothing
         if config.model.path:  # the run would refuse a row that the model's tokenizer cannot read
             with TemporaryDirectory() as folder:
                 problems.prepare(config, sources, Path(folder) / "model")

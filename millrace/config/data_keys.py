@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field
 
 from millrace.config.section import Section, Sources
@@ -61,17 +63,52 @@ class OverlongBufferConfig(Section):
     """Largest penalty."""
 
 
+class FormatConfig(Section):
+    pattern: str = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+    """Regular expression of a well-formed response, for reward.function=format.
+
+    The whole response must match. A dot matches every character, also the end of a line.
+    """
+
+    def check(self) -> None:
+        try:
+            re.compile(self.pattern, re.DOTALL)
+        except re.error as error:
+            raise bad_value(
+                "reward.format.pattern",
+                self.pattern,
+                f"is not a regular expression of Python: {error}",
+                "correct it; try it with re.compile(pattern, re.DOTALL)",
+            ) from None
+
+
+class RepetitionPenaltyConfig(Section):
+    """The options of reward.function=repetition_penalty."""
+
+    ngram_size: int = Field(3, ge=1)
+    """Words in a row that count as one n-gram."""
+    max_penalty: float = Field(-1.0, le=0)
+    """Score of a response of which all n-grams are repeated. Without a repetition it is 0."""
+
+
 class RewardConfig(Section):
     function: str = ""
     """Reward function: path.py:name, module:name, or a built-in name such as exact or math.
 
-    A user's function has verl's or TRL's signature. Empty uses the function that belongs to each
-    data source.
+    A user's function has verl's or TRL's signature. Empty uses the built-in function that belongs
+    to each row's data_source. A row of an unknown data_source is then an error.
     """
+    format: FormatConfig = FormatConfig()
+    """Options of the built-in function format."""
+    repetition_penalty: RepetitionPenaltyConfig = RepetitionPenaltyConfig()
+    """Options of the built-in function repetition_penalty."""
     num_workers: int = Field(1, ge=1)
     """Processes that call reward functions."""
     max_concurrency: int = Field(1024, ge=1)
-    """Coroutines that one process awaits at a time if the reward function is `async`."""
+    """Coroutines that one process awaits at a time if the reward function is `async`.
+
+    A function that scores whole groups has one coroutine for each group.
+    """
     timeout_s: float = Field(30.0, gt=0)
     """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
     max_error_share: float = Field(0.2, ge=0, le=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +92,27 @@ def problem(
     )
 
 
-def check_rows(rows: Rows, *, prompt_key: str = "prompt", need_ground_truth: bool = False) -> None:
+Refusal = Callable[[str, dict[str, Any]], tuple[str, str] | None]
+"""A check of a row's data_source and extra_info. It returns (rule, fix), or None for a good row."""
+
+
+def check_rows(
+    rows: Rows,
+    *,
+    prompt_key: str = "prompt",
+    need_ground_truth: bool = False,
+    refusal: Refusal | None = None,
+) -> None:
     """Raise DataError for the first bad row. Of a generated source, check only the first row."""
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         for i in range(at, at + 1 if part.generated else end):
-            problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+            shown = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+            found = refusal(shown.data_source, shown.extra_info) if refusal is not None else None
+            if found is not None:
+                row, where = part.get(i - at), f"{rows.describe(i)}, data_source"
+                named = "" if row.get("data_source") else " (no such column: the source's name)"
+                raise bad_row(f"{where}{named}", shown.data_source, *found)
         at = end
 
 

@@ -1,6 +1,7 @@
 """Validation of one version on problems that are never trained.
 
-The metrics are mean@k, best@k, maj@k and greedy, by data source.
+The metrics are mean@k, best@k, maj@k and greedy, of the score and of each of its components, by data
+source.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from millrace.errors import RewardError
 from millrace.ports import RewardFunction, RolloutEngine
 from millrace.rollout.episode import request_seed
-from millrace.types import PolicyVersion, Prompt, SamplingParams, Tokens
+from millrace.types import PolicyVersion, Prompt, SamplingParams, Score, Tokens
 
 _SEED = 1 << 40
 """Offset of the seeds: validation and training have different random streams.
@@ -27,11 +29,26 @@ OnScored = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Response:
+    """One response and its score. `score` is None if the reward failed."""
+
+    text: str
+    score: Score | None
+
+    @property
+    def answer(self) -> str | None:
+        """Return the answer that the reward found. None if the response has no answer."""
+        found = None if self.score is None else self.score.answer
+        return self.text.strip() if found is None else found.strip() or None
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
-    """One problem and the model's response."""
+    """One problem and the model's response, with the answer that the reward found in it."""
 
     prompt: str
     response: str
+    answer: str | None
     score: float
     data_source: str
     ground_truth: str
@@ -86,104 +103,135 @@ class Validator:
     greedy: bool
     seed: int
     max_error_share: float = 1.0
+    whole_group: bool = False
+    """Score the `n` sampled responses of a problem in one call."""
 
     async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
         """Validate the live weights. They must stay those of `version` until this returns.
 
         Raises RewardError once more than `max_error_share` of all responses have no score.
         """
-        total = len(self.prompts) * (self.n + self.greedy)
-        tally = Tally(total, self.max_error_share, on_scored)
-        sampled = [
-            self._one(tally, p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)
+        asked = [(p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)]
+        sampled = len(asked)
+        if self.greedy:
+            asked += [(p, replace(self.params, temperature=0.0, top_p=1.0)) for p in self.prompts]
+        tally = Tally(len(asked), self.max_error_share, on_scored)
+        draws = [asyncio.ensure_future(self._draw(p, params)) for p, params in asked]
+        size = self.n if self.whole_group else 1
+        starts = [*range(0, sampled, size), *range(sampled, len(asked))]
+        calls = [
+            asyncio.ensure_future(self._scored(tally, asked[i][0], draws[i:j]))
+            for i, j in pairwise((*starts, len(asked)))
         ]
-        greedy = (
-            [
-                self._one(tally, p, replace(self.params, temperature=0.0, top_p=1.0))
-                for p in self.prompts
-            ]
-            if self.greedy
-            else []
-        )
-        tasks = [asyncio.ensure_future(one) for one in (*sampled, *greedy)]
         try:
-            responses = await asyncio.gather(*tasks)
+            await asyncio.gather(*draws, *calls)
         finally:
-            for task in tasks:
+            for task in (*draws, *calls):
                 task.cancel()
-        drawn = [responses[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
+        responses = [response for call in calls for response in call.result()]
+        drawn = [responses[i : i + self.n] for i in range(0, sampled, self.n)]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():
-            values |= {
-                f"val/{source}/{name}": v for name, v in summarise([drawn[i] for i in rows]).items()
-            }
+            found = summarise([drawn[i] for i in rows])
             if self.greedy:
-                first = len(self.prompts) * self.n
-                values[f"val/{source}/greedy"] = _mean(
-                    [s for i in rows if (s := responses[first + i][1]) is not None]
-                )
-        return Result(
-            version,
-            values,
-            tuple(self._transcript(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False)),
-        )
+                found |= _greedy([responses[sampled + i] for i in rows])
+            values |= {f"val/{source}/{name}": value for name, value in found.items()}
+        shown = zip(self.prompts[:3], drawn, strict=False)
+        return Result(version, values, tuple(self._transcript(p, d[0]) for p, d in shown))
 
     def _sampling(self, prompt: Prompt, k: int) -> SamplingParams:
         """Return the settings of the k-th sampled response."""
         seed = request_seed(self.seed, _SEED + prompt.index, k)
         return replace(self.params, seed=seed)
 
-    async def _one(
-        self, tally: Tally, prompt: Prompt, params: SamplingParams
-    ) -> tuple[str, float | None]:
+    async def _draw(self, prompt: Prompt, params: SamplingParams) -> str:
+        """Return the text of one response."""
         segments = await self.pool.generate(
             prompt.tokens, replace(params, interruptible=False), f"val/{prompt.index}/{params.seed}"
         )
         tokens = segments[0].tokens[:]
         for segment in segments[1:]:
             tokens.extend(segment.tokens)
-        text = self.decode(tokens)
+        return self.decode(tokens)
+
+    async def _scored(
+        self, tally: Tally, prompt: Prompt, draws: Sequence[asyncio.Future[str]]
+    ) -> list[Response]:
+        """Return the responses to one prompt with their scores, from one call of the reward."""
+        texts = [await draw for draw in draws]
         try:
-            (score,) = await self.reward.score(prompt, [text])
+            scores = await self.reward.score(prompt, texts)
         except RewardError as error:
-            tally.failed(error)
-            return text, None  # Counted in reward_errors and left out of every mean.
-        tally.scored()
-        return text, score.value
+            for _ in texts:
+                tally.failed(error)
+            return [Response(text, None) for text in texts]
+        for _ in texts:
+            tally.scored()
+        return [Response(text, score) for text, score in zip(texts, scores, strict=True)]
 
     @staticmethod
-    def _transcript(prompt: Prompt, drawn: tuple[str, float | None]) -> Transcript:
-        text, score = drawn
+    def _transcript(prompt: Prompt, drawn: Response) -> Transcript:
         return Transcript(
             prompt.text,
-            text,
-            float("nan") if score is None else score,
+            drawn.text,
+            drawn.answer,
+            float("nan") if drawn.score is None else drawn.score.value,
             prompt.data_source,
             str(prompt.ground_truth),
         )
 
 
-def summarise(problems: Sequence[Sequence[tuple[str, float | None]]]) -> dict[str, float]:
-    """Return mean@k, best@k and maj@k over problems, each with k (response, score) pairs.
+def summarise(problems: Sequence[Sequence[Response]]) -> dict[str, float]:
+    """Return mean@k, best@k and maj@k of the score over problems, each with k responses.
 
     best@k is the mean over problems of the best score. maj@k is the mean of the score of the most
-    frequent response; the first one drawn wins a tie. A response whose reward failed is left out
-    and counted in `reward_errors`. A problem without a scored response is left out.
+    frequent answer: the score of the first response that gives it. The answer that was drawn first
+    wins a tie. A response without an answer has no vote. If no response has an answer, the first
+    one counts. For each component of the scores, the same follows under COMPONENT/.
+
+    A response whose reward failed is left out and counted in `reward_errors`. A problem without a
+    scored response is left out.
     """
     k = max((len(p) for p in problems), default=0)
-    scored = [[(text, score) for text, score in p if score is not None] for p in problems]
+    scored = [[(r.answer, r.score) for r in p if r.score is not None] for p in problems]
     errors = sum(len(p) for p in problems) - sum(len(p) for p in scored)
-    scored = [p for p in scored if p]
+    values = _figures(k, [[(answer, s.value) for answer, s in p] for p in scored])
+    values |= {"reward_errors": float(errors)} if errors else {}
+    for name in _components([s for p in scored for _, s in p]):
+        votes = [[(a, s.extra[name]) for a, s in p if name in s.extra] for p in scored]
+        values |= {f"{name}/{key}": value for key, value in _figures(k, votes).items()}
+    return values
+
+
+Vote = tuple[str | None, float]
+"""An answer, and the score or the component of the response that gives it."""
+
+
+def _figures(k: int, problems: Sequence[Sequence[Vote]]) -> dict[str, float]:
+    scored = [p for p in problems if p]
     values = {f"mean@{k}": _mean([_mean([s for _, s in p]) for p in scored])}
     if k > 1:
         values[f"best@{k}"] = _mean([max(s for _, s in p) for p in scored])
         values[f"maj@{k}"] = _mean([_majority(p) for p in scored])
-    return values | ({"reward_errors": float(errors)} if errors else {})
+    return values
 
 
-def _majority(problem: Sequence[tuple[str, float]]) -> float:
-    winner, _ = Counter(text.strip() for text, _ in problem).most_common(1)[0]
-    return next(score for text, score in problem if text.strip() == winner)
+def _majority(problem: Sequence[Vote]) -> float:
+    votes = Counter(answer for answer, _ in problem if answer is not None)
+    winner = votes.most_common(1)[0][0] if votes else None
+    return next(score for answer, score in problem if answer == winner)
+
+
+def _greedy(responses: Sequence[Response]) -> dict[str, float]:
+    scores = [r.score for r in responses if r.score is not None]
+    values = {"greedy": _mean([s.value for s in scores])}
+    for name in _components(scores):
+        values[f"{name}/greedy"] = _mean([s.extra[name] for s in scores if name in s.extra])
+    return values
+
+
+def _components(scores: Sequence[Score]) -> list[str]:
+    return sorted({name for score in scores for name in score.extra})
 
 
 def _by_source(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

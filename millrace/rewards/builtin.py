@@ -1,32 +1,41 @@
-"""Built-in scorers, in verl's signature.
+"""Built-in reward functions, in verl's signature, by name.
 
-Each returns 1 for a right answer, 0 for a wrong one, or a task's own partial score.
+A scorer returns 1 for a right answer and 0 for a wrong one. Some have other scores, which their
+docstrings say.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from millrace.errors import RewardError
+from millrace.rewards.answers import extract, formula_text, formulas, required
+from millrace.rewards.sources import refusal, scorer_of
+from millrace.rewards.text_rewards import format_reward, repetition_penalty
+from millrace.rewards.verl_scorers import gsm8k, gsm8k_flexible, math_dapo, math_reward
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+Result = float | dict[str, Any]
+"""A score, or a dict with `score`, `pred` (the answer) and further components."""
+
 _TUPLES = frozenset({"arc_agi", "rearc"})
 """Data sets whose scorers compare boards as tuples. JSON has no tuples."""
 
 
 def default(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> float:
-    """Score a row if `reward.function` is empty.
+) -> Result:
+    """Score a row by the scorer of its data source. This is the function if none is named.
 
-    Rows of reasoning_gym: sources use reasoning-gym's own scorer. All others use exact match.
+    Raise RewardError if the source has none. The rows of files are checked before the run.
     """
-    scorer = reasoning_gym if "reasoning_gym" in extra_info else exact
-    return scorer(data_source, solution_str, ground_truth, extra_info)
+    name = scorer_of(data_source, extra_info)
+    if name is None:
+        rule, fix = refusal(data_source, extra_info) or ("", "")
+        raise RewardError("no_scorer", f"data_source {data_source!r}: {rule}. Fix: {fix}")
+    return BUILTIN[name](data_source, solution_str, ground_truth, extra_info)
 
 
 def exact(
@@ -36,14 +45,14 @@ def exact(
 
     Space at both ends is ignored.
     """
-    _require(data_source, ground_truth)
-    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return float(solution_str.strip() in [str(truth).strip() for truth in accepted])
+    truth = required(data_source, ground_truth)
+    accepted = truth if isinstance(truth, list) else [truth]
+    return float(solution_str.strip() in [str(one).strip() for one in accepted])
 
 
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> float:
+) -> dict[str, Any]:
     """Return 1 if math-verify finds the completion's answer equal to the ground truth.
 
     In GSM8K, the ground truth is the text after ####. The answer is the first that exists of a
@@ -52,30 +61,21 @@ def math(
     math-verify's own deadlines are off, because they need signals. The pool has a deadline that
     also stops code that ignores signals.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    _require(data_source, ground_truth)
+    truth = required(data_source, ground_truth)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = _gold(str(ground_truth).split("####")[-1].strip())
-    return float(
-        verify(list(gold), parse(solution_str, parsing_timeout=None), timeout_seconds=None)
-    )
-
-
-def _require(data_source: str, ground_truth: Any) -> None:
-    if ground_truth is None:
-        raise RewardError(
-            "no_ground_truth", f"a row of {data_source} has no ground truth to compare with"
-        )
+    gold = _gold(str(truth).split("####")[-1].strip())
+    said = formulas(solution_str)
+    right = float(verify(list(gold), said, timeout_seconds=None))
+    return {"score": right, "acc": right, "pred": formula_text(said)}
 
 
 @lru_cache(maxsize=1024)
 def _gold(text: str) -> tuple[Any, ...]:
-    from math_verify import parse
-
     forms = [text] if "\\boxed" in text or "$" in text else [f"\\boxed{{{text}}}", text]
     for form in forms:
-        parsed = parse(form, parsing_timeout=None)
+        parsed = formulas(form)
         if parsed:
             return tuple(parsed)
     raise RewardError(
@@ -85,18 +85,19 @@ def _gold(text: str) -> tuple[Any, ...]:
 
 def reasoning_gym(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> float:
+) -> Result:
     """Return reasoning-gym's score for the completion's last <answer>, or for all of its text."""
     metadata = extra_info.get("metadata") or {}
     name = extra_info.get("reasoning_gym") or metadata.get("source_dataset") or data_source
-    answers = _ANSWER.findall(solution_str)
-    answer = (answers[-1] if answers else solution_str).strip()
+    tagged = extract(solution_str, "tag")
+    answer = solution_str.strip() if tagged is None else tagged
     entry = {
         "question": extra_info.get("question", ""),
         "answer": ground_truth,
         "metadata": _tupled(metadata) if name in _TUPLES else metadata,
     }
-    return float(_scorer(name)(answer, entry))
+    score = float(_scorer(name)(answer, entry))
+    return score if tagged is None else {"score": score, "pred": tagged}
 
 
 @lru_cache
@@ -118,9 +119,19 @@ def _tupled(value: Any) -> Any:
     return {k: _tupled(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-BUILTIN: dict[str, Callable[..., float]] = {
+BUILTIN: dict[str, Callable[..., Result]] = {
     "": default,
     "exact": exact,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
     "math": math,
+    "math_dapo": math_dapo,
+    "math_reward": math_reward,
     "reasoning_gym": reasoning_gym,
+    "format": format_reward,
+    "repetition_penalty": repetition_penalty,
 }
+"""The values of `reward.function` that are names. The last two take their options by name."""
+
+NEEDS_TRUTH = frozenset(BUILTIN) - {"reasoning_gym", "format", "repetition_penalty"}
+"""The functions that compare with a ground truth, which every row must have then."""

@@ -6,7 +6,8 @@
            returns a list of numbers
 
 The name of the completion's parameter decides: `solution_str` or `completions`. Both may be
-`async def`.
+`async def`. A TRL function with the attribute `whole_group = True` gets all completions of a sample
+in one call. Otherwise it gets each completion as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, SupportsFloat
@@ -27,6 +29,7 @@ from typing import Any, Literal, SupportsFloat
 from millrace.codec import sendable
 from millrace.data.spec import nearest
 from millrace.errors import RewardError, bad_value
+from millrace.rewards.answers import extract
 from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.wire import Call
 from millrace.types import Score
@@ -44,12 +47,16 @@ class Function:
     is_async: bool
     wanted: frozenset[str] | None
     """The names of the function's parameters. None means that it takes all."""
+    whole_group: bool = False
+    """Whether the function gets all completions of a sample in one call."""
+    names_answers: bool = False
+    """Whether a score without `pred` means that the whole response is the answer."""
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
         if self.style == "trl":
-            return _scores(self.call(**self._columns(call)), call)
-        return [to_score(self.call(**self._row(call, text))) for text in call.completions]
+            return self._scores(self.call(**self._columns(call)), call)
+        return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
     async def run_async(self, call: Call, limit: int) -> list[Score]:
         """Return the scores of a coroutine function, with at most `limit` coroutines at a time.
@@ -57,13 +64,13 @@ class Function:
         Raise RewardError or the function's own error.
         """
         if self.style == "trl":
-            return _scores(await self.call(**self._columns(call)), call)
+            return self._scores(await self.call(**self._columns(call)), call)
         gate = asyncio.Semaphore(limit)
 
         async def one(text: str) -> Score:
             try:
                 async with gate:
-                    return to_score(await self.call(**self._row(call, text)))
+                    return self._score(await self.call(**self._row(call, text)), text)
             except SystemExit as error:  # in a task it would end the worker's event loop
                 raise RewardError("exception", failure(error)) from error
 
@@ -73,6 +80,26 @@ class Function:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _score(self, value: Any, text: str) -> Score:
+        """Return the score of one response, with the answer that the response gives."""
+        score = to_score(value)
+        if self.names_answers or score.answer is not None:
+            return score
+        return replace(score, answer=extract(text, "any"))
+
+    def _scores(self, values: Any, call: Call) -> list[Score]:
+        """Return TRL's list as Scores."""
+        n = len(call.completions)
+        if isinstance(values, str | dict) or not isinstance(values, Sequence):
+            raise RewardError(
+                "not_a_list",
+                f"returned a {type(values).__name__}; return a list with a number for each "
+                "completion",
+            )
+        if len(values) != n:
+            raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
+        return [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
 
     def _row(self, call: Call, text: str) -> dict[str, Any]:
         given = (call.data_source, text, call.ground_truth, call.extra_info)
@@ -104,14 +131,16 @@ class Function:
         )
 
 
-def load_function(spec: str) -> Function:
+def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Function:
     """Return the function that `reward.function` names: built-in, `path.py:name` or `module:name`.
 
-    This imports the user's code. Raise ConfigError if there is no such file, module or name, if
-    the import fails, or if the signature is neither verl's nor TRL's.
+    `options` has the options of the built-in functions that have some, by their names. This imports the user's code.
+    Raise ConfigError if there is no such file, module or name, if the import fails, or if the
+    signature is neither verl's nor TRL's.
     """
     if spec in BUILTIN:
-        return Function(BUILTIN[spec], "verl", is_async=False, wanted=None)
+        call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))
+        return Function(call, "verl", is_async=False, wanted=None, names_answers=True)
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
         known = ", ".join(sorted(filter(None, BUILTIN)))
@@ -163,11 +192,16 @@ def _function(spec: str, found: Callable[..., Any]) -> Function:
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
+    whole_group = bool(getattr(found, "whole_group", False))
+    if style == "verl" and whole_group:
+        rule = "asks for whole groups (whole_group = True), but takes one solution_str"
+        raise bad_value(_KEY, spec, rule, "the signature f(prompts, completions, **columns)")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
         vars(type(found)).get("__call__")
     )
-    return Function(found, style, is_async, None if takes_all else frozenset(names))
+    wanted = None if takes_all else frozenset(names)
+    return Function(found, style, is_async, wanted, whole_group)
 
 
 def _import_path(spec: str, where: str) -> ModuleType:
@@ -208,8 +242,9 @@ def _import(spec: str, load: Callable[[], ModuleType]) -> ModuleType:
 def to_score(value: Any) -> Score:
     """Return a function's result as a Score.
 
-    The result is a finite number, or a dict with "score" whose other numbers become extra. Raise
-    RewardError for everything else, such as None, NaN, infinities and strings.
+    The result is a finite number, or a dict with "score". Its "pred" is the answer, and its other
+    numbers become extra. Raise RewardError for everything else, such as None, NaN, infinities and
+    strings.
     """
     if not isinstance(value, dict):
         return Score(_number(value, "the score"))
@@ -217,8 +252,12 @@ def to_score(value: Any) -> Score:
         raise RewardError(
             "no_score", f'a dict without "score": it has {", ".join(map(str, value))}'
         )
-    extra = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, SupportsFloat)}
-    return Score(_number(value["score"], "the score"), {k: _number(v, k) for k, v in extra.items()})
+    rest = {str(k): v for k, v in value.items() if k not in ("score", "pred")}
+    extra = {k: _number(v, k) for k, v in rest.items() if isinstance(v, SupportsFloat)}
+    score = Score(_number(value["score"], "the score"), extra)
+    if "pred" not in value:
+        return score
+    return replace(score, answer="" if value["pred"] is None else sendable(str(value["pred"])))
 
 
 def _number(value: Any, what: str) -> float:
@@ -230,19 +269,6 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
     return number
-
-
-def _scores(values: Any, call: Call) -> list[Score]:
-    """Return TRL's list as Scores."""
-    n = len(call.completions)
-    if isinstance(values, str | dict) or not isinstance(values, Sequence):
-        raise RewardError(
-            "not_a_list",
-            f"returned a {type(values).__name__}; return a list with a number for each completion",
-        )
-    if len(values) != n:
-        raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
-    return [to_score(value) for value in values]
 
 
 def failure(error: BaseException) -> str:

@@ -27,6 +27,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self.whole_group = False
+        """Whether the function asks for all completions of a sample in one call. `start` sets it."""
         self._queue: deque[Pending] = deque()
         self._workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -75,9 +77,8 @@ class RewardPool:
             raise RewardError(
                 "not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}"
             ) from error
-        pending = Pending(
-            call.id, payload, len(completions), asyncio.get_running_loop().create_future()
-        )
+        coroutines = 1 if self.whole_group else len(completions)
+        pending = Pending(call.id, payload, coroutines, asyncio.get_running_loop().create_future())
         self._queue.append(pending)
         self._wake()
         return await pending.answer
@@ -162,6 +163,7 @@ class RewardPool:
         for worker in self._workers:
             if worker.hello is not None:
                 self._settled.set()
+                self.whole_group = worker.hello.whole_group
                 if worker.hello.error:
                     self._fail(ConfigError, worker.hello.error)
         batches: dict[WorkerProcess, list[Pending]] = {}

@@ -37,7 +37,7 @@ class Pending:
     payload: bytes
     """The Call, packed."""
     size: int
-    """The number of completions."""
+    """The number of coroutines that a coroutine function needs for the call."""
     answer: asyncio.Future[list[Score]]
     sent_at: float = 0.0
     alone: bool = False
@@ -85,7 +85,9 @@ class WorkerProcess(asyncio.Protocol):
         root = str(Path(millrace.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         c = self.config
-        arguments = [worker_end.fileno(), os.getpid(), c.function, c.timeout_s, c.max_concurrency]
+        options = c.model_dump_json(include={"format", "repetition_penalty"})
+        ends = [worker_end.fileno(), os.getpid()]
+        arguments = [*ends, c.function, options, c.timeout_s, c.max_concurrency]
         with worker_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "millrace.rewards.worker", *map(str, arguments)],

@@ -39,6 +39,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """A worker's first frame: the function is loaded, or the error of the load."""
 
     is_async: bool
+    whole_group: bool = False
+    """Whether the function gets all completions of a sample in one call."""
     error: str = ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -31,18 +32,18 @@ _forking = threading.local()
 """`mask` is the set of signals that this thread blocked before its fork."""
 
 
-def main(fd: int, parent: int, spec: str, timeout_s: float, limit: int) -> None:
-    """Send Hello, then answer calls until the socket closes."""
+def main(fd: int, parent: int, spec: str, options: str, timeout_s: float, limit: int) -> None:
+    """Send Hello, then answer calls until the socket closes. `options` is JSON."""
     _ignore_stop_signals()
     _die_with(parent)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     try:
-        function = load_function(spec)
+        function = load_function(spec, json.loads(options))
     except ConfigError as error:
         connection.sendall(frame(Hello(is_async=False, error=str(error))))
         return
-    connection.sendall(frame(Hello(function.is_async)))
+    connection.sendall(frame(Hello(function.is_async, function.whole_group)))
     if function.is_async:
         asyncio.run(_serve_async(connection, function, timeout_s, limit))
     else:
@@ -151,4 +152,5 @@ def _refused(call: Call, error: RewardError) -> Reply:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
+    fd, parent, spec, options, timeout_s, limit = sys.argv[1:]
+    main(int(fd), int(parent), spec, options, float(timeout_s), int(limit))

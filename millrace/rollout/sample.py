@@ -1,12 +1,13 @@
 """One sample: n trajectories of one prompt, and an optional greedy one.
 
-Each trajectory is scored as soon as it finishes.
+Each trajectory is scored as soon as it finishes. A reward that compares the trajectories of a
+sample scores all of them at once, after the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.errors import RewardError
@@ -35,6 +36,8 @@ class SampleRoller:
     """Draw one more response, at temperature 0."""
     lengths: DrawnLengths | None = None
     """The distribution that sets the length of each response, if any."""
+    whole_group: bool = False
+    """Score all trajectories of a sample, the greedy one last, in one call."""
 
     @property
     def num_responses(self) -> int:
@@ -78,7 +81,10 @@ class SampleRoller:
             if on_drawn is not None:
                 on_drawn()
             update(i, finished)
-            return await self._scored(prompt, finished)
+            if self.whole_group:
+                return finished
+            (scored,) = await self._scored(prompt, [finished])
+            return scored
 
         # All siblings end before the first failure is raised, so none runs for a dropped sample.
         outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
@@ -86,6 +92,8 @@ class SampleRoller:
         if failures:  # Any other error, such as a dead worker, comes before a failed reward.
             raise min(failures, key=lambda error: isinstance(error, RewardError))
         drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
+        if self.whole_group:
+            drawn = await self._scored(prompt, drawn)
         return Sample(
             prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None
         )
@@ -96,8 +104,12 @@ class SampleRoller:
             params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
         return params if i < self.n else replace(params, temperature=0.0)
 
-    async def _scored(self, prompt: Prompt, finished: Trajectory) -> Trajectory:
-        (score,) = await self.reward.score(prompt, [self.decode(finished.tokens)])
-        return replace(
-            finished, score=score if self.overlong is None else self.overlong.shape(score, finished)
+    async def _scored(
+        self, prompt: Prompt, finished: Sequence[Trajectory]
+    ) -> tuple[Trajectory, ...]:
+        """Return the trajectories with their scores, from one call of the reward."""
+        scores = await self.reward.score(prompt, [self.decode(t.tokens) for t in finished])
+        return tuple(
+            replace(t, score=score if self.overlong is None else self.overlong.shape(score, t))
+            for t, score in zip(finished, scores, strict=True)
         )

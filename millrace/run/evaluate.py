@@ -37,6 +37,7 @@ def make_validator(s: Session) -> Validator | None:
         kwargs.greedy,
         s.config.trainer.seed,
         s.config.reward.max_error_share,
+        s.reward.whole_group,
     )
 
 

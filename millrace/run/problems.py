@@ -24,6 +24,8 @@ from millrace.data.rows import check_rows, texts
 from millrace.data.sources import Rows, load_sources
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.models import checks as model_checks
+from millrace.rewards.builtin import NEEDS_TRUTH
+from millrace.rewards.sources import refusal
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -39,17 +41,22 @@ class Sources:
     sft: Rows
 
 
-def load(config: Config) -> Sources:
+def load(config: Config, *, scored: bool = True) -> Sources:
     """Return the rows of a configuration's sources.
 
-    Raises ConfigError or DataError before any heavy import.
+    `scored` says whether the run scores responses. Raises ConfigError or DataError before any heavy
+    import.
     """
     _check_model(config.model.path, config.rollout.engine)
     data, seed = config.data, config.trainer.seed
-    # A user's reward function may need no ground truth.
-    truth = config.reward.function in ("", "exact", "math")
+    check = partial(
+        check_rows,
+        prompt_key=data.prompt_key,
+        need_ground_truth=config.reward.function in NEEDS_TRUTH,
+        refusal=refusal if scored and not config.reward.function else None,
+    )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
-    check_rows(train, prompt_key=data.prompt_key, need_ground_truth=truth)
+    check(train)
     val = None
     if data.val_files:
         val = load_sources(
@@ -59,7 +66,7 @@ def load(config: Config) -> Sources:
             key="data.val_files",
             split="val",
         )
-        check_rows(val, prompt_key=data.prompt_key, need_ground_truth=truth)
+        check(val)
         if len(val) > 100_000:
             raise bad_value(
                 "data.val_files",

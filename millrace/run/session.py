@@ -46,7 +46,7 @@ async def open_session(
     """
     problems_.check_machine(config)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
-    sources = await abandonable(problems_.load, config)
+    sources = await abandonable(problems_.load, config, scored=rollout)
     reward = RewardPool(config.reward)
     try:
         if rollout:

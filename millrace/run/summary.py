@@ -84,5 +84,12 @@ def _transcripts(first: Result | None, last: Result) -> Table:
 
 
 def _response(transcript: Transcript | None) -> Text:
-    """Return a response with its score, as plain text: rich must not read it as markup."""
-    return Text("-" if transcript is None else f"{transcript.response}  ({transcript.score:g})")
+    """Return a response with its answer and score, as plain text: rich must not read markup in it.
+
+    An answer that is the whole response is not repeated.
+    """
+    if transcript is None:
+        return Text("-")
+    answer = "no answer" if transcript.answer is None else f"answer {transcript.answer}"
+    found = "" if transcript.answer == transcript.response.strip() else f"{answer}, "
+    return Text(f"{transcript.response}  ({found}{transcript.score:g})")

@@ -198,6 +198,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
         else None,
         greedy_baseline=c.algorithm.adv_estimator == "remax",
         lengths=drawn_lengths(c),
+        whole_group=s.reward.whole_group,
     )
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window

@@ -280,10 +280,18 @@ def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
     assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
 
 
+def test_the_warm_up_alone_needs_no_scorer(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    files = [f"data.{name}_files=['{tmp_path}/mine.jsonl']" for name in ("train", "val")]
+    code, _, err = run("train", QUICKSTART, *files, "--dry-run")
+    assert code == 2 and "mine.jsonl row 1, data_source" in err
+    assert run("sft", QUICKSTART, *files, "sft.steps=5", "--dry-run")[0] == 0
+
+
 def test_what_models_and_folders_are_called_is_no_markup() -> None:
     """A run whose model or folder has [/b] in its name ends like any other run."""
     odd = "[/b] \\[x = 0\\] [red]"
-    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, 1.0, odd, odd),))
+    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, odd, 1.0, odd, odd),))
     console = Console(file=io.StringIO(), width=300)
     summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
     printed = console.file.getvalue()  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def make_base_model() -> None:
     """Make ./base-model, a user's own model folder, whose tokenizer can read train.jsonl."""
     files = ["data.train_files=[train.jsonl]", "data.val_files=[val.jsonl]"]
-    keys = ["model.tokenizer=bpe", "rollout.max_prompt_length=512"]
+    keys = ["model.tokenizer=bpe", "rollout.max_prompt_length=512", "reward.function=exact"]
     config = recipe.load("quickstart", [*files, *keys, "sft.steps=0"])
     problems.prepare(config, problems.load(config), Path("base-model"))
 

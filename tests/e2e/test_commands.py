@@ -162,7 +162,8 @@ def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signatur
         and trained["train_seconds"] > 0
         and trained["run_dir"] == str(home.folder / "verl")
     )
-    names = {f"val/adding/{name}" for name in ("mean@2", "best@2", "maj@2", "greedy")}
+    figures = ("mean@2", "best@2", "maj@2", "greedy")
+    names = {f"val/adding/{part}{name}" for part in ("", "digits/") for name in figures}
     assert trained["val"].keys() == names == trained["val_before"].keys()
     assert (
         all(0 <= value <= 1 for value in trained["val"].values())

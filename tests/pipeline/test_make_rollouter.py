@@ -15,13 +15,13 @@ from millrace.run.train import make_rollouter
 from millrace.schedule.ledger import Ledger
 
 
-def made(**sections: Any) -> Rollouter:
+def made(whole_group: bool = False, **sections: Any) -> Rollouter:
     config = Config.model_validate({"rollout": {"n": 4, "max_response_length": 100}, **sections})
     session: Any = SimpleNamespace(
         config=config,
         problems=SimpleNamespace(train=[], chat=SimpleNamespace(decode=str)),
         engines=SimpleNamespace(pool=None),
-        reward=None,
+        reward=SimpleNamespace(whole_group=whole_group),
     )
     return make_rollouter(session, SampleQueue(Ledger(config.schedule), deadline_s=1.0))
 
@@ -30,6 +30,11 @@ def test_by_default_there_is_no_shaping_no_filter_and_no_baseline() -> None:
     rollouter = made()
     assert rollouter.roller.overlong is None and rollouter.dynamic_sampling is None
     assert not rollouter.roller.greedy_baseline and rollouter.roller.num_responses == 4
+    assert not rollouter.roller.whole_group
+
+
+def test_a_function_that_asks_for_whole_groups_gets_them() -> None:
+    assert made(whole_group=True).roller.whole_group
 
 
 def test_the_overlong_buffer_ends_at_the_longest_response() -> None:

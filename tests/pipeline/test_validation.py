@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from millrace.errors import RewardError
-from millrace.pipeline.validation import Validator, summarise
+from millrace.pipeline.validation import Response, Validator, summarise
 from millrace.ports import RolloutStats
 from millrace.types import (
     Prompt,
@@ -23,7 +23,13 @@ from millrace.types import (
     tokens_of,
 )
 
-PROBLEMS = [
+
+def drawn(*problems: Sequence[tuple[str, float | None]]) -> list[list[Response]]:
+    """Return responses with these texts and scores."""
+    return [[Response(t, None if v is None else Score(v)) for t, v in p] for p in problems]
+
+
+PROBLEMS = drawn(
     [
         ("4", 1.0),
         ("5", 0.0),
@@ -32,7 +38,7 @@ PROBLEMS = [
     ],  # two answers tie: the one that was drawn first counts
     [("7", 0.0), ("8", 0.0), ("9", 0.0), ("9", 0.0)],
     [("2", 0.0), ("1", 1.0), (" 1", 1.0), ("1", 1.0)],
-]
+)
 
 
 def test_mean_best_and_majority_are_those_of_a_hand_count() -> None:
@@ -42,29 +48,67 @@ def test_mean_best_and_majority_are_those_of_a_hand_count() -> None:
 
 
 def test_the_majority_is_wrong_where_most_responses_are() -> None:
-    assert summarise([[("1", 1.0), ("2", 0.0), ("2", 0.0)]]) == pytest.approx(
+    assert summarise(drawn([("1", 1.0), ("2", 0.0), ("2", 0.0)])) == pytest.approx(
         {"mean@3": 1 / 3, "best@3": 1.0, "maj@3": 0.0}
     )
 
 
 def test_one_response_has_a_mean_alone() -> None:
-    assert summarise([[("1", 1.0)], [("2", 0.25)]]) == {"mean@1": 0.625}
+    assert summarise(drawn([("1", 1.0)], [("2", 0.25)])) == {"mean@1": 0.625}
 
 
 def test_responses_without_a_score_are_counted_and_part_of_no_mean() -> None:
-    rows: list[list[tuple[str, float | None]]] = [
+    rows = drawn(
         [("4", 1.0), ("4", None)],
         [("5", None), ("5", None)],
         [("6", 0.0), ("7", 1.0)],
-    ]
+    )
     assert summarise(rows) == pytest.approx(
         {"mean@2": 0.75, "best@2": 1.0, "maj@2": 0.5, "reward_errors": 3.0}
     )
 
 
 def test_a_source_whose_every_reward_failed_has_no_mean_and_not_zero() -> None:
-    found = summarise([[("4", None)]])
+    found = summarise(drawn([("4", None)]))
     assert math.isnan(found["mean@1"]) and found["reward_errors"] == 1.0
+
+
+def test_the_majority_votes_with_the_answers_that_the_reward_found() -> None:
+    """Four texts differ, and two give the answer 4. A response without an answer has no vote."""
+    found = [
+        ("x: 4", 1.0, "4"),
+        ("so 5", 0.0, "5"),
+        ("4!", 1.0, " 4"),
+        ("?", 0.0, ""),
+        ("!", 0.0, ""),
+    ]
+    group = [Response(text, Score(value, answer=answer)) for text, value, answer in found]
+    assert summarise([group])["maj@5"] == 1.0
+    assert summarise([[Response("?", Score(0.5, answer=""))] * 2])["maj@2"] == 0.5
+
+
+def test_each_component_has_the_figures_of_the_score() -> None:
+    """A component's mean is over the responses that have it."""
+    group = [
+        Response("1", Score(-1.0, {"acc": 0.0, "short": 2.0})),
+        Response("2", Score(1.0, {"acc": 1.0})),
+        Response("2", Score(1.0, {"acc": 1.0, "short": 4.0})),
+        Response("2", None),
+    ]
+    assert summarise([group]) == pytest.approx(
+        {
+            "mean@4": 1 / 3,
+            "best@4": 1.0,
+            "maj@4": 1.0,
+            "reward_errors": 1.0,
+            "acc/mean@4": 2 / 3,
+            "acc/best@4": 1.0,
+            "acc/maj@4": 1.0,
+            "short/mean@4": 3.0,
+            "short/best@4": 4.0,
+            "short/maj@4": 2.0,
+        }
+    )
 
 
 @dataclass
@@ -102,7 +146,11 @@ class Engine:
 class Reward:
     """A reward of 1 if the text is the ground truth. Problem 3 cannot be scored."""
 
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        self.sizes.append(len(completions))
         if prompt.index == 3:
             raise RewardError("timeout", "too slow")
         return [Score(float(text == prompt.ground_truth)) for text in completions]
@@ -146,8 +194,28 @@ def test_each_data_source_is_counted_apart_and_greedy_beside_it() -> None:
     }  # fmt: skip
 
 
+def test_whole_groups_are_one_call_and_the_figures_are_the_same() -> None:
+    apart, together = Reward(), Reward()
+    figures = [
+        asyncio.run(replace(validator(Engine()), reward=reward, whole_group=whole).run(0)).values
+        for reward, whole in ((apart, False), (together, True))
+    ]
+    assert figures[0] == figures[1]
+    assert sorted(apart.sizes) == [1] * 12 and sorted(together.sizes) == [1] * 4 + [2] * 4
+
+
+def test_components_of_the_greedy_response_are_reported_too() -> None:
+    class Parts(Reward):
+        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+            return [Score(1.0, {"acc": float(text[0] == "9")}) for text in completions]
+
+    values = asyncio.run(replace(validator(Engine()), reward=Parts()).run(0)).values
+    assert values["val/a/acc/mean@2"] == 0.0 and values["val/a/acc/greedy"] == 1.0
+
+
 def test_transcripts_are_the_first_problems_with_what_was_said() -> None:
     transcripts = asyncio.run(validator(Engine()).run(0)).transcripts
+    assert [t.answer for t in transcripts] == ["1,0", "2,0", "3,0"]
     assert [(t.prompt, t.response, t.score, t.data_source, t.ground_truth) for t in transcripts] == [
         ("problem 0", "1,0", 1.0, "a", "1,0"), ("problem 1", "2,0", 0.0, "b", "9,0"), ("problem 2", "3,0", 1.0, "a", "3,0"),
     ]  # fmt: skip

@@ -9,7 +9,16 @@ import pytest
 from millrace.data.rows import problem
 from millrace.data.sources import load_source
 from millrace.errors import RewardError
-from millrace.rewards.builtin import default, exact, math, reasoning_gym
+from millrace.rewards.builtin import (
+    BUILTIN,
+    NEEDS_TRUTH,
+    default,
+    exact,
+    math,
+    reasoning_gym,
+)
+from millrace.rewards.functions import to_score
+from millrace.types import Score
 
 
 def test_exact_ignores_space_around_the_answer_alone() -> None:
@@ -22,9 +31,37 @@ def test_exact_ignores_space_around_the_answer_alone() -> None:
     ]
     assert exact("d", "b", ["a", "b"], {}) == 1
     assert exact("d", "4", 4, {}) == 1
-    for scorer in (exact, math):
-        with pytest.raises(RewardError, match="no ground truth"):
-            scorer("d", "None", None, {})
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_TRUTH - {""}))
+def test_a_row_without_a_ground_truth_is_an_error_of_its_scorer(name: str) -> None:
+    for text in ("None", "#### None", "\\boxed{None}", "Answer: None"):
+        with pytest.raises(RewardError, match="a row of d has no ground truth"):
+            BUILTIN[name]("d", text, None, {})
+
+
+def test_each_data_source_has_its_own_scorer() -> None:
+    def scored(source: str, text: str) -> Score:
+        return to_score(default(source, text, "1,234", {}))
+
+    texts = ("1,234", "#### 1234", "\\boxed{1,234}", "Answer: 1234")
+    table = {
+        source: [scored(source, text).value for text in texts]
+        for source in ("sort_digits", "openai/gsm8k", "lighteval/MATH", "aime24", "numina_cn_k12")
+    }
+    assert table == {
+        "sort_digits": [1, 0, 0, 0],
+        "openai/gsm8k": [0, 0, 0, 0],  # verl's data has no comma in a ground truth
+        "lighteval/MATH": [0, 0, 1, 0],
+        "aime24": [-1, -1, 1, 1],
+        "numina_cn_k12": [1, 1, 1, 1],
+    }
+    assert scored("aime24", "Answer: 7").extra == {"acc": 0.0}
+
+
+def test_a_row_of_an_unknown_source_is_an_error_and_never_an_exact_match() -> None:
+    with pytest.raises(RewardError, match=r"no_scorer: data_source 'mine': .*Fix: "):
+        default("mine", "4", "4", {})
 
 
 @pytest.mark.parametrize(
@@ -40,11 +77,11 @@ def test_exact_ignores_space_around_the_answer_alone() -> None:
     ],
 )
 def test_math_compares_values(said: Any, truth: Any, score: Any) -> None:
-    assert math("d", said, truth, {}) == score
+    assert math("d", said, truth, {})["score"] == score
 
 
 def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth() -> None:
-    assert math("d", "\\boxed{Tuesday}", "Tuesday", {}) == 1
+    assert math("d", "\\boxed{Tuesday}", "Tuesday", {})["score"] == 1
     with pytest.raises(RewardError, match="bad_ground_truth"):
         math("d", "1", "  ", {})
 
@@ -54,18 +91,24 @@ def test_math_compares_words_as_words_and_refuses_an_empty_ground_truth() -> Non
 )
 def test_reasoning_gym_rows_are_scored_by_their_own_scorer(name: str) -> None:
     shown = problem(load_source(f"reasoning_gym:{name}?size=3", seed=0), 1)
-    right, wrong = (
-        default(shown.data_source, text, shown.ground_truth, shown.extra_info)
-        for text in (f"I think <answer> {shown.answer} </answer>", "<answer>nothing</answer>")
+    right, wrong, bare = (
+        to_score(default(shown.data_source, text, shown.ground_truth, shown.extra_info))
+        for text in (
+            f"I think <answer> {shown.answer} </answer>",
+            "<answer>nothing</answer>",
+            shown.answer,
+        )
     )
-    assert right == 1
-    assert wrong < 1
+    assert right == Score(1.0, answer=shown.answer.strip())
+    assert wrong.value < 1 and wrong.answer == "nothing"
+    assert bare == Score(1.0)  # without a tag, the whole response is the answer
 
 
 def test_reasoning_gym_rows_of_a_file_name_their_data_set() -> None:
     row = {"metadata": {"source_dataset": "chain_sum"}}
     assert reasoning_gym("file", "4", "4", row) == 1
     assert default("file", " 4", "4", row) == 1
+    assert default("file", "<answer>4</answer>", "4", row) == {"score": 1.0, "pred": "4"}
     with pytest.raises(RewardError, match="source_dataset"):
         reasoning_gym("file", "4", "4", {})
 
@@ -81,4 +124,10 @@ def test_reasoning_gym_rows_of_a_file_name_their_data_set() -> None:
     ],
 )
 def test_math_takes_all_boxes_as_one_answer(said: Any, truth: Any, score: Any) -> None:
-    assert math("d", said, truth, {}) == score
+    assert math("d", said, truth, {})["score"] == score
+
+
+def test_math_says_which_answer_it_compared() -> None:
+    found = math("d", "2 and 3, so the final answer is $\\frac{1}{2}$", "0.5", {})
+    assert found == {"score": 1.0, "acc": 1.0, "pred": "\\frac{1}{2}"}
+    assert math("d", "I do not know", "72", {})["pred"] is None

@@ -42,7 +42,10 @@ def test_verls_signature(tmp_path: Path) -> None:
         "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
         "    return {'score': solution_str == ground_truth, 'length': len(solution_str), 'pred': solution_str}",
     )
-    assert f.run(call("4", "55")) == [Score(1.0, {"length": 1.0}), Score(0.0, {"length": 2.0})]
+    assert f.run(call("4", "55")) == [
+        Score(1.0, {"length": 1.0}, answer="4"),
+        Score(0.0, {"length": 2.0}, answer="55"),
+    ]
     short = function(tmp_path, "def f(solution_str, ground_truth): return 0.5")
     assert short.run(call("4")) == [Score(0.5)]
 
@@ -70,6 +73,52 @@ def test_coroutine_functions_of_both_signatures(tmp_path: Path) -> None:
     assert asyncio.run(verl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
     trl = function(tmp_path, "async def f(completions, **columns): return [1] * len(completions)")
     assert asyncio.run(trl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+
+
+def test_a_function_without_pred_has_the_answers_that_its_responses_mark(tmp_path: Path) -> None:
+    """Without a mark, the whole response is the answer. An empty answer is none."""
+    texts = ("so \\boxed{4}", "#### 1,000", "Answer: $x$", "<answer> 7 </answer>", "4")
+    answers = ["4", "1000", "x", "7", None]
+    verl = function(tmp_path, "def f(solution_str): return 1")
+    trl = function(tmp_path, "def f(completions): return [1] * len(completions)")
+    assert [s.answer for s in verl.run(call(*texts))] == answers
+    assert [s.answer for s in trl.run(call(*texts))] == answers
+    named = function(tmp_path, "def f(solution_str): return {'score': 1, 'pred': None}")
+    assert [s.answer for s in named.run(call(*texts))] == [""] * 5
+    number = function(tmp_path, "def f(solution_str): return {'score': 1, 'pred': 4}")
+    assert number.run(call("4")) == [Score(1.0, answer="4")]
+
+
+GROUP = """
+def f(completions, **columns):
+    shortest = min(map(len, completions))
+    return [float(len(c) == shortest) for c in completions]
+f.whole_group = True
+"""
+
+
+def test_a_trl_function_asks_for_whole_groups_by_an_attribute(tmp_path: Path) -> None:
+    asks = function(tmp_path, GROUP)
+    assert asks.whole_group and asks.run(call("aa", "b", "c")) == [
+        Score(0.0),
+        Score(1.0),
+        Score(1.0),
+    ]
+    assert not function(tmp_path, GROUP.replace("True", "False")).whole_group
+    with pytest.raises(ConfigError, match=r"whole_group = True\).*Fix: the signature f\(prompts"):
+        function(tmp_path, "def f(solution_str): return 1\nf.whole_group = True")
+
+
+def test_options_reach_the_built_in_functions_that_have_some() -> None:
+    options = {"format": {"pattern": "a+"}}
+    assert load_function("format", options).run(call("aa", "ab")) == [Score(1.0), Score(0.0)]
+    assert load_function("exact", options).run(call("4", "ab")) == [Score(1.0), Score(0.0)]
+
+
+def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response() -> None:
+    """A packaged recipe has no component and no other answer in its metrics."""
+    found = load_function("").run(call("123", "132", data_source="sort_digits", ground_truth="123"))
+    assert found == [Score(1.0), Score(0.0)]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from millrace.config import RewardConfig
+from millrace.config.data_keys import FormatConfig
 from millrace.errors import ConfigError, RewardError, WorkerError
 from millrace.rewards.pool import RewardPool
 from millrace.types import Prompt, Score, tokens_of
@@ -55,6 +56,12 @@ def act(text):
     return len(text)
 
 def score(data_source, solution_str, ground_truth, extra_info): return act(solution_str)
+
+async def group(completions, **columns):
+    scores = [await ascore("d", text, "", {}) for text in completions[:1]]
+    return [scores[0] + 100 * len(completions)] * len(completions)
+
+group.whole_group = True
 
 running = 0
 
@@ -251,6 +258,20 @@ def test_coroutines_run_together_up_to_the_limit(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_group_is_one_call_and_one_coroutine(tmp_path: Path) -> None:
+    """Four groups of five run together where four coroutines may."""
+
+    async def run() -> None:
+        async with pool_of(tmp_path, "group", max_concurrency=4) as pool:
+            await pool.start()
+            assert pool.whole_group
+            groups = await asyncio.gather(*(pool.score(prompt(), ["crowd 1"] * 5) for _ in "1234"))
+            assert all(scores == [scores[0]] * 5 for scores in groups)
+            assert {scores[0].value for scores in groups} == {501, 502, 503, 504}
+
+    asyncio.run(run())
+
+
 def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path: Path) -> None:
     async def run() -> None:
         async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
@@ -306,9 +327,11 @@ def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path: Path) 
 
 def test_the_built_in_scorers_run_in_workers() -> None:
     async def run() -> None:
-        for function, said in (("", "4"), ("math", "\\boxed{8/2}")):
-            pool = RewardPool(RewardConfig(function=function))
-            assert await pool.score(prompt(), [said, "5"]) == [Score(1.0), Score(0.0)]
+        for function, said in (("exact", "4"), ("math", "\\boxed{8/2}"), ("format", "x4")):
+            config = RewardConfig(function=function, format=FormatConfig(pattern="x."))
+            pool = RewardPool(config)
+            scores = await pool.score(prompt(), [said, "5"])
+            assert [score.value for score in scores] == [1.0, 0.0]
             await pool.close()
 
     asyncio.run(run())

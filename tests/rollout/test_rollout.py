@@ -241,6 +241,21 @@ def test_a_greedy_baseline_is_one_more_response_at_temperature_0_and_none_of_the
     assert sample.oldest_version == 1, "the greedy response's 0 is nothing that is trained"
 
 
+def test_a_whole_group_is_scored_in_one_call_after_its_last_trajectory() -> None:
+    calls: list[list[str]] = []
+
+    class Group(Reward):
+        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+            calls.append(list(completions))
+            return [Score(float(i)) for i in range(len(completions))]
+
+    reward, script = Group(), Script([(said([i + 5]),) for i in range(4)])
+    sample = roll(script, reward, roller(reward, greedy_baseline=True, whole_group=True))
+    assert calls == [["5", "6", "7", "8"]]
+    assert [t.score for t in sample.trajectories] == [Score(0.0), Score(1.0), Score(2.0)]
+    assert sample.greedy is not None and sample.greedy.score == Score(3.0)
+
+
 def test_without_a_greedy_baseline_there_is_none() -> None:
     assert roll(Script([(said([i + 5]),) for i in range(3)]), Reward()).greedy is None
 

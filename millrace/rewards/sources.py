@@ -1,0 +1,80 @@
+"""The scorer of each data source, for runs without `reward.function`.
+
+The names are those of verl's `default_compute_score` (utils/reward_score/__init__.py), of
+millrace's tasks, and of reasoning-gym's rows. No other source has a scorer: a guess would train
+the wrong thing silently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.data.spec import nearest
+from millrace.data.tasks import TASKS
+
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+SCORERS: dict[str, str] = {
+    **dict.fromkeys(TASKS, "exact"),
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math_reward",
+    "DigitalLearningGmbH/MATH-lighteval": "math_reward",
+    "HuggingFaceH4/MATH-500": "math_reward",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    **{f"numina_{name}": "math" for name in _NUMINA},
+}
+"""The built-in scorer of each data source. verl's prime_math is math-verify here."""
+
+_AIME = "aime"
+"""verl scores every data source whose name starts with this by math_dapo."""
+
+_CODE = "millrace does not execute the code that a model writes, and has no sandbox for it"
+_IMAGES = "its problems have images, and millrace trains on text alone"
+_SEARCH = "its responses need a search tool, which millrace does not have"
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
+    "hiyouga/geometry3k": _IMAGES,
+}
+_SEARCHED = "searchR1_"
+
+
+def scorer_of(data_source: str, extra_info: dict[str, Any]) -> str | None:
+    """Return the name of the built-in scorer of a row, or None if its source is unknown.
+
+    Rows of `reasoning_gym:` sources use reasoning-gym's own scorer. So do rows of unknown sources
+    whose `metadata.source_dataset` is a data set of reasoning-gym.
+    """
+    if "reasoning_gym" in extra_info:
+        return "reasoning_gym"
+    if data_source.startswith(_AIME):
+        return "math_dapo"
+    if data_source in SCORERS:
+        return SCORERS[data_source]
+    metadata = extra_info.get("metadata")
+    name = metadata.get("source_dataset") if isinstance(metadata, dict) else None
+    return "reasoning_gym" if isinstance(name, str) and _generated(name) else None
+
+
+def _generated(name: str) -> bool:
+    import reasoning_gym
+
+    return name in reasoning_gym.factory.DATASETS
+
+
+def refusal(data_source: str, extra_info: dict[str, Any]) -> tuple[str, str] | None:
+    """Return (rule, fix) if no built-in scorer belongs to a row, else None."""
+    if scorer_of(data_source, extra_info) is not None:
+        return None
+    own = "reward.function=path.py:name"
+    why = _SEARCH if data_source.startswith(_SEARCHED) else _REFUSED.get(data_source)
+    if why is not None:
+        return f"no built-in scorer: {why}", f"{own} with a scorer of your own"
+    named = [name for name in SCORERS if name not in TASKS and not name.startswith("numina_")]
+    known = ", ".join((*named, f"{_AIME}*", "numina_*"))
+    meant = nearest(data_source, SCORERS, "data_source: {}, ")
+    meant = "" if meant.startswith("one of") else meant
+    return (
+        f"no built-in scorer belongs to this data source; known are {known}",
+        f"{meant}{own}, or reward.function=exact (or math, gsm8k, math_dapo) for all rows",
+    )

@@ -1,0 +1,5 @@
+def score(solution_str):
+    return 1.0
+
+
+score.whole_group = True
