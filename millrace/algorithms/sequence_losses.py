@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
-from millrace.algorithms.losses import clipped_surrogate, log_ratio
 from millrace.algorithms.ragged import sequence_sums
+from millrace.algorithms.ratio import clipped_surrogate, log_ratio
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """Upper bound of gspo's mean log-ratio, as in verl. A small ratio needs no bound."""

@@ -13,18 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place, Proximal
-from millrace.algorithms.losses import (
-    clip_cov_tokens,
-    clipped_surrogate,
-    interpolate,
-    kl_cov_tokens,
-    log_ratio,
-    token_weights,
-)
+from millrace.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
 from millrace.algorithms.modes import SELECTS
+from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.ragged import sequence_sums
+from millrace.algorithms.ratio import clipped_surrogate, log_ratio
 from millrace.train.experience import Experience, Policy
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions

@@ -11,8 +11,8 @@ from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place, Proximal
 from millrace.algorithms.kl import KL
 from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.losses import interpolate
 from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.proximal import interpolate
 from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.fsdp.trainable import Outputs

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.losses import interpolate, ppo_clip
+from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.proximal import interpolate
 
 LOG_PROB = st.floats(-30, 0)
 TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 12)), max_size=30)

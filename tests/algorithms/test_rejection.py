@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import Ratios, accept, correct
+from millrace.algorithms.correction import correct
+from millrace.algorithms.rejection import Ratios, accept
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from tests.algorithms.options import correction_options
 
