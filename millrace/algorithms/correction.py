@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction_plan import CorrectionOptions
+from millrace.algorithms.ragged import result_dtype
 from millrace.algorithms.rejection import Ratios, beyond, reject, share, spread
 
 PREFIX = "rollout_corr/"
@@ -54,14 +55,15 @@ def correct(
     computation is in float64. Weights are float64 if log_probs_a is, else float32.
 
     l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the
-    product over its included tokens, e^clamp(sum l, +-20). Only the sum is clamped there.
+    product over its included tokens, e^clamp(sum l, +-20), or with rollout_is=geometric their
+    geometric mean, e^clamp(mean l, +-20). Only the sum or the mean is clamped there.
 
     1. Rejection. A token is kept if the veto and every rule accept it. Each of them sees all
     included tokens, whatever the others decide. A ratio that is not finite (a log-prob of -inf or
     NaN) is rejected. Sequence weights, sequence rules and the veto then reject its whole sequence.
     A whole batch may be rejected.
-    2. Weights. The ratio is truncated, or set to 0 outside the band. A token outside the band has
-    weight 0 but is still kept: it counts in means.
+    2. Weights. The ratio is truncated to its bounds, or set to 0 outside the band. A token outside
+    the band has weight 0 but is still kept: it counts in means.
     3. Normalisation, after step 2. With token weights, the divisor is the mean over kept tokens.
     With sequence weights, it is the mean over sequences that keep a token, each counted once. The
     mean is over this batch, so pass the whole batch. A mean of 0 leaves the weights unchanged.
@@ -75,9 +77,8 @@ def correct(
     ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
     keep, metrics = reject(ratios, options)
     weights, of_weights = _weigh(ratios, keep, options)
-    dtype = torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32
     return Correction(
-        weights=_spread_out(weights.to(dtype), include),
+        weights=_spread_out(weights.to(result_dtype(log_probs_a)), include),
         keep=_spread_out(keep, include),
         metrics=_named(metrics | of_weights) | drift(log_probs_a, log_probs_b, lengths, include),
     )
@@ -89,12 +90,16 @@ def _weigh(
     """Return the weight of each included token, [M] float64, and the metrics of weights."""
     if options.rollout_is is None:
         return keep.double(), {}
-    by_token = options.rollout_is == "token"
+    by_token, by_mean = options.rollout_is == "token", options.rollout_is == "geometric"
     keeping = ratios.sums(keep.double())
     logs, units, kept = (
         (ratios.log, ratios.finite, keep)
         if by_token
-        else (ratios.sequence_logs(), ratios.whole, keeping > 0)
+        else (
+            ratios.sequence_means() if by_mean else ratios.sequence_logs(),
+            ratios.whole,
+            keeping > 0,
+        )
     )
     cut = _cut(logs, options)
     weights = torch.where(keep, cut if by_token else cut[ratios.ids], 0.0)
@@ -119,15 +124,20 @@ def _weigh(
 def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
     """Return the ratios, truncated, or set to 0 outside the band."""
     if not isinstance(options.rollout_is_threshold, tuple):
-        return logs.exp().clamp(max=options.rollout_is_threshold)
+        return logs.exp().clamp(*options.band)
     low, high = beyond(logs, *options.band)
     return torch.where(low | high, 0.0, logs.exp())
 
 
 def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """Return masks of ratios below and above the bounds: the band, or 1/C and C."""
+    """Return masks of ratios below and above the bounds: the band, or 1/C and C.
+
+    With a lower bound, that is the first of the two.
+    """
     bounds = options.rollout_is_threshold
-    return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
+    if isinstance(bounds, tuple):
+        return beyond(logs, *bounds)
+    return beyond(logs, options.rollout_is_threshold_lower or 1 / bounds, bounds)
 
 
 def _sequence_metrics(

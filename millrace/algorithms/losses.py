@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
-from millrace.algorithms.ratio import clipped_surrogate, log_ratio
+from millrace.algorithms.ratio import clipped_surrogate, log_ratio, log_ratio_at_level
 
 
 def ppo_clip(
@@ -54,26 +54,35 @@ def ppo_clip(
         raise ValueError(f"clip_c must be over 1, got {clip_c}")
     old, adv = old_log_probs.detach(), advantages.detach()
     delta = log_ratio(log_probs, old)
-    pessimistic, clipped = clipped_surrogate(delta.exp(), adv, clip_low, clip_high)
-    bound = torch.where(adv < 0, -adv * clip_c, torch.inf)
-    over = pessimistic > bound
-    loss = torch.where(over, bound, pessimistic)
+    loss, clipped, over = _dual_clip(delta.exp(), adv, clip_low, clip_high, clip_c)
     if weights is not None:
         loss = loss * weights.detach()
     return loss, statistics(log_probs, log_ratio=delta, clipped=clipped, clipped_lower=over)
 
 
+def _dual_clip(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses, the mask of the clip and that of the dual clip, each [T]."""
+    pessimistic, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    bound = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
+    over = pessimistic > bound
+    return torch.where(over, bound, pessimistic), clipped, over
+
+
 def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """Compute `ppo_clip`: PPO with clip-higher and dual clip."""
+    """Compute `ppo_clip`: PPO with clip-higher and dual clip.
+
+    With importance_sampling_level="sequence", this is `gspo` with dual clip (AReaL has it by the
+    same key and `c_clip`; verl's gspo has no dual clip).
+    """
     x = inputs.trained()
-    return ppo_clip(
-        x.log_probs,
-        x.old_log_probs,
-        x.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        clip_c=options.clip_c,
+    ratio = log_ratio_at_level(x, options).exp()
+    loss, clipped, over = _dual_clip(
+        ratio, x.advantages, options.clip_low, options.clip_high, options.clip_c
     )
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    return loss, statistics(x.log_probs, log_ratio=delta, clipped=clipped, clipped_lower=over)
 
 
 def reinforce(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -92,11 +101,13 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
     (CISPO, MiniMax-M1, arXiv 2506.13585.) The clip bounds a token's weight and never sets its
     gradient to 0. `clipped` marks weights that it changed where A is not 0. The paper has only an
-    upper bound, which is clip_low = 1.
+    upper bound, which is clip_low = 1. With importance_sampling_level="sequence", rho is the
+    sequence's ratio (TRL's key of that name; TRL has only the upper bound, and it bounds the ratio
+    itself).
     """
     x = inputs.trained()
-    delta = log_ratio(x.log_probs, x.old_log_probs).detach()
-    ratio = delta.exp()
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    ratio = log_ratio_at_level(x, options).detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     clipped = (weight != ratio) & (x.advantages != 0)
     return -weight * x.advantages * x.log_probs, statistics(
@@ -108,14 +119,16 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Compute -A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg.
 
     (SAPO, arXiv 2511.20347.) This is a smooth clip. At rho = 1, the gradient is that of -A log pi,
-    and it fades on both sides. The `clipped` statistics are 0.
+    and it fades on both sides. The `clipped` statistics are 0. With
+    importance_sampling_level="sequence", rho is the sequence's ratio (as in TRL). The aggregation
+    seq-mean-token-mean then has the value and the gradient of one gate for each sequence.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
     tau = torch.where(
         x.advantages > 0, delta.new_full((), options.tau_pos), delta.new_full((), options.tau_neg)
     )
-    gate = torch.sigmoid(tau * (delta.exp() - 1)) * (4 / tau)
+    gate = torch.sigmoid(tau * (log_ratio_at_level(x, options).exp() - 1)) * (4 / tau)
     return -gate * x.advantages, statistics(x.log_probs, log_ratio=delta)
 
 

@@ -73,8 +73,12 @@ def reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str
     """Return the mask of kept tokens among the included ones, [M] bool, and metrics."""
     metrics: dict[str, Tensor] = {}
     verdicts = {
-        "nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite
+        "nonfinite": ratios.whole[ratios.ids]
+        if options.rollout_is in ("sequence", "geometric")
+        else ratios.finite
     }
+    if options.m2_threshold is not None:
+        verdicts["m2"] = second_moment(options.m2_threshold, ratios)
     if options.rollout_token_veto_threshold is not None:
         verdicts["token_veto"] = accept_without_veto(options.rollout_token_veto_threshold, ratios)
     for rule in options.rollout_rs:
@@ -119,6 +123,57 @@ def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
     return (ratios.whole & ~vetoed)[ratios.ids]
 
 
+def second_moment(threshold: float, ratios: Ratios) -> Tensor:
+    """Return the tokens [M] bool that M2PO keeps: the most whose mean of l^2 is in the bound.
+
+    (M2PO, arXiv 2510.01161; AReaL's `m2_threshold`.) Tokens leave in the order of falling l^2,
+    until the mean over the others is at most `threshold`. Among equal tokens, earlier ones leave
+    first. A token whose ratio is not finite leaves, and is in no mean. Pass all tokens that are
+    corrected together, because the mean is over them.
+
+    AReaL takes the mean over each micro-batch, so its result depends on the split. It keeps one
+    token that is over the threshold, because its loss divides by the count. Here, all may leave.
+    """
+    at = ratios.finite.nonzero().squeeze(-1)
+    moments = ratios.log[at].square()
+    order = moments.argsort(descending=True, stable=True)
+    # The sum from the smallest one: entry i is the sum of all tokens from i on.
+    sums = moments[order].flip(0).cumsum(0).flip(0)
+    counts = torch.arange(len(at), 0, -1, device=at.device)
+    inside = sums <= threshold * (1 + EDGE) * counts
+    return torch.zeros_like(ratios.finite).index_fill(0, at[order[inside]], True)
+
+
+def off_policy_mask(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    lengths: Tensor,
+    advantages: Tensor,
+    *,
+    threshold: float,
+    include: Tensor | None,
+) -> Tensor:
+    """Mark the tokens that stay, [T] bool: all but those of A < 0 in sequences that are far away.
+
+    (Off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.) A sequence is far away if
+    the mean of rollout_log_probs - log_probs over its included tokens is over `threshold`. That is
+    the k1 estimate of KL(rollout || current). A sequence with a ratio that is not finite is far
+    away too. A token with A >= 0 always stays.
+
+    log_probs [T] are of the policy under training, and rollout_log_probs [T] of the policy that
+    drew the tokens. lengths is [N], advantages [T], include [T] bool. Tokens outside `include` stay
+    and are in no mean. The computation is in float64. Multiply the policy's token losses by the
+    result. The masked tokens still count in denominators, as in the paper.
+
+    TRL's `off_policy_mask_threshold` and slime's `opsm_delta` are the same. slime takes one
+    advantage for each sequence, and compares with its old policy instead of the rollout's.
+    """
+    ratios = Ratios.of(log_probs, rollout_log_probs, lengths, include)
+    near = ratios.whole & (-ratios.sequence_means() <= threshold + EDGE)
+    stays = near[sequence_ids(lengths)] | ~(advantages.detach() < 0)
+    return stays if include is None else stays | ~include
+
+
 def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
     """Return masks of ratios below `lower` (None: 0) and above `upper`, with log slack EDGE."""
     return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
@@ -134,7 +189,7 @@ def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
         return tokens, ratios.finite
     if level == "seq_max":
         largest = tokens.new_zeros(len(ratios.counts)).scatter_reduce_(
-            0, ratios.ids, tokens, "amax"
+            0, ratios.ids, tokens, "amax", include_self=False
         )
         return largest, ratios.whole
     if rule.name == "seq_sum_k1":

@@ -7,7 +7,6 @@ overrides.
 from millrace.config.algorithm_keys import (
     ActorConfig,
     AlgorithmConfig,
-    CorrectionConfig,
     CriticConfig,
     Estimator,
     FilterGroupsConfig,
@@ -16,6 +15,7 @@ from millrace.config.algorithm_keys import (
     OptimConfig,
     PolicyLossConfig,
 )
+from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
 from millrace.config.keys import Config, Derived
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from millrace.algorithms.by_age import by_age
 from millrace.algorithms.correction import correct, drift
-from millrace.algorithms.correction_plan import Place, Proximal
+from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.kl import k3
-from millrace.algorithms.proximal import interpolate
+from millrace.algorithms.proximal import ESTIMATES
+from millrace.algorithms.rejection import off_policy_mask
 from millrace.train.experience import Experience
 from millrace.train.options import StepOptions
 from millrace.train.packing import MicroBatch
@@ -202,6 +203,8 @@ def _sampler_metrics(
     train/pad_share                   share of padding in the attention's batches
     staleness/...                     metrics of `by_age`
     rollout_corr/...                  metrics of `drift`; of `correct` for Place.PASSING
+    rollout_corr/off_policy_masked_fraction
+                                      share of tokens that `off_policy_mask` masks
 
     k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
@@ -217,11 +220,21 @@ def _sampler_metrics(
     plan = options.correction
     if plan.place is Place.PASSING:
         numerator = current
-        if plan.proximal is Proximal.INTERPOLATED:
-            numerator = interpolate(rollout, current, -data.ages, 0)
+        if plan.proximal in ESTIMATES:
+            numerator = ESTIMATES[plan.proximal](rollout, current, data.ages)
         metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
     elif plan.active and data.correction is None:
         metrics |= drift(current, rollout, data.lengths, at)
+    if plan.off_policy_mask_threshold is not None:
+        stays = off_policy_mask(
+            current,
+            rollout,
+            data.lengths,
+            data.advantages,
+            threshold=plan.off_policy_mask_threshold,
+            include=at,
+        )
+        metrics["rollout_corr/off_policy_masked_fraction"] = (~stays[at]).double().mean().item()
     delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
     metrics |= {
         "actor/kl_to_sampler": delta.mean().item(),

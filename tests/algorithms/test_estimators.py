@@ -19,7 +19,8 @@ from millrace.algorithms.estimators import (
     Advantages,
     estimate,
 )
-from tests.algorithms.options import advantage_options
+from millrace.algorithms.normalize import normalize
+from tests.algorithms.options import advantage_options, norm_options
 
 ROWS = st.lists(
     st.tuples(
@@ -111,7 +112,8 @@ class Reference:
 
     def scaled(self, s: Any) -> Any:
         return self.relative(
-            s, lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1)
+            s,
+            lambda r, _: (r - r.mean()) / (r.std(ddof=1) + self.o.eps if self.o.norm_by_std else 1),
         )
 
     def tokens(self, scalars: Any) -> Any:
@@ -121,8 +123,9 @@ class Reference:
     def flat(parts: Any) -> np.ndarray:
         return np.concatenate([np.zeros(0), *parts])
 
-    @staticmethod
-    def whiten(x: Any) -> Any:
+    def whiten(self, x: Any) -> Any:
+        if not self.o.whiten:
+            return x
         if len(set(x.tolist())) < 2:
             return np.zeros(len(x))
         return (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
@@ -134,7 +137,9 @@ class Reference:
         def gap(r: Any, _: Any) -> np.ndarray:
             low, high = np.sort(r)[-2:]
             return np.where(
-                r == high, (high - low) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1), 0.0
+                r == high,
+                (high - low) / (r.std(ddof=1) + self.o.eps if self.o.norm_by_std else 1),
+                0.0,
             )
 
         return self.tokens(self.relative(self.s, gap))
@@ -152,7 +157,9 @@ class Reference:
     def gpg(self) -> Any:
         centered = self.relative(self.s, lambda r, _: r - r.mean())
         valid = self.relative(self.s, lambda r, _: np.ones(len(r))).sum()
-        return self.tokens(centered * len(self.s) / max(valid, 1))
+        std = self.relative(self.s, lambda r, _: r - r + r.std(ddof=1)) + self.o.eps
+        f_norm = std if self.o.f_norm == "std" else self.o.f_norm
+        return self.tokens(centered * len(self.s) / max(valid, 1) / f_norm)
 
     def gdpo(self) -> Any:
         w = self.o.component_weights or {}
@@ -182,7 +189,7 @@ class Reference:
         return self.flat(out)
 
     def gae(self) -> Any:
-        return self.whiten(self.raw_gae()) if self.o.whiten else self.raw_gae()
+        return self.whiten(self.raw_gae())
 
     def remax(self) -> Any:
         return self.flat(self.to_go()) - self.tokens(self.b.greedy_scores.numpy())
@@ -211,6 +218,10 @@ OPTIONS = st.builds(
     component_weights=st.sampled_from([None, {"a": 2.0}, {"a": -1.0, "b": 0.5}]),
     bootstrap_truncated=st.booleans(),
     whiten=st.booleans(),
+    eps=st.sampled_from([1e-6, 0.1]),
+    f_norm=st.sampled_from([1.0, 2.0, "std"]),
+    reward_norm=st.just(norm_options()),
+    adv_norm=st.just(norm_options()),
 )
 
 
@@ -277,6 +288,37 @@ def test_the_order_of_trajectories_does_not_matter(name: str, rows: Any, seed: i
         estimate(name, batch, PLAIN).tokens[tokens],
     )
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@CALM
+@given(rows=ROWS, seed=SEED)
+def test_scores_are_normalised_before_an_estimator_and_advantages_after_it(
+    name: str, rows: Any, seed: int
+) -> None:
+    reward = norm_options(mean_level="batch", std_level="batch")
+    adv = norm_options(mean_level="group", std_level="batch", std_unbiased=False)
+    batch = for_name(make(rows, seed, token_rewards=True), name)
+    keep = torch.tensor(np.random.default_rng(seed).random(len(rows)) < 0.7)
+    batch = dataclasses.replace(batch, keep=keep)
+    own = norm_options() if name in ("gdpo", "remax") else reward
+    got = estimate(name, batch, advantage_options(reward_norm=own, adv_norm=adv))
+    scores = batch.scores.masked_scatter(
+        keep, normalize(batch.scores[keep], batch.groups[keep], own)
+    )
+    plain = estimate(name, dataclasses.replace(batch, scores=scores), PLAIN).tokens
+    at = torch.repeat_interleave(keep, batch.lengths)
+    groups = torch.repeat_interleave(batch.groups, batch.lengths)
+    want = plain.masked_scatter(at, normalize(plain[at], groups[at], adv))
+    assert torch.equal(got.tokens, want)
+
+
+@pytest.mark.parametrize("name", ["gdpo", "remax"])
+def test_an_estimator_that_reads_other_rewards_refuses_reward_norm(name: str) -> None:
+    batch = for_name(make([(0, 2, 1.0, False)], 0), name)
+    options = advantage_options(reward_norm=norm_options(mean_level="batch"))
+    with pytest.raises(ValueError, match=f"{name} cannot use reward_norm"):
+        estimate(name, batch, options)
 
 
 @pytest.mark.parametrize("name", RELATIVE)
