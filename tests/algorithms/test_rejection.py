@@ -104,7 +104,7 @@ def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec: float | str) 
     ("rules", "thresholds", "said"),
     [
         ("token_k4", 1.0, ["token_k4", "token_k1"]),
-        ("seq_max_k1", "0.5_2.0", ["seq_max_k1", "seq_max_k2"]),
+        ("seq_max_k4", "0.5_2.0", ["seq_max_k4", "seq_max_k2"]),
         ("token_k1", None, ["token_k1", "has no threshold"]),
         ("token_k1,token_k2,token_k3", "1.0,2.0", ["token_k1, token_k2, token_k3", "1.0,2.0", "3"]),
         ("token_k1", "2.0,3.0", ["2.0,3.0", "one threshold"]),
