@@ -58,5 +58,6 @@ def _centered(x: Tensor, index: Tensor, size: Tensor, *, leave1out: bool) -> Ten
     """Return x minus the mean of its set, exactly 0 if the set's values are equal."""
     centered = x - (sequence_sums(x, index, len(size)) / size)[index]
     if leave1out:
-        centered = centered * (size / (size - 1).clamp(min=1))[index]
+        n = size.to(x.dtype)
+        centered = centered * (n / (n - 1).clamp(min=1))[index]
     return centered.masked_fill(all_equal(x, index, len(size))[index], 0.0)

@@ -66,7 +66,7 @@ def reference(rows: Any, o: Any) -> np.ndarray:
 def test_normalisation_matches_numpy(rows: Any, options: Any) -> None:
     values, groups = tensors(rows)
     got = normalize(values.requires_grad_(), groups, options)
-    np.testing.assert_allclose(got.numpy(), reference(rows, options), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(got.numpy(), reference(rows, options), rtol=1e-9, atol=1e-9)
     assert not got.requires_grad
 
 
