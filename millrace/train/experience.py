@@ -125,8 +125,7 @@ def make_experience(
     )
     kl = None
     if options.algorithm.use_kl_in_reward and reference is not None:
-        penalised = batch.rollout if old is None else old
-        kl = KL[options.algorithm.kl_penalty](penalised, reference)
+        kl = KL[options.algorithm.kl_penalty](batch.rollout if old is None else old, reference)
     outcomes = AdvantageBatch(
         scores=batch.scores,
         groups=batch.groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.advantages import grpo, rloo
+from millrace.algorithms.estimators import ESTIMATORS, estimate
 from millrace.algorithms.normalize import normalize
-from tests.algorithms.options import norm_options
+from tests.algorithms.options import advantage_options, norm_options
+from tests.algorithms.test_estimators import CALM, PLAIN, ROWS, SEED, for_name, make
 
 VALUES = st.lists(
     st.tuples(st.one_of(st.sampled_from([0.0, 0.3, 1.0]), st.floats(-5, 5)), st.integers(-1, 3)),
@@ -113,3 +116,34 @@ def test_shapes_that_differ_and_an_eps_of_0_are_refused() -> None:
         normalize(torch.ones(2), torch.zeros(3), norm_options())
     with pytest.raises(ValueError, match="eps"):
         norm_options(eps=0.0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@CALM
+@given(rows=ROWS, seed=SEED)
+def test_scores_are_normalised_before_an_estimator_and_advantages_after_it(
+    name: str, rows: Any, seed: int
+) -> None:
+    reward = norm_options(mean_level="batch", std_level="batch")
+    adv = norm_options(mean_level="group", std_level="batch", std_unbiased=False)
+    batch = for_name(make(rows, seed, token_rewards=True), name)
+    keep = torch.tensor(np.random.default_rng(seed).random(len(rows)) < 0.7)
+    batch = dataclasses.replace(batch, keep=keep)
+    own = norm_options() if name in ("gdpo", "remax") else reward
+    got = estimate(name, batch, advantage_options(reward_norm=own, adv_norm=adv))
+    scores = batch.scores.masked_scatter(
+        keep, normalize(batch.scores[keep], batch.groups[keep], own)
+    )
+    plain = estimate(name, dataclasses.replace(batch, scores=scores), PLAIN).tokens
+    at = torch.repeat_interleave(keep, batch.lengths)
+    groups = torch.repeat_interleave(batch.groups, batch.lengths)
+    want = plain.masked_scatter(at, normalize(plain[at], groups[at], adv))
+    assert torch.equal(got.tokens, want)
+
+
+@pytest.mark.parametrize("name", ["gdpo", "remax"])
+def test_an_estimator_that_reads_other_rewards_refuses_reward_norm(name: str) -> None:
+    batch = for_name(make([(0, 2, 1.0, False)], 0), name)
+    options = advantage_options(reward_norm=norm_options(mean_level="batch"))
+    with pytest.raises(ValueError, match=f"{name} cannot use reward_norm"):
+        estimate(name, batch, options)

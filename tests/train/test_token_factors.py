@@ -91,10 +91,10 @@ def test_the_norms_of_scores_and_advantages_replace_whitening(folder: str) -> No
     data = experience(engine_of(folder, config), samples)
     lengths = [t.num_policy_tokens for one in samples for t in one.trajectories]
     centred = [
-        s - np.mean([*group[:i], *group[i + 1 :]]) if len(set(group)) > 1 else 0.0
+        s - float(np.mean([*group[:i], *group[i + 1 :]])) if len(set(group)) > 1 else 0.0
         for group in scores_of(samples)
         for i, s in enumerate(group)
     ]
-    tokens = np.repeat(centred, lengths)
+    tokens = np.repeat(np.array(centred), lengths)
     want = tokens / (np.sqrt(np.mean(tokens**2)) + 0.01)
     np.testing.assert_allclose(data.advantages.numpy(), want, rtol=1e-9, atol=1e-12)
