@@ -88,8 +88,8 @@ def gpg(rewards: Tensor, groups: Tensor, *, f_norm: float | Literal["std"], eps:
     trajectories have no gradient and shrink a mean over all trajectories. alpha corrects this. If
     no trajectory has a gradient, all advantages are 0.
 
-    `f_norm` is the divisor F_norm, a number or "std": std_g + eps of `grpo`. The paper's GPG has 1,
-    and its table of methods has "std" for GRPO. verl's function takes a number, and no key sets it.
+    `f_norm` is the divisor F_norm, a number or "std": std_g + eps of `grpo`. GPG has 1, and "std"
+    is GRPO's divisor. verl's function takes a number, and no key of verl sets it.
 
     In the paper and in its authors' code, groups of equal rewards are those that are all right or
     all wrong. Instead of N - M, verl counts the scores that are not 0. It thereby treats a wrong
