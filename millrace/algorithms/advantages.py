@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms.ragged import sequence_sums
+from millrace.algorithms.ragged import result_dtype, sequence_sums
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
+def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float) -> Tensor:
     """Compute (r_i - mean_g) / (std_g + eps), with an unbiased std (GRPO, arXiv 2402.03300, eq. 4).
 
     `norm_by_std=False` omits the division (Dr.GRPO, arXiv 2503.20783).
@@ -35,7 +36,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-
     return g.result(centered / (g.std()[g.index] + eps) if norm_by_std else centered)
 
 
-def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
+def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float) -> Tensor:
     """Give (r_1st - r_2nd) / (std_g + eps) to the best of a group, and 0 to the others.
 
     This is pass@k (arXiv 2503.19595). If two trajectories share the best reward, all get 0. A group
@@ -80,12 +81,15 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     return g.result((g.rewards - baseline[g.index]).masked_fill((total == 0)[g.index], 0.0))
 
 
-def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Compute alpha (r_i - mean_g) with alpha = N / (N - M) (GPG, arXiv 2504.02546).
+def gpg(rewards: Tensor, groups: Tensor, *, f_norm: float | Literal["std"], eps: float) -> Tensor:
+    """Compute alpha (r_i - mean_g) / F_norm with alpha = N / (N - M) (GPG, arXiv 2504.02546).
 
-    N is the number of trajectories, and M the number of those in groups of equal rewards. The
-    paper's F_norm is 1 here. The M trajectories have no gradient and shrink a mean over all
-    trajectories. alpha corrects this. If no trajectory has a gradient, all advantages are 0.
+    N is the number of trajectories, and M the number of those in groups of equal rewards. The M
+    trajectories have no gradient and shrink a mean over all trajectories. alpha corrects this. If
+    no trajectory has a gradient, all advantages are 0.
+
+    `f_norm` is the divisor F_norm, a number or "std": std_g + eps of `grpo`. GPG has 1, and "std"
+    is GRPO's divisor. verl's function takes a number, and no key of verl sets it.
 
     In the paper and in its authors' code, groups of equal rewards are those that are all right or
     all wrong. Instead of N - M, verl counts the scores that are not 0. It thereby treats a wrong
@@ -93,7 +97,8 @@ def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     g = _grouped(rewards, groups)
     useful = int((~g.equal()[g.index]).sum())
-    return g.result(g.centered() * (len(g.rewards) / max(useful, 1)))
+    scaled = g.centered() * (len(g.rewards) / max(useful, 1))
+    return g.result(scaled / (g.std()[g.index] + eps if f_norm == "std" else f_norm))
 
 
 def gdpo(
@@ -102,6 +107,7 @@ def gdpo(
     *,
     weights: Mapping[str, float] | None,
     norm_by_std: bool,
+    eps: float,
 ) -> Tensor:
     """Compute sum_k w_k grpo(r_k): each reward is normalised within its group, then all are added.
 
@@ -118,7 +124,7 @@ def gdpo(
             f"gdpo needs components, got {sorted(components)}; unknown names in weights: {unknown}"
         )
     parts = [
-        grpo(r, groups, norm_by_std=norm_by_std) * chosen.get(name, 1.0)
+        grpo(r, groups, norm_by_std=norm_by_std, eps=eps) * chosen.get(name, 1.0)
         for name, r in components.items()
     ]
     return torch.stack(parts).sum(0)
@@ -181,6 +187,4 @@ def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
     if not bool(torch.isfinite(r).all()):
         raise ValueError("a reward is not finite")
     index, size = renumber(groups)
-    return _Grouped(
-        r, index, size, torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    )
+    return _Grouped(r, index, size, result_dtype(rewards))

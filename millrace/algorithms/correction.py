@@ -3,76 +3,23 @@
 Policy b drew the tokens. Policy a is the trainer's: in decoupled mode the policy before the step,
 in bypass mode the policy under training. Weights and masks are constants without a gradient.
 
-Rejection leaves out tokens and sequences for which the policies differ too much. Rules use
-l = log pi_a - log pi_b in float64, clamped to +-20. For k1, the sum or mean over a sequence is
-taken from unclamped tokens and then clamped. A bound above e^20 or below e^-20 has no effect.
+rejection.py has the rules that leave out tokens and sequences.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms.correction_plan import CorrectionOptions
-from millrace.algorithms.losses import MAX_LOG_RATIO
-from millrace.algorithms.ragged import sequence_ids, sequence_sums
-from millrace.algorithms.rules import RejectionRule
+from millrace.algorithms.ragged import result_dtype
+from millrace.algorithms.rejection import Ratios, beyond, reject, share, spread
 
 PREFIX = "rollout_corr/"
 MAX_LOG_PPL = 100.0
 """Upper bound of a reported log-perplexity: perplexities are at most e^100."""
-EDGE = 1e-12
-"""Slack of every bound: a value on a bound stays inside, in spite of rounding in float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """The log-ratios of the included tokens, M of T."""
-
-    raw: Tensor
-    """l [M] float64, 0 where it is not finite."""
-    log: Tensor
-    """`raw` clamped to +-20."""
-    finite: Tensor
-    """[M] bool: whether l is finite."""
-    ids: Tensor
-    """Sequence of each token, [M] int64."""
-    counts: Tensor
-    """Included tokens of each sequence, [N] float64."""
-    whole: Tensor
-    """Sequences with an included token and with finite ratios only, [N] bool."""
-
-    @classmethod
-    def of(
-        cls, log_probs_a: Tensor, log_probs_b: Tensor, lengths: Tensor, include: Tensor | None
-    ) -> Ratios:
-        """Compute the ratios from log-probs [T], lengths [N] and include [T] bool."""
-        ids = sequence_ids(lengths)
-        delta = log_probs_a.detach().double() - log_probs_b.detach().double()
-        if include is not None:
-            ids, delta = ids[include], delta[include]
-        finite = delta.isfinite()
-        num_finite = sequence_sums(finite.double(), ids, len(lengths))
-        counts = sequence_sums(torch.ones_like(delta), ids, len(lengths))
-        raw = torch.where(finite, delta, 0.0)
-        log = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(raw, log, finite, ids, counts, (counts > 0) & (num_finite == counts))
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Sum the values [M] over the tokens of each sequence, [N]."""
-        return sequence_sums(values, self.ids, len(self.counts))
-
-    def sequence_logs(self) -> Tensor:
-        """Return the log of the product of each sequence's ratios, clamped to +-20, [N] float64."""
-        return self.sums(self.raw).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-    def sequence_means(self) -> Tensor:
-        """Return the log of each sequence's geometric mean ratio, clamped to +-20, [N] float64."""
-        means = self.sums(self.raw) / self.counts.clamp(min=1)
-        return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +55,15 @@ def correct(
     computation is in float64. Weights are float64 if log_probs_a is, else float32.
 
     l = log_probs_a - log_probs_b. A token's ratio is e^clamp(l, +-20). A sequence's ratio is the
-    product over its included tokens, e^clamp(sum l, +-20). Only the sum is clamped there.
+    product over its included tokens, e^clamp(sum l, +-20), or with rollout_is=geometric their
+    geometric mean, e^clamp(mean l, +-20). Only the sum or the mean is clamped there.
 
     1. Rejection. A token is kept if the veto and every rule accept it. Each of them sees all
     included tokens, whatever the others decide. A ratio that is not finite (a log-prob of -inf or
     NaN) is rejected. Sequence weights, sequence rules and the veto then reject its whole sequence.
     A whole batch may be rejected.
-    2. Weights. The ratio is truncated, or set to 0 outside the band. A token outside the band has
-    weight 0 but is still kept: it counts in means.
+    2. Weights. The ratio is truncated to its bounds, or set to 0 outside the band. A token outside
+    the band has weight 0 but is still kept: it counts in means.
     3. Normalisation, after step 2. With token weights, the divisor is the mean over kept tokens.
     With sequence weights, it is the mean over sequences that keep a token, each counted once. The
     mean is over this batch, so pass the whole batch. A mean of 0 leaves the weights unchanged.
@@ -127,118 +75,13 @@ def correct(
     """
     _check_shapes(log_probs_a, log_probs_b, lengths, include)
     ratios = Ratios.of(log_probs_a, log_probs_b, lengths, include)
-    keep, metrics = _reject(ratios, options)
+    keep, metrics = reject(ratios, options)
     weights, of_weights = _weigh(ratios, keep, options)
-    dtype = torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32
     return Correction(
-        weights=_spread_out(weights.to(dtype), include),
+        weights=_spread_out(weights.to(result_dtype(log_probs_a)), include),
         keep=_spread_out(keep, include),
         metrics=_named(metrics | of_weights) | drift(log_probs_a, log_probs_b, lengths, include),
     )
-
-
-def _reject(ratios: Ratios, options: CorrectionOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mask of kept tokens among the included ones, [M] bool, and metrics."""
-    metrics: dict[str, Tensor] = {}
-    verdicts = {
-        "nonfinite": ratios.whole[ratios.ids] if options.rollout_is == "sequence" else ratios.finite
-    }
-    if options.rollout_token_veto_threshold is not None:
-        verdicts["token_veto"] = accept_without_veto(options.rollout_token_veto_threshold, ratios)
-    for rule in options.rollout_rs:
-        verdicts[rule.name], statistics = accept(rule, ratios)
-        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in statistics.items()}
-    keep = torch.ones_like(ratios.finite)
-    for name, verdict in verdicts.items():
-        keep &= verdict
-        metrics |= {
-            f"rollout_rs_{name}_{metric}": value
-            for metric, value in rejected(verdict, ratios).items()
-        }
-    return keep, metrics | {
-        f"rollout_rs_{metric}": value for metric, value in rejected(keep, ratios).items()
-    }
-
-
-def accept(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens [M] bool that the rule accepts, and metrics of its statistic.
-
-    mean, max, min, std, fraction_high and fraction_low are scalars over the rule's tokens or
-    sequences with finite ratios, 0 if there are none. For k1, the statistic is the ratio.
-    fraction_high and fraction_low are the shares above and below the bounds.
-    """
-    statistic, valid = _statistic(rule, ratios)
-    high = statistic > rule.upper * (1 + EDGE)
-    low = torch.zeros_like(high)
-    if rule.in_ratio_space:
-        low, high = beyond(statistic, rule.lower, rule.upper)
-    accepted = valid & ~low & ~high
-    shown = statistic.exp() if rule.in_ratio_space else statistic
-    metrics = spread(shown[valid]) | {
-        "fraction_high": share(high[valid]),
-        "fraction_low": share(low[valid]),
-    }
-    return (accepted if rule.name.startswith("token") else accepted[ratios.ids]), metrics
-
-
-def accept_without_veto(threshold: float, ratios: Ratios) -> Tensor:
-    """Return the tokens [M] bool of sequences with only finite ratios of at least `threshold`."""
-    vetoed = ratios.sums(beyond(ratios.log, threshold, math.inf)[0].double()) > 0
-    return (ratios.whole & ~vetoed)[ratios.ids]
-
-
-def beyond(log_ratios: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Return masks of ratios below `lower` (None: 0) and above `upper`, with log slack EDGE."""
-    return log_ratios < _log(lower or 0.0) - EDGE, log_ratios > _log(upper) + EDGE
-
-
-def _statistic(rule: RejectionRule, ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """Return the rule's statistic (a log for k1) and the mask of defined values, [M] or [N]."""
-    log = ratios.log
-    level, kind = rule.name[:-3], rule.name[-2:]
-    # expm1 preserves digits where the two policies nearly agree. e^l - 1 does not.
-    tokens = log if kind == "k1" else log.square() / 2 if kind == "k2" else log.expm1() - log
-    if level == "token":
-        return tokens, ratios.finite
-    if level == "seq_max":
-        largest = tokens.new_zeros(len(ratios.counts)).scatter_reduce_(
-            0, ratios.ids, tokens, "amax"
-        )
-        return largest, ratios.whole
-    if rule.name == "seq_sum_k1":
-        return ratios.sequence_logs(), ratios.whole
-    if rule.name == "seq_mean_k1":
-        return ratios.sequence_means(), ratios.whole
-    sums = ratios.sums(tokens)
-    return (sums if level == "seq_sum" else sums / ratios.counts.clamp(min=1)), ratios.whole
-
-
-def rejected(keep: Tensor, ratios: Ratios) -> dict[str, Tensor]:
-    """Return the share of included tokens not in `keep` [M], and of sequences with such a token."""
-    masked = ratios.sums((~keep).double()) > 0
-    sequences = masked[ratios.counts > 0]
-    return {"masked_fraction": share(~keep), "seq_masked_fraction": share(sequences)}
-
-
-def spread(values: Tensor) -> dict[str, Tensor]:
-    """Return mean, max, min and population std of a float64 tensor, each 0 if it is empty."""
-    if not len(values):
-        return dict.fromkeys(("mean", "max", "min", "std"), values.new_zeros(()))
-    return {
-        "mean": values.mean(),
-        "max": values.max(),
-        "min": values.min(),
-        "std": values.std(correction=0),
-    }
-
-
-def share(flags: Tensor) -> Tensor:
-    """Return the share of true values, float64, 0 if there are no values."""
-    return flags.double().sum() / max(len(flags), 1)
-
-
-def _log(ratio: float) -> float:
-    return math.log(ratio) if ratio > 0 else -math.inf
 
 
 def _weigh(
@@ -247,12 +90,16 @@ def _weigh(
     """Return the weight of each included token, [M] float64, and the metrics of weights."""
     if options.rollout_is is None:
         return keep.double(), {}
-    by_token = options.rollout_is == "token"
+    by_token, by_mean = options.rollout_is == "token", options.rollout_is == "geometric"
     keeping = ratios.sums(keep.double())
     logs, units, kept = (
         (ratios.log, ratios.finite, keep)
         if by_token
-        else (ratios.sequence_logs(), ratios.whole, keeping > 0)
+        else (
+            ratios.sequence_means() if by_mean else ratios.sequence_logs(),
+            ratios.whole,
+            keeping > 0,
+        )
     )
     cut = _cut(logs, options)
     weights = torch.where(keep, cut if by_token else cut[ratios.ids], 0.0)
@@ -277,15 +124,20 @@ def _weigh(
 def _cut(logs: Tensor, options: CorrectionOptions) -> Tensor:
     """Return the ratios, truncated, or set to 0 outside the band."""
     if not isinstance(options.rollout_is_threshold, tuple):
-        return logs.exp().clamp(max=options.rollout_is_threshold)
+        return logs.exp().clamp(*options.band)
     low, high = beyond(logs, *options.band)
     return torch.where(low | high, 0.0, logs.exp())
 
 
 def _outside(logs: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
-    """Return masks of ratios below and above the bounds: the band, or 1/C and C."""
+    """Return masks of ratios below and above the bounds: the band, or 1/C and C.
+
+    With a lower bound, that is the first of the two.
+    """
     bounds = options.rollout_is_threshold
-    return beyond(logs, *(bounds if isinstance(bounds, tuple) else (1 / bounds, bounds)))
+    if isinstance(bounds, tuple):
+        return beyond(logs, *bounds)
+    return beyond(logs, options.rollout_is_threshold_lower or 1 / bounds, bounds)
 
 
 def _sequence_metrics(

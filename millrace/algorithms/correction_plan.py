@@ -13,12 +13,20 @@ from millrace.algorithms.rules import RejectionRule, check_band
 class CorrectionOptions:
     """Options of `correct`. Raises ValueError for values out of range and for duplicate rules."""
 
-    rollout_is: Literal["token", "sequence"] | None
-    """Weight of a token: its own ratio, or the product of its sequence's ratios. None gives 1."""
+    rollout_is: Literal["token", "sequence", "geometric"] | None
+    """Weight of a token: its own ratio, or its sequence's product or geometric mean of ratios.
+
+    None gives 1.
+    """
     rollout_is_threshold: float | tuple[float, float]
     """A number C truncates the ratio r to min(r, C) (TIS).
 
     A pair keeps r if lo <= r <= hi, and gives 0 outside (IcePop, arXiv 2510.18855).
+    """
+    rollout_is_threshold_lower: float | None
+    """Raise smaller ratios to this one (slime's --tis-clip-low, TRL's clip_min).
+
+    None sets no bound. Only a truncation has one: a pair has its own lower bound.
     """
     rollout_is_batch_normalize: bool
     """Divide the weights by their mean."""
@@ -26,11 +34,23 @@ class CorrectionOptions:
     """Rejection rules. A token is kept only if all of them accept it."""
     rollout_token_veto_threshold: float | None
     """Reject a whole sequence if the ratio of one token is below this."""
+    m2_threshold: float | None
+    """Reject the tokens that `second_moment` rejects (M2PO, arXiv 2510.01161)."""
 
     def __post_init__(self) -> None:
-        if self.rollout_is not in ("token", "sequence", None):
-            raise ValueError(f"rollout_is must be token, sequence or None, got {self.rollout_is!r}")
+        if self.rollout_is not in ("token", "sequence", "geometric", None):
+            raise ValueError(
+                f"rollout_is must be token, sequence, geometric or None, got {self.rollout_is!r}"
+            )
         check_band(*self.band)
+        lower = self.rollout_is_threshold_lower
+        if lower is not None and isinstance(self.rollout_is_threshold, tuple):
+            raise ValueError(
+                f"rollout_is_threshold_lower {lower} raises small weights, and the band "
+                f"{self.rollout_is_threshold} sets them to 0: give one of them"
+            )
+        if self.m2_threshold is not None and not self.m2_threshold > 0:
+            raise ValueError(f"m2_threshold must be over 0, got {self.m2_threshold}")
         names = [rule.name for rule in self.rollout_rs]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_rs contains a rule twice: {', '.join(names)}")
@@ -45,14 +65,17 @@ class CorrectionOptions:
 
     @property
     def band(self) -> tuple[float, float]:
-        """Bounds of the weights. For a truncation: 0 and C."""
+        """Bounds of the weights. For a truncation: its lower bound or 0, and C."""
         bounds = self.rollout_is_threshold
-        return bounds if isinstance(bounds, tuple) else (0.0, bounds)
+        return (
+            bounds if isinstance(bounds, tuple) else (self.rollout_is_threshold_lower or 0, bounds)
+        )
 
     @property
     def rejects(self) -> bool:
-        """Whether a rule or the veto can reject a token."""
-        return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
+        """Whether a rule, the veto or the second moment can reject a token."""
+        bounds = (self.rollout_token_veto_threshold, self.m2_threshold)
+        return bool(self.rollout_rs) or any(bound is not None for bound in bounds)
 
 
 class Proximal(StrEnum):
@@ -63,7 +86,9 @@ class Proximal(StrEnum):
     RECOMPUTED = "recomputed"
     """The trainer's policy at the batch's arrival, from a forward pass."""
     INTERPOLATED = "interpolated"
-    """An estimate between the rollout's and the current policy, from each token's version."""
+    """An estimate between the rollout's and the current log-probs, by each token's age."""
+    LINEAR = "linear"
+    """The same between their probabilities."""
 
 
 class Place(StrEnum):
@@ -88,6 +113,8 @@ class CorrectionPlan:
     """Tokens older than this many versions are not trained. None sets no limit."""
     before_baseline: bool
     """Exclude sequences that are rejected whole from the baselines."""
+    off_policy_mask_threshold: float | None
+    """The bound of `rejection.off_policy_mask`. None masks nothing."""
 
     @property
     def active(self) -> bool:

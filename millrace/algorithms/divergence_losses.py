@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
-from millrace.algorithms.losses import log_ratio
+from millrace.algorithms.ratio import log_ratio
 
 TINY = 1e-8
 """Lower bound of the total probability of the other tokens.

@@ -8,12 +8,15 @@ whole batches, not micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms import advantages, returns
+from millrace.algorithms.norm_options import NormOptions
+from millrace.algorithms.normalize import normalize
 from millrace.algorithms.ragged import sequence_ids, sequence_sums
 
 
@@ -99,11 +102,21 @@ class AdvantageOptions:
     bootstrap_truncated: bool
     """gae: end a truncated trajectory with the value of its last state, and ignore its score."""
     whiten: bool
-    """gae: whiten the advantages over all tokens. Other estimators do not read this option."""
+    """gae, gdpo, reinforce_plus_plus[_baseline]: whiten the advantages over all tokens."""
+    eps: float
+    """grpo, grpo_passk, gdpo, gpg: added to the standard deviation of the group."""
+    f_norm: float | Literal["std"]
+    """gpg: the divisor of advantages."""
+    reward_norm: NormOptions
+    """Normalisation of the scores, before anything else. gdpo and remax cannot use it."""
+    adv_norm: NormOptions
+    """Normalisation of the advantages of the trained tokens, after everything else."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError(f"gamma and lam must be 0 to 1, got {self.gamma} and {self.lam}")
+        if not self.eps > 0 or not (self.f_norm == "std" or self.f_norm > 0):
+            raise ValueError(f"eps and f_norm must be over 0, got {self.eps} and {self.f_norm}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +142,8 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
     - a missing field of NEEDS; the error has its name
     - a float of a kept trajectory that is not finite
     - token_rewards with gdpo, which cannot use them
+    - reward_norm with gdpo, which reads no score, and with remax, whose greedy scores it would not
+      change
     """
     if name not in ESTIMATORS:
         raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ESTIMATORS)}")
@@ -136,13 +151,21 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
     missing = sorted(field for field in NEEDS[name] if given[field] is None)
     if missing:
         raise ValueError(f"advantage estimator {name} needs {', '.join(missing)}")
+    if options.reward_norm.active and name in ("gdpo", "remax"):
+        raise ValueError(f"advantage estimator {name} cannot use reward_norm")
     keep = (
         torch.ones_like(batch.groups, dtype=torch.bool) if batch.keep is None else batch.keep.bool()
     )
     at = keep[sequence_ids(batch.lengths)]
-    result = ESTIMATORS[name](_part(batch, keep, at), options)
+    part = _part(batch, keep, at)
+    if options.reward_norm.active:
+        part = replace(part, scores=normalize(part.scores, part.groups, options.reward_norm))
+    result = ESTIMATORS[name](part, options)
+    tokens = result.tokens
+    if options.adv_norm.active:
+        tokens = normalize(tokens, _each_token(part, part.groups), options.adv_norm)
     return Advantages(
-        _spread(result.tokens, at), None if result.returns is None else _spread(result.returns, at)
+        _spread(tokens, at), None if result.returns is None else _spread(result.returns, at)
     )
 
 
@@ -176,7 +199,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
 
 
 def _spread(values: Tensor, at: Tensor) -> Tensor:
-    return torch.zeros_like(at, dtype=torch.float64).masked_scatter(at, values)
+    return values.new_zeros(at.shape).masked_scatter(at, values)
 
 
 def _outcomes(batch: AdvantageBatch) -> Tensor:
@@ -197,13 +220,19 @@ def _each_token(batch: AdvantageBatch, scalars: Tensor) -> Tensor:
     return scalars[sequence_ids(batch.lengths)]
 
 
+def _whiten(values: Tensor, options: AdvantageOptions) -> Tensor:
+    return returns.whiten(values) if options.whiten else values
+
+
 def _grpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    scalars = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=options.norm_by_std)
+    by_std, eps = options.norm_by_std, options.eps
+    scalars = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=by_std, eps=eps)
     return Advantages(_each_token(batch, scalars))
 
 
 def _grpo_passk(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    scalars = advantages.grpo_passk(_outcomes(batch), batch.groups, norm_by_std=options.norm_by_std)
+    by_std, eps = options.norm_by_std, options.eps
+    scalars = advantages.grpo_passk(_outcomes(batch), batch.groups, norm_by_std=by_std, eps=eps)
     return Advantages(_each_token(batch, scalars))
 
 
@@ -218,7 +247,9 @@ def _opo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 
 def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    return Advantages(_each_token(batch, advantages.gpg(_outcomes(batch), batch.groups)))
+    f_norm, eps = options.f_norm, options.eps
+    scalars = advantages.gpg(_outcomes(batch), batch.groups, f_norm=f_norm, eps=eps)
+    return Advantages(_each_token(batch, scalars))
 
 
 def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -226,9 +257,8 @@ def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Ad
 
     There is no group baseline (REINFORCE++, arXiv 2501.03262).
     """
-    return Advantages(
-        returns.whiten(returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma))
-    )
+    to_go = returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma)
+    return Advantages(_whiten(to_go, options))
 
 
 def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -239,8 +269,8 @@ def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptio
     after it. verl whitens the raw score of a group of one together with the differences of other
     groups.
     """
-    centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False)
-    return Advantages(returns.whiten(_each_token(batch, centered)))
+    centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False, eps=options.eps)
+    return Advantages(_whiten(_each_token(batch, centered), options))
 
 
 def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -255,9 +285,9 @@ def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         )
     weights, by_std = options.component_weights, options.norm_by_std
     scalars = advantages.gdpo(
-        batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std
+        batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std, eps=options.eps
     )
-    return Advantages(returns.whiten(_each_token(batch, scalars)))
+    return Advantages(_whiten(_each_token(batch, scalars), options))
 
 
 def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -278,7 +308,7 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         lam=options.lam,
         truncated=truncated,
     )
-    return Advantages(returns.whiten(estimates) if options.whiten else estimates, targets)
+    return Advantages(_whiten(estimates, options), targets)
 
 
 def _remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:

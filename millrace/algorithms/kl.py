@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from millrace.algorithms.ratio import log_ratio
+
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute log pi - log ref: unbiased, may be negative.
@@ -61,6 +63,23 @@ def with_k2_gradient(estimator: Estimator) -> Estimator:
         return (carrier - carrier.detach()) + estimator(log_probs, ref_log_probs).detach()
 
     return estimate
+
+
+def weighted_by_ratio(
+    estimator: Estimator, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor
+) -> Tensor:
+    """Compute rho x the estimate, rho = exp(clamp(log pi - log pi_old, +-20)), with rho's gradient.
+
+    (Unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`,
+    slime's `--use-unbiased-kl`.) pi_old drew the tokens, so the mean of the result is an
+    estimate under pi. With k3, value and gradient are unbiased. All tensors have one shape and
+    dtype. Do not use an estimator of `with_k2_gradient`: its gradient is that of the KL already.
+
+    The estimator keeps its own clamps. slime's k3 clamps the product. TRL clamps nothing, and takes
+    the sequence's ratio with importance_sampling_level="sequence"; here rho is always the token's.
+    """
+    rho = log_ratio(log_probs, old_log_probs.detach()).exp()
+    return rho * estimator(log_probs, ref_log_probs)
 
 
 _BASE: dict[str, Estimator] = {

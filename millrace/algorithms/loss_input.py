@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -82,10 +83,20 @@ class LossOptions:
     """
     clip_c: float
     """vanilla: upper bound of the ratio where A < 0."""
+    importance_sampling_level: Literal["token", "sequence"]
+    """vanilla, cispo, sapo: the ratio is the token's own, or `sequence_log_ratio`'s."""
     tau_pos: float
     """sapo: temperature where A > 0."""
     tau_neg: float
     """sapo: temperature elsewhere."""
+    vespo_k_pos: float
+    """vespo: exponent of the ratio where A > 0."""
+    vespo_lambda_pos: float
+    """vespo: decay by the ratio where A > 0."""
+    vespo_k_neg: float
+    """vespo: exponent of the ratio elsewhere."""
+    vespo_lambda_neg: float
+    """vespo: decay by the ratio elsewhere."""
     dro_beta: float
     """dro: weight of the squared log-ratio, relative to the advantages.
 
@@ -106,6 +117,8 @@ class LossOptions:
             "clip_low": self.clip_low,
             "clip_high": self.clip_high,
             "ppo_kl_coef": self.ppo_kl_coef,
+            "vespo_k_pos": self.vespo_k_pos,
+            "vespo_k_neg": self.vespo_k_neg,
         }
         for name, value in at_least_0.items():
             if value < 0:
@@ -113,6 +126,8 @@ class LossOptions:
         over_0 = {
             "tau_pos": self.tau_pos,
             "tau_neg": self.tau_neg,
+            "vespo_lambda_pos": self.vespo_lambda_pos,
+            "vespo_lambda_neg": self.vespo_lambda_neg,
             "dro_beta": self.dro_beta,
             "dppo_clip_c": self.dppo_clip_c,
         }

@@ -1,9 +1,10 @@
 """Policy losses for each token.
 
-The file has the proximal policy, the losses, the selection of tokens by covariance, and the factors
-that reduce token losses to one number. Other parts are elsewhere:
+Other parts are elsewhere:
 
 correction.py       the weights W of a rollout correction, which the caller multiplies in
+covariance.py       the selection of tokens for clip_cov and kl_cov
+aggregate.py        the factors that reduce token losses to one number
 sequence_losses.py  the losses on whole sequences
 policy_losses.py    all modes by name
 
@@ -12,75 +13,11 @@ Below, rho = exp(clamp(log pi - log pi_old, +-20)), A is the advantage, and sg i
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from torch import Tensor
 
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
-from millrace.algorithms.modes import AggMode
-
-MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios. The square of exp(20) = 4.9e8 is still finite in float32."""
-
-
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Compute log(pi / pi_old) clamped to +-20, in the shape of its arguments.
-
-    There is no gradient where the clamp acts.
-    """
-    return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def interpolate(
-    rollout_log_probs: Tensor, log_probs: Tensor, token_versions: Tensor, version: int
-) -> Tensor:
-    """Compute log mu + alpha (log theta - log mu), [T] in the dtype of log_probs, detached.
-
-    alpha = (v_prox - v_mu) / (v_theta - v_mu).
-
-    The result estimates the proximal policy of decoupled PPO from versions, without a forward pass
-    (A-3PO, arXiv 2512.06547). Decoupled PPO (AReaL, arXiv 2505.24298) takes its ratio against the
-    proximal policy, from which training started. It weighs each token by proximal / rollout. Any
-    loss mode can do this: pass the proximal log-probs as `old_log_probs`, and multiply by the
-    weights of correction.py for proximal and rollout.
-
-    mu       rollout_log_probs [T] floating
-    theta    log_probs [T] floating, of the policy under training
-    v_mu     token_versions [T] integers: the version that drew each token
-    v_prox   `version`: the live version, from which training started
-    v_theta  version + 1: the policy under training is published next
-
-    With d = version - v_mu, alpha = d / (d + 1). It is 0 for a token of the live version, because
-    the proximal policy drew it. It is 1/2 for one version back, and then grows towards 1. The ratio
-    theta / prox is therefore (theta / mu)^(1 / (d + 1)): one version's share of the way from mu to
-    theta. A version above the live one counts as the live one. T = 0 gives an empty tensor.
-
-    AReaL's documentation has this definition: v_prox = v_theta - 1 is the last published version.
-    AReaL's code differs: its v_theta is the live version, because the engine gets its new number
-    only after the update. Its alpha is (d - 1) / d. Tokens one version back get alpha 0, as if the
-    policy had not moved since.
-
-    The estimate assumes that log-probs move evenly from version to version. Before the first
-    optimizer step of a version, theta still is the proximal policy (true alpha 1). The result is
-    then too close to mu, by 1 / (d + 1) of the way, as if a step had happened.
-    """
-    mu, theta = rollout_log_probs.detach().to(log_probs.dtype), log_probs.detach()
-    age = (version - token_versions).clamp(min=0).to(theta.dtype)
-    return mu + age / (age + 1) * (theta - mu)
-
-
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Compute max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and a mask.
-
-    The bool mask is true where the clipped term is larger. Both results have the shape of `ratio`.
-    A ratio on a bound is not clipped and has its full gradient.
-    """
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(plain, clipped), clipped > plain
+from millrace.algorithms.ratio import clipped_surrogate, log_ratio, log_ratio_at_level
 
 
 def ppo_clip(
@@ -117,26 +54,35 @@ def ppo_clip(
         raise ValueError(f"clip_c must be over 1, got {clip_c}")
     old, adv = old_log_probs.detach(), advantages.detach()
     delta = log_ratio(log_probs, old)
-    pessimistic, clipped = clipped_surrogate(delta.exp(), adv, clip_low, clip_high)
-    bound = torch.where(adv < 0, -adv * clip_c, torch.inf)
-    over = pessimistic > bound
-    loss = torch.where(over, bound, pessimistic)
+    loss, clipped, over = _dual_clip(delta.exp(), adv, clip_low, clip_high, clip_c)
     if weights is not None:
         loss = loss * weights.detach()
     return loss, statistics(log_probs, log_ratio=delta, clipped=clipped, clipped_lower=over)
 
 
+def _dual_clip(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses, the mask of the clip and that of the dual clip, each [T]."""
+    pessimistic, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    bound = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
+    over = pessimistic > bound
+    return torch.where(over, bound, pessimistic), clipped, over
+
+
 def vanilla(inputs: LossInput, options: LossOptions) -> TokenLoss:
-    """Compute `ppo_clip`: PPO with clip-higher and dual clip."""
+    """Compute `ppo_clip`: PPO with clip-higher and dual clip.
+
+    With importance_sampling_level="sequence", this is `gspo` with dual clip (AReaL has it by the
+    same key and `c_clip`; verl's gspo has no dual clip).
+    """
     x = inputs.trained()
-    return ppo_clip(
-        x.log_probs,
-        x.old_log_probs,
-        x.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        clip_c=options.clip_c,
+    ratio = log_ratio_at_level(x, options).exp()
+    loss, clipped, over = _dual_clip(
+        ratio, x.advantages, options.clip_low, options.clip_high, options.clip_c
     )
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    return loss, statistics(x.log_probs, log_ratio=delta, clipped=clipped, clipped_lower=over)
 
 
 def reinforce(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -155,11 +101,13 @@ def cispo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
     (CISPO, MiniMax-M1, arXiv 2506.13585.) The clip bounds a token's weight and never sets its
     gradient to 0. `clipped` marks weights that it changed where A is not 0. The paper has only an
-    upper bound, which is clip_low = 1.
+    upper bound, which is clip_low = 1. With importance_sampling_level="sequence", rho is the
+    sequence's ratio (TRL's key of that name; TRL has only the upper bound, and it bounds the ratio
+    itself).
     """
     x = inputs.trained()
-    delta = log_ratio(x.log_probs, x.old_log_probs).detach()
-    ratio = delta.exp()
+    delta = log_ratio(x.log_probs, x.old_log_probs)
+    ratio = log_ratio_at_level(x, options).detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     clipped = (weight != ratio) & (x.advantages != 0)
     return -weight * x.advantages * x.log_probs, statistics(
@@ -171,14 +119,16 @@ def sapo(inputs: LossInput, options: LossOptions) -> TokenLoss:
     """Compute -A (4 / tau) sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg.
 
     (SAPO, arXiv 2511.20347.) This is a smooth clip. At rho = 1, the gradient is that of -A log pi,
-    and it fades on both sides. The `clipped` statistics are 0.
+    and it fades on both sides. The `clipped` statistics are 0. With
+    importance_sampling_level="sequence", rho is the sequence's ratio (as in TRL). The aggregation
+    seq-mean-token-mean then has the value and the gradient of one gate for each sequence.
     """
     x = inputs.trained()
     delta = log_ratio(x.log_probs, x.old_log_probs)
     tau = torch.where(
         x.advantages > 0, delta.new_full((), options.tau_pos), delta.new_full((), options.tau_neg)
     )
-    gate = torch.sigmoid(tau * (delta.exp() - 1)) * (4 / tau)
+    gate = torch.sigmoid(tau * (log_ratio_at_level(x, options).exp() - 1)) * (4 / tau)
     return -gate * x.advantages, statistics(x.log_probs, log_ratio=delta)
 
 
@@ -233,138 +183,3 @@ def _selected(inputs: LossInput) -> Tensor:
             "the tokens that clip_cov_tokens or kl_cov_tokens selects in the whole mini-batch"
         )
     return inputs.selected
-
-
-# The selection of tokens for clip_cov and kl_cov ---------------------------------------------
-
-
-def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return cov_t = (A_t - mean A) (log pi_t - mean log pi), [T] float64, detached.
-
-    (arXiv 2505.22617.) Both means are over all trained tokens. A token with a large covariance
-    lowers the entropy. The result is NaN where mask is false. log_probs and advantages are [T]
-    floating, mask is [T] bool. log_probs are those of the policy under training. At the first step
-    on a batch, they equal the old ones.
-
-    Pass the WHOLE mini-batch, of all ranks, because the selection is a share of its tokens. verl
-    computes means, share and draw for each micro-batch. With a share of 2e-4, it then selects one
-    token in every micro-batch of up to 9,999 tokens, whatever their covariances are. verl also
-    draws from an unseeded permutation, so ranks disagree and runs cannot be repeated.
-    """
-    result = log_probs.new_full(log_probs.shape, torch.nan, dtype=torch.float64)
-    a, logp = (x.detach()[mask].double() for x in (advantages, log_probs))
-    result[mask] = (a - a.mean()) * (logp - logp.mean())
-    return result
-
-
-def kl_cov_tokens(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
-    """Mark the max(int(ratio * trained tokens), 1) trained tokens of largest covariance, [T] bool.
-
-    Among equal covariances, earlier tokens of the batch come first. Without trained tokens, no
-    token is marked. Raises ValueError unless 0 < ratio <= 1.
-    """
-    cov = covariances(log_probs, advantages, mask)
-    at = mask.nonzero().squeeze(-1)
-    order = cov[at].argsort(descending=True, stable=True)
-    return _marked(mask, at[order[: _count(ratio, len(at))]])
-
-
-def clip_cov_tokens(
-    log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    ratio: float,
-    lower: float,
-    upper: float,
-    generator: torch.Generator,
-    clipped: Tensor | None = None,
-) -> Tensor:
-    """Mark random tokens with lower < cov < upper, [T] bool.
-
-    The number of tokens is max(int(ratio * trained tokens), 1), or all candidates if there are
-    fewer. `clipped` [T] bool marks tokens that PPO's clip leaves without a gradient. They are never
-    drawn, as in verl. While log_probs are the old ones, there are no such tokens. The draw depends
-    on the generator's state alone, so equal seeds give equal tokens on every rank.
-
-    Raises ValueError unless 0 < ratio <= 1 and lower < upper.
-    """
-    if not lower < upper:
-        raise ValueError(f"lower must be below upper, got {lower} and {upper}")
-    cov = covariances(log_probs, advantages, mask)
-    candidate = (cov > lower) & (cov < upper)
-    if clipped is not None:
-        candidate &= ~clipped
-    at = candidate.nonzero().squeeze(-1)
-    count = _count(ratio, int(mask.sum()))
-    drawn = torch.randperm(len(at), generator=generator, device=generator.device)[:count]
-    return _marked(mask, at[drawn.to(at.device)])
-
-
-def _count(ratio: float, tokens: int) -> int:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio must be over 0 and at most 1, got {ratio}")
-    return max(int(ratio * tokens), 1)
-
-
-def _marked(mask: Tensor, positions: Tensor) -> Tensor:
-    return torch.zeros_like(mask, dtype=torch.bool).index_fill(0, positions, True)
-
-
-# The sum of token losses -----------------------------------------------------------------------
-
-
-def token_weights(
-    mode: AggMode,
-    *,
-    sequence_ids: Tensor,
-    sequence_lengths: Tensor,
-    total_tokens: int,
-    total_sequences: int,
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the factor of each token's loss, [T] in `dtype`, the dtype of the loss.
-
-    Every mode is a weighted sum:
-
-    mode                     factor
-    token-mean               1 / total_tokens
-    token-sum                1
-    seq-mean-token-sum       1 / total_sequences
-    seq-mean-token-sum-norm  1 / (total_sequences * scale), `scale` being Dr.GRPO's constant length
-    seq-mean-token-mean      1 / (total_sequences * sequence_lengths[sequence])
-
-    sequence_ids [T]      index into sequence_lengths of each token
-    sequence_lengths [S]  trained tokens of each WHOLE sequence, even if this call has only some
-    total_tokens          trained tokens of the global mini-batch
-    total_sequences       its sequences with at least one trained token
-
-    Factors are computed in float64, so every dtype of `sequence_lengths` gives full precision. The
-    caller passes the counts, and they are global. The sums of micro-batches and ranks therefore add
-    up to the result of one batch, for any split.
-
-    Both totals are counted after rejection. A sequence whose tokens are all rejected therefore has
-    no weight in a mean. (verl's trainers divide by the configured mini-batch size, which counts
-    such a sequence. Without that size, verl's agg_loss omits the sequence too.) A total of 0 counts
-    as 1, because there is nothing to add. (Source: verl's agg_loss, in
-    verl/trainer/ppo/core_algos.py. Its 1e-8 in the divisor is omitted, because the sequence of a
-    token has at least one token.)
-    """
-    if mode not in get_args(AggMode):
-        raise ValueError(
-            f"unknown loss aggregation {mode!r}; known: {', '.join(get_args(AggMode))}"
-        )
-    if scale <= 0:
-        raise ValueError(f"scale must be over 0, got {scale}")
-    sequences = max(total_sequences, 1)
-    if mode == "seq-mean-token-mean":
-        lengths = sequence_lengths.double().clamp(min=1)
-        return (lengths * sequences).reciprocal().to(dtype)[sequence_ids]
-    factor = {
-        "token-mean": 1.0 / max(total_tokens, 1),
-        "token-sum": 1.0,
-        "seq-mean-token-sum": 1.0 / sequences,
-        "seq-mean-token-sum-norm": 1.0 / (sequences * scale),
-    }[mode]
-    return torch.full(sequence_ids.shape, factor, dtype=dtype, device=sequence_ids.device)

@@ -27,6 +27,7 @@ LossMode = Literal[
     "dppo_tv",
     "dppo_kl",
     "dro",
+    "vespo",
     "reinforce",
 ]
 
@@ -42,6 +43,7 @@ USES_OLD = frozenset(
         "dppo_tv",
         "dppo_kl",
         "dro",
+        "vespo",
     }
 )
 """Modes with a ratio against old log-probs. gpg and reinforce do not read old log-probs."""
@@ -49,10 +51,14 @@ USES_OLD = frozenset(
 SELECTS = frozenset({"clip_cov", "kl_cov"})
 """Modes that need `LossInput.selected`: tokens selected in the whole mini-batch."""
 
+SEQUENCE_LEVEL = frozenset({"vanilla", "cispo", "sapo", "gspo"})
+"""Modes that can use the sequence's ratio. gspo always does."""
+
 # A trust region bounds a token's effect by its distance to old_log_probs:
 # - vanilla, clip_cov, gspo, geo_mean: no gradient beyond the bound that the advantage pushes to.
 # - dppo_tv, dppo_kl: the same, with a bound on a divergence.
 # - sapo: the gradient fades with the distance.
+# - vespo: the weight of a sequence fades with its distance on both sides.
 # - dro: the squared log-ratio pulls a token back.
 # - cispo: bounds only a token's weight, and the gradient never becomes 0. This limits one step, but
 #   not the sum of many (arXiv 2602.04879 says that it has no trust region).
@@ -62,10 +68,11 @@ TRUST_REGION = USES_OLD - {"kl_cov"}
 """Modes in which the distance to old_log_probs bounds the effect of a token."""
 
 
-def default_aggregation(mode: str) -> AggMode:
-    """Return the aggregation that a mode's paper uses.
+def default_aggregation(mode: str, importance_sampling_level: str) -> AggMode:
+    """Return the aggregation that a mode's paper uses. A ratio of sequences has that of gspo.
 
     In verl 0.9.1, only sapo always uses it. gspo has token-mean unless loss_agg_mode overrides it,
     and geo_mean is a plain mean over the micro-batch.
     """
-    return "seq-mean-token-mean" if mode in ("gspo", "sapo", "geo_mean") else "token-mean"
+    whole = mode in ("gspo", "sapo", "geo_mean") or importance_sampling_level == "sequence"
+    return "seq-mean-token-mean" if whole else "token-mean"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from millrace.algorithms.divergence_losses import dppo_kl, dppo_tv
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss
 from millrace.algorithms.losses import cispo, clip_cov, dro, kl_cov, reinforce, sapo, vanilla
-from millrace.algorithms.sequence_losses import geo_mean, gspo
+from millrace.algorithms.sequence_losses import geo_mean, gspo, vespo
 
 PolicyLoss = Callable[[LossInput, LossOptions], TokenLoss]
 
@@ -30,5 +30,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dro": dro,
+    "vespo": vespo,
     "reinforce": reinforce,
 }

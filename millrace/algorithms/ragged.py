@@ -26,6 +26,11 @@ def sequence_sums(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
     return values.new_zeros(num_sequences).index_add(0, ids, values)
 
 
+def result_dtype(like: Tensor) -> torch.dtype:
+    """Return the dtype of a result: float64 if `like` is float64, else float32."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
 def last_tokens(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the position of each trajectory's last token, and the numbers of those trajectories.
 

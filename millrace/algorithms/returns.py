@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.advantages import all_equal, renumber
-from millrace.algorithms.ragged import last_tokens, sequence_ids, sequence_sums
+from millrace.algorithms.ragged import last_tokens, result_dtype, sequence_ids, sequence_sums
 
 
 def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None = None) -> Tensor:
@@ -28,10 +28,10 @@ def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None =
         else token_rewards.detach().double()
     )
     at, has = last_tokens(lengths)
-    return base.index_add(0, at, score[has]).to(_dtype(scores))
+    return base.index_add(0, at, score[has]).to(result_dtype(scores))
 
 
-def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> Tensor:
+def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float) -> Tensor:
     """Compute the reward to go, G_t = r_t + discount G_{t+1} within each trajectory, [T] from [T].
 
     Each step doubles the range of the sum: after step k, G_t contains 2^k rewards, from r_t on. The
@@ -47,7 +47,7 @@ def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float = 1.0) -> 
     while step < longest:
         total = total + discount**step * torch.where(remaining >= step, total.roll(-step), 0.0)
         step *= 2
-    return total.to(_dtype(rewards))
+    return total.to(result_dtype(rewards))
 
 
 def gae(
@@ -81,7 +81,7 @@ def gae(
     at, has = last_tokens(lengths)
     after[at] = 0.0 if truncated is None else v[at] * truncated[has]
     advantages = discounted_sums(r + gamma * after - v, lengths, gamma * lam)
-    return advantages.to(_dtype(rewards)), (advantages + v).to(_dtype(rewards))
+    return advantages.to(result_dtype(rewards)), (advantages + v).to(result_dtype(rewards))
 
 
 def remax(rewards: Tensor, lengths: Tensor, greedy_scores: Tensor) -> Tensor:
@@ -90,8 +90,10 @@ def remax(rewards: Tensor, lengths: Tensor, greedy_scores: Tensor) -> Tensor:
     (ReMax, arXiv 2310.10505.) rewards [T] have the score on the last token. greedy_scores [N] are
     the scores of the greedy responses to the same prompts.
     """
-    to_go = discounted_sums(rewards.double(), lengths)
-    return (to_go - greedy_scores.detach().double()[sequence_ids(lengths)]).to(_dtype(rewards))
+    to_go = discounted_sums(rewards.double(), lengths, 1.0)
+    return (to_go - greedy_scores.detach().double()[sequence_ids(lengths)]).to(
+        result_dtype(rewards)
+    )
 
 
 def optimal_token_baseline(
@@ -129,14 +131,14 @@ def optimal_token_baseline(
     - verl adds 1e-8 to the sum of W, which pulls B to 0 where the policy is certain. Here, B is the
       plain mean if every W is 0.
     """
-    to_go = discounted_sums(rewards.double(), lengths)
+    to_go = discounted_sums(rewards.double(), lengths, 1.0)
     energy = (1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()).clamp(
         min=0
     )
     if weights is not None:
         energy = energy * weights.detach().double().square()
     # A sum from the front equals a sum to go of the reversed batch.
-    path = discounted_sums(energy.flip(0), lengths.flip(0)).flip(0)
+    path = discounted_sums(energy.flip(0), lengths.flip(0), 1.0).flip(0)
     cell, size = renumber(_positions(lengths, groups))
     total = sequence_sums(path, cell, len(size))[cell]
     share = torch.where(total > 0, path / total, 1.0 / size.double()[cell])
@@ -144,7 +146,7 @@ def optimal_token_baseline(
     return (
         (to_go - baseline[cell])
         .masked_fill(all_equal(to_go, cell, len(size))[cell], 0.0)
-        .to(_dtype(rewards))
+        .to(result_dtype(rewards))
     )
 
 
@@ -156,10 +158,10 @@ def whiten(values: Tensor) -> Tensor:
     """
     x = values.detach().double()
     if len(x) < 2 or bool(x.min() == x.max()):
-        return torch.zeros_like(x).to(_dtype(values))
+        return torch.zeros_like(x).to(result_dtype(values))
     centered = x - x.mean()
     variance = centered.square().sum() / (len(x) - 1)
-    return (centered * (variance + 1e-8).rsqrt()).to(_dtype(values))
+    return (centered * (variance + 1e-8).rsqrt()).to(result_dtype(values))
 
 
 def _positions(lengths: Tensor, groups: Tensor) -> Tensor:
@@ -168,7 +170,3 @@ def _positions(lengths: Tensor, groups: Tensor) -> Tensor:
     position = torch.arange(len(ids), device=ids.device) - (lengths.cumsum(0) - lengths)[ids]
     longest = int(lengths.max()) if len(lengths) else 0
     return renumber(groups)[0][ids] * longest + position
-
-
-def _dtype(like: Tensor) -> torch.dtype:
-    return torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -12,7 +12,7 @@ RULES = (
     *("token_k1", "token_k2", "token_k3"),
     *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
+    *("seq_max_k1", "seq_max_k2", "seq_max_k3"),
 )
 """Names of the rules."""
 
@@ -27,12 +27,14 @@ class RejectionRule:
     token_k1     r = e^l                                                     lower <= r <= upper
     seq_sum_k1   product of the sequence's ratios, its log clamped to +-20   lower <= . <= upper
     seq_mean_k1  their geometric mean, its log clamped to +-20               lower <= . <= upper
+    seq_max_k1   the largest of them                                         lower <= . <= upper
     *_k2         l^2 / 2; its sum, mean or max over the sequence             . <= upper, no `lower`
     *_k3         e^l - 1 - l; its sum, mean or max over the sequence         . <= upper, no `lower`
 
     k1 bounds the RATIO pi_a / pi_b. (verl compares -l with the logs of the bounds, and so keeps
     1/upper <= r <= 1/lower. That is the same only for reciprocal bounds, and wrong for 0.5 to 5.)
-    lower = 0 or upper = inf removes a bound. For k2 and k3, `lower` is None. A sequence with a
+    seq_max_k1 is AReaL's rejection_sampling with level: sequence, metric: ratio and agg: max. verl
+    lacks it. lower = 0 or upper = inf removes a bound. For k2 and k3, `lower` is None. A sequence with a
     ratio that is not finite is rejected.
 
     Raises ValueError for an unknown name and for invalid bounds.

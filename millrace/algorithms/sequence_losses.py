@@ -1,21 +1,23 @@
 """Policy losses with the ratio of a whole sequence.
 
-Means are over the sequence's trained tokens. A sequence without trained tokens adds nothing. Both
-losses are designed for the aggregation seq-mean-token-mean, in which all sequences have equal
-weight. Both also work with any other aggregation.
+Means are over the sequence's trained tokens. A sequence without trained tokens adds nothing. gspo
+and geo_mean are designed for the aggregation seq-mean-token-mean, in which all sequences have equal
+weight. They also work with any other aggregation. vespo is a sum over tokens.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from millrace.algorithms.loss_input import LossInput, LossOptions, TokenLoss, statistics
-from millrace.algorithms.losses import clipped_surrogate, log_ratio
 from millrace.algorithms.ragged import sequence_sums
-
-MAX_SEQUENCE_LOG_RATIO = 10.0
-"""Upper bound of gspo's mean log-ratio, as in verl. A small ratio needs no bound."""
+from millrace.algorithms.ratio import (
+    MAX_LOG_RATIO,
+    clipped_surrogate,
+    log_ratio,
+    sequence_log_ratio,
+    sequence_means,
+)
 
 
 def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
@@ -23,21 +25,17 @@ def gspo(inputs: LossInput, options: LossOptions) -> TokenLoss:
 
     (GSPO-token, arXiv 2507.18071.)
 
-    s     = exp(min(mean_t (log pi - log pi_old), 10)); no gradient where the bound acts
+    s     = exp(min(mean_t (log pi - log pi_old), 10))
     ratio = sg(s) pi / sg(pi): the value of s, with the gradient of the token's log-prob
     loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
 
     If all tokens of a sequence have one advantage, seq-mean-token-mean gives the value and gradient
-    of GSPO. The log-ratios of tokens are not clamped, because that would bias the mean. The
-    log_ratio statistic is that of each token.
+    of GSPO. `sequence_log_ratio` has the details. The log_ratio statistic is that of each token.
+    For a dual clip, use `vanilla` with importance_sampling_level="sequence".
     """
     x = inputs.trained()
-    mean = _sequence_means((x.log_probs - x.old_log_probs).detach(), x)[x.sequence_ids]
-    # In this order, the difference is exactly 0 and the mean keeps its digits. A clip of 3e-4 needs
-    # these digits.
-    log_s = (x.log_probs - x.log_probs.detach() + mean).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     loss, clipped = clipped_surrogate(
-        log_s.exp(), x.advantages, options.clip_low, options.clip_high
+        sequence_log_ratio(x).exp(), x.advantages, options.clip_low, options.clip_high
     )
     return loss, statistics(
         x.log_probs, log_ratio=log_ratio(x.log_probs, x.old_log_probs), clipped=clipped
@@ -62,13 +60,13 @@ def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
     mean.
     """
     x = inputs.trained()
-    advantages = _sequence_means(x.advantages, x)
+    advantages = sequence_means(x.advantages, x)
     adv = advantages[x.sequence_ids]
     delta = log_ratio(x.log_probs, x.old_log_probs)
     bounded = torch.where(
         adv > 0, delta.clamp(max=options.clip_high), delta.clamp(min=-options.clip_low)
     )
-    loss = -advantages * _sequence_means(bounded, x).exp()
+    loss = -advantages * sequence_means(bounded, x).exp()
     clipped = torch.where(
         adv > 0, delta > options.clip_high, (delta < -options.clip_low) & (adv < 0)
     )
@@ -76,11 +74,36 @@ def geo_mean(inputs: LossInput, options: LossOptions) -> TokenLoss:
     return loss[x.sequence_ids].masked_fill(~x.mask, 0.0), stats
 
 
-def _sequence_means(values: Tensor, x: LossInput) -> Tensor:
-    """Return means [num_sequences] over trained tokens, from values [M] that are 0 elsewhere.
+def vespo(inputs: LossInput, options: LossOptions) -> TokenLoss:
+    """Compute -sg(phi(W)) A log pi, phi(W) = e^lambda W^k e^(-lambda W).
 
-    The sums are in float64.
+    (VESPO, arXiv 2602.10693, section 3.4, where k is c_1 and lambda is c_2.)
+
+    W         = exp(clamp(sum_t (log pi - log pi_old), +-20)): the product of the sequence's ratios
+    k, lambda = vespo_k_pos, vespo_lambda_pos where A > 0, else vespo_k_neg, vespo_lambda_neg
+
+    phi is 1 at W = 1, largest at W = k / lambda, and fades to 0 on both sides (below, if k > 0). It
+    has no gradient. The `clipped` statistics are 0.
+
+    TRL has these keys and its own bounds: the log-ratio of each token is clamped to +-20, log W to
+    -18.4 to 20, and lambda is at least 1e-4. Here, only log W is clamped, so a long sequence has
+    the product of its ratios. TRL multiplies importance weights into W. Here they multiply the
+    loss, as in every other mode. For the paper's W, current / rollout, let old_log_probs be those
+    of the rollout.
     """
-    total = sequence_sums(values.double(), x.sequence_ids, x.num_sequences)
-    count = sequence_sums(x.mask.double(), x.sequence_ids, x.num_sequences)
-    return (total / count.clamp(min=1)).to(values.dtype)
+    x = inputs.trained()
+    far = (x.log_probs - x.old_log_probs).detach().double()
+    log_w = sequence_sums(far, x.sequence_ids, x.num_sequences)
+    log_w = log_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[x.sequence_ids]
+    rises = x.advantages > 0
+    k, decay = (
+        torch.where(rises, log_w.new_full((), positive), log_w.new_full((), other))
+        for positive, other in (
+            (options.vespo_k_pos, options.vespo_k_neg),
+            (options.vespo_lambda_pos, options.vespo_lambda_neg),
+        )
+    )
+    phi = (k * log_w - decay * log_w.expm1()).exp().to(x.log_probs.dtype)
+    return -phi * x.advantages * x.log_probs, statistics(
+        x.log_probs, log_ratio=log_ratio(x.log_probs, x.old_log_probs)
+    )

@@ -7,7 +7,6 @@ overrides.
 from millrace.config.algorithm_keys import (
     ActorConfig,
     AlgorithmConfig,
-    CorrectionConfig,
     CriticConfig,
     Estimator,
     FilterGroupsConfig,
@@ -15,6 +14,7 @@ from millrace.config.algorithm_keys import (
     KlType,
     PolicyLossConfig,
 )
+from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
 from millrace.config.keys import Config, Derived
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig

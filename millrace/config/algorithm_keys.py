@@ -1,15 +1,14 @@
-"""The keys of losses, advantages and corrections."""
+"""The keys of losses, optimizers and advantages."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal
 
 from pydantic import Field
 
-from millrace.algorithms.correction_plan import CorrectionOptions, CorrectionPlan, Proximal
-from millrace.algorithms.modes import AggMode, LossMode
-from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
+from millrace.algorithms.modes import SEQUENCE_LEVEL, AggMode, LossMode
+from millrace.algorithms.norm_options import Level, NormOptions
+from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.section import Section
 from millrace.errors import bad_value
@@ -26,6 +25,25 @@ class PolicyLossConfig(Section):
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = Field(1.05, gt=0)
     """sapo: temperature of the gate for zero and negative advantages."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """vanilla, cispo, sapo: the ratio of each token, or that of its whole response (as in gspo).
+
+    The ratio of a response is the geometric mean of its tokens' ratios. vanilla with sequence is
+    gspo with dual clip.
+    """
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """vespo: exponent of the response's ratio for positive advantages."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """vespo: decay by the response's ratio for positive advantages."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """vespo: exponent of the response's ratio for zero and negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """vespo: decay by the response's ratio for zero and negative advantages."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the mini-batch's tokens that have a policy loss: those of highest entropy.
+
+    1 means all. The others still count in denominators.
+    """
     clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
     """clip_cov: share of the mini-batch's tokens that are detached."""
     clip_cov_lb: float = 1.0
@@ -43,6 +61,15 @@ class PolicyLossConfig(Section):
     """dppo_tv, dppo_kl: upper bound on the ratio that weights a token."""
     dro_beta: float = Field(0.05, gt=0)
     """dro: weight of the squared log-ratio, on the scale of the advantages."""
+
+    def check(self) -> None:
+        if self.importance_sampling_level == "sequence" and self.loss_mode not in SEQUENCE_LEVEL:
+            raise bad_value(
+                "actor.policy_loss.importance_sampling_level",
+                "sequence",
+                f"{self.loss_mode} has no form with the ratio of a whole response",
+                f"actor.policy_loss.loss_mode={' or '.join(sorted(SEQUENCE_LEVEL))}, or token",
+            )
 
 
 class ActorConfig(Section):
@@ -68,7 +95,8 @@ class ActorConfig(Section):
     """How token losses become one number.
 
     The mean or sum is over the tokens of the global mini-batch that rejection leaves. null means
-    seq-mean-token-mean for gspo, sapo and geo_mean, and token-mean for all others.
+    seq-mean-token-mean for gspo, sapo, geo_mean and importance_sampling_level=sequence, and
+    token-mean for all others.
     """
     loss_scale_factor: float = Field(0.0, ge=0)
     """Divisor of seq-mean-token-sum-norm. 0 means rollout.max_response_length."""
@@ -87,11 +115,28 @@ class ActorConfig(Section):
     A name with + has the value of the named estimator and the gradient of k2, which is the gradient
     of the KL.
     """
+    use_bias_correction_kl: bool = False
+    """Multiply that KL by the ratio of the current to the old policy (DeepSeek-V3.2).
+
+    The estimate is then unbiased for tokens that the old policy drew.
+    """
     optim: OptimConfig = OptimConfig()
     """The policy's optimizer."""
 
     def check(self) -> None:
         self.optim.check_warmup("actor.optim")
+        key = "actor.use_bias_correction_kl"
+        if self.use_bias_correction_kl and not self.use_kl_loss:
+            raise bad_value(key, True, "there is no KL in the loss", "actor.use_kl_loss=true")
+        if self.use_bias_correction_kl and self.kl_loss_type.endswith("+"):
+            plain = self.kl_loss_type.removesuffix("+")
+            raise bad_value(
+                key,
+                True,
+                f"{self.kl_loss_type} already has the gradient of the KL, and the ratio would add "
+                "another one",
+                f"actor.kl_loss_type={plain}",
+            )
 
 
 class CriticConfig(Section):
@@ -102,6 +147,10 @@ class CriticConfig(Section):
 
     The value loss rewards no move beyond it.
     """
+    loss_fn_type: Literal["mse", "huber"] = "mse"
+    """Value loss: half the squared error, or Huber's, which is linear beyond huber_delta."""
+    huber_delta: float = Field(10.0, gt=0)
+    """huber: the error beyond which the loss is linear."""
 
     def check(self) -> None:
         self.optim.check_warmup("critic.optim")
@@ -116,6 +165,28 @@ class KlCtrlConfig(Section):
     """adaptive: the KL per token to reach."""
     horizon: int = Field(10000, ge=1)
     """adaptive: over this many trajectories, the coefficient changes by at most a fifth."""
+
+
+class NormConfig(Section):
+    mean_level: Level | None = None
+    """Subtract the mean of the batch or of the group. null subtracts none."""
+    mean_leave1out: bool = False
+    """Leave each value out of its own mean."""
+    std_level: Level | None = None
+    """Divide by the standard deviation of the batch or of the group. null does not divide."""
+    std_unbiased: bool = True
+    """Divide the squares by n - 1, and not by n."""
+    eps: float = Field(1e-5, gt=0)
+    """Added to the standard deviation."""
+
+    def options(self) -> NormOptions:
+        return NormOptions(
+            mean_level=self.mean_level,
+            mean_leave1out=self.mean_leave1out,
+            std_level=self.std_level,
+            std_unbiased=self.std_unbiased,
+            eps=self.eps,
+        )
 
 
 class FilterGroupsConfig(Section):
@@ -136,146 +207,6 @@ class FilterGroupsConfig(Section):
 
     0 sets no limit.
     """
-
-
-class CorrectionConfig(Section):
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights against the mismatch of trainer and rollout.
-
-    They are for each token, or for each response. A weight is a trainer probability over the
-    rollout probability. With use_rollout_log_probs=false, the trainer probability is that of the
-    old policy (see proximal). With true, it is that of the current policy, and the loss must have
-    no ratio (gpg, reinforce).
-    """
-    rollout_is_threshold: float | str = 2.0
-    """A number is an upper bound: larger weights become the bound (TIS).
-
-    A pair "lo_hi" sets weights outside of it to 0 (IcePop).
-    """
-    rollout_is_batch_normalize: bool = False
-    """Divide the truncated weights by their mean over the batch."""
-    rollout_rs: str | None = None
-    """Rejection rules, separated by commas. A token is trained if every rule accepts it.
-
-    The rules are token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3 and seq_max_k2|k3.
-    """
-    rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
-    """Bounds of rollout_rs: one for all rules, or one for each.
-
-    k1 takes "lo_hi" on the ratio; a single number u means 1/u to u. k2 and k3 take an upper bound
-    on the divergence.
-    """
-    rollout_token_veto_threshold: float | None = Field(None, gt=0)
-    """Reject a whole response if the ratio of one of its tokens is below this."""
-    max_token_age: int | None = Field(None, ge=0)
-    """Reject tokens that are more than this many versions older than the live version."""
-    reject_before_baseline: bool = False
-    """Leave responses that are rejected whole out of their group's baseline too."""
-    proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The old policy of PPO's ratio if use_rollout_log_probs is false.
-
-    recompute takes the trainer's policy at the batch's arrival, which costs a forward pass.
-    interpolate mixes the rollout's and the current log-probs by each token's version, which costs
-    none.
-    """
-
-    @property
-    def active(self) -> bool:
-        """Whether any weight, rule, veto or age limit is set."""
-        return bool(
-            self.rollout_is
-            or self.rollout_rs
-            or self.rollout_token_veto_threshold
-            or self.max_token_age is not None
-        )
-
-    def check(self) -> None:
-        prefix = "algorithm.rollout_correction"
-        self.plan(bypass=False)
-        if self.rollout_is_batch_normalize and not self.rollout_is:
-            raise bad_value(
-                f"{prefix}.rollout_is_batch_normalize",
-                True,
-                "there are no importance weights to normalise",
-                f"{prefix}.rollout_is=token",
-            )
-        if not self.reject_before_baseline:
-            return
-        if not (self.rollout_rs or self.rollout_token_veto_threshold):
-            raise bad_value(
-                f"{prefix}.reject_before_baseline",
-                True,
-                "no rejection rule and no veto is set",
-                f"{prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
-            )
-        if self.proximal == "interpolate":
-            raise bad_value(
-                f"{prefix}.reject_before_baseline",
-                True,
-                "an interpolated proximal policy is known only after the advantages are computed",
-                f"{prefix}.proximal=recompute",
-            )
-
-    def plan(self, *, bypass: bool) -> CorrectionPlan:
-        """Return the plan that this section describes.
-
-        `bypass` is async_training.use_rollout_log_probs. Raises ConfigError if a threshold or a
-        rule cannot be parsed.
-        """
-        threshold, rules = _rejection(self)
-        options = CorrectionOptions(
-            rollout_is=self.rollout_is,
-            rollout_is_threshold=threshold,
-            rollout_is_batch_normalize=self.rollout_is_batch_normalize,
-            rollout_rs=rules,
-            rollout_token_veto_threshold=self.rollout_token_veto_threshold,
-        )
-        interpolated = self.proximal == "interpolate"
-        decoupled = Proximal.INTERPOLATED if interpolated else Proximal.RECOMPUTED
-        return CorrectionPlan(
-            options=options,
-            proximal=Proximal.ROLLOUT if bypass else decoupled,
-            max_token_age=self.max_token_age,
-            before_baseline=self.reject_before_baseline,
-        )
-
-
-def _rejection(
-    correction: CorrectionConfig,
-) -> tuple[float | tuple[float, float], tuple[RejectionRule, ...]]:
-    """Return the parsed threshold of the importance weights, and the rejection rules.
-
-    Raises ConfigError if one of them cannot be parsed.
-    """
-    prefix = "algorithm.rollout_correction"
-    try:
-        threshold = parse_threshold(correction.rollout_is_threshold)
-    except ValueError as error:
-        raise bad_value(
-            f"{prefix}.rollout_is_threshold",
-            correction.rollout_is_threshold,
-            str(error),
-            f"{prefix}.rollout_is_threshold=2.0",
-        ) from None
-    try:
-        rules = parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
-    except ValueError as error:
-        unknown = "unknown rule" in str(error) or "twice" in str(error)
-        key = (
-            "rollout_rs"
-            if unknown or correction.rollout_rs_threshold is None
-            else "rollout_rs_threshold"
-        )
-        first = (correction.rollout_rs or "").split(",")[0].strip()
-        rule = (
-            first
-            if first in RULES
-            else (difflib.get_close_matches(first, RULES, 1) or ["token_k1"])[0]
-        )
-        bound = "0.5_2.0" if rule.endswith("k1") else "0.01"
-        fix = f"{prefix}.rollout_rs={rule} {prefix}.rollout_rs_threshold={bound}"
-        raise bad_value(f"{prefix}.{key}", getattr(correction, key), str(error), fix) from None
-    return threshold, rules
 
 
 Estimator = Literal[
@@ -300,6 +231,17 @@ class AlgorithmConfig(Section):
     """grpo, grpo_passk, gdpo: divide advantages by the group's standard deviation.
 
     false is Dr.GRPO.
+    """
+    epsilon: float = Field(1e-6, gt=0)
+    """grpo, grpo_passk, gdpo, gpg: added to the group's standard deviation."""
+    f_norm: Annotated[float, Field(gt=0)] | Literal["std"] = 1.0
+    """gpg: divisor of the advantages, a number or std, the group's standard deviation."""
+    reward_norm: NormConfig = NormConfig()
+    """Normalisation of the scores before the estimator (AReaL)."""
+    adv_norm: NormConfig = NormConfig()
+    """Normalisation of the advantages over trained tokens (AReaL).
+
+    It replaces the whitening of estimators that whiten.
     """
     gamma: float = Field(1.0, gt=0, le=1)
     """gae, reinforce_plus_plus: discount of later rewards."""
@@ -337,6 +279,11 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         return self.adv_estimator == "gae"
 
+    @property
+    def whitens(self) -> bool:
+        """Whether estimators that whiten do so: adv_norm replaces it."""
+        return not self.adv_norm.options().active
+
     def check(self) -> None:
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights and len(weights) != len(keys):
@@ -345,6 +292,14 @@ class AlgorithmConfig(Section):
                 list(weights),
                 f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
                 "as many weights as keys, or none",
+            )
+        if self.adv_estimator in ("gdpo", "remax") and self.reward_norm.options().active:
+            part = "the components" if self.adv_estimator == "gdpo" else "the greedy scores"
+            raise bad_value(
+                "algorithm.reward_norm",
+                self.reward_norm.model_dump(),
+                f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
+                "algorithm.adv_norm in its place",
             )
         if self.adv_estimator == "gdpo" and self.use_kl_in_reward:
             raise bad_value(

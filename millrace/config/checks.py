@@ -207,10 +207,10 @@ def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncCo
             "and weights would count it twice",
             "async_training.use_rollout_log_probs=false, or actor.policy_loss.loss_mode=reinforce",
         )
-    if bypass and correction.proximal == "interpolate":
+    if bypass and correction.proximal != "recompute":
         raise bad_value(
             f"{prefix}.proximal",
-            "interpolate",
+            correction.proximal,
             "with use_rollout_log_probs=true, the old policy of the ratio is the rollout's",
             "async_training.use_rollout_log_probs=false",
         )
@@ -222,7 +222,8 @@ def _check_trust(c: Config) -> None:
     lag = c.schedule.lag_bound
     bypass = c.async_training.use_rollout_log_probs
     trusted = bypass and mode in TRUST_REGION
-    if lag <= 1 or trusted or correction.rollout_is or correction.rollout_rs:
+    rejects = correction.rollout_rs or correction.m2_threshold
+    if lag <= 1 or trusted or correction.rollout_is or rejects:
         return
     if bypass:
         why = f"actor.policy_loss.loss_mode={mode} does not bound the ratio"

@@ -39,6 +39,8 @@ class Experience:
     """[K] log-probs of the policy that drew each token."""
     arrival: Tensor | None
     """[K] log-probs of the policy at the batch's arrival; None if nothing needs them."""
+    entropies: Tensor | None
+    """[K] entropies of the same policy; None if `arrival` is."""
     old: Tensor | None
     """[K] log-probs in the denominator of the loss's ratios.
 
@@ -106,7 +108,7 @@ def make_experience(
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
     plan, rows = options.correction, batch.rows
     include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
-    arrival, squares = _arrival(models.policy, rows, options)
+    arrival, entropies, squares = _arrival(models.policy, rows, options)
     correction = in_baselines = None
     if arrival is not None and plan.place is Place.ARRIVAL:
         correction = correct(arrival, batch.rollout, batch.lengths, plan.options, include=include)
@@ -125,8 +127,7 @@ def make_experience(
     )
     kl = None
     if options.algorithm.use_kl_in_reward and reference is not None:
-        penalised = batch.rollout if old is None else old
-        kl = KL[options.algorithm.kl_penalty](penalised, reference)
+        kl = KL[options.algorithm.kl_penalty](batch.rollout if old is None else old, reference)
     outcomes = AdvantageBatch(
         scores=batch.scores,
         groups=batch.groups,
@@ -150,6 +151,7 @@ def make_experience(
         include=include,
         rollout=batch.rollout,
         arrival=arrival,
+        entropies=entropies,
         old=old,
         reference=reference,
         advantages=advantages.tokens,
@@ -164,10 +166,10 @@ def make_experience(
 
 def _arrival(
     policy: Policy, rows: Rows, options: StepOptions
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return log-probs and sums of squared probabilities at the batch's arrival, each [K] or None.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return log-probs, entropies and sums of squared probabilities at the batch's arrival.
 
-    A value that the options do not need is None. If both are None, there is no forward pass.
+    Each is [K], or None if the options do not need it. If all are None, there is no forward pass.
     """
     plan, actor = options.correction, options.actor
     squares = options.algorithm.adv_estimator == "optimal_token_baseline"
@@ -177,9 +179,11 @@ def _arrival(
         plan.active or options.algorithm.use_kl_in_reward or not one_step
     )
     if not (recomputed or squares or plan.place is Place.ARRIVAL):
-        return None, None
-    log_probs, _, *rest = policy.tokens(rows, temperature=options.temperature, squares=squares)
-    return log_probs, rest[0] if squares else None
+        return None, None, None
+    log_probs, entropies, *rest = policy.tokens(
+        rows, temperature=options.temperature, squares=squares
+    )
+    return log_probs, entropies, rest[0] if squares else None
 
 
 def _young(ages: Tensor, limit: int | None) -> Tensor:

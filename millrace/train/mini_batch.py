@@ -13,18 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
-from millrace.algorithms.correction_plan import Place, Proximal
-from millrace.algorithms.losses import (
-    clip_cov_tokens,
-    clipped_surrogate,
-    interpolate,
-    kl_cov_tokens,
-    log_ratio,
-    token_weights,
-)
+from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
+from millrace.algorithms.entropy import high_entropy
 from millrace.algorithms.modes import SELECTS
+from millrace.algorithms.proximal import ESTIMATES
 from millrace.algorithms.ragged import sequence_sums
+from millrace.algorithms.ratio import clipped_surrogate, log_ratio
 from millrace.train.experience import Experience, Policy
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions
@@ -44,7 +41,10 @@ class MiniBatch:
     factors: Tensor
     """[K] float64: factor of each token's loss in the aggregate, 0 where not trained."""
     weights: Tensor | None
-    """[K] importance weights, if they are known before the step."""
+    """[K] factors of the policy's token losses that are known before the step.
+
+    Importance weights, and 0 for tokens of low entropy. The KL and the entropy bonus lack them.
+    """
     selected: Tensor | None
     """[K] bool: tokens selected by covariance, for the losses that need them."""
     tokens: int
@@ -69,18 +69,19 @@ def settle(
     are the current ones. Without them, a correction or a selection of tokens that needs the current
     log-probs takes a forward pass.
     """
-    plan, selects = options.correction, options.actor.policy_loss.loss_mode in SELECTS
+    plan, loss = options.correction, options.actor.policy_loss
+    selects, by_entropy = loss.loss_mode in SELECTS, loss.top_entropy_quantile < 1
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
     row[torch.from_numpy(members)] = True
     mask = data.include & row[data.ids]
-    now = None
-    if selects or plan.place is Place.MINI_BATCH:
-        now = data.arrival if untouched else None
+    now = entropies = None
+    if selects or by_entropy or plan.place is Place.MINI_BATCH:
+        now, entropies = (data.arrival, data.entropies) if untouched else (None, None)
         if now is None:
-            now = policy.tokens(data.rows, members, temperature=options.temperature)[0]
+            now, entropies = policy.tokens(data.rows, members, temperature=options.temperature)[:2]
     interpolated = None
-    if now is not None and plan.proximal is Proximal.INTERPOLATED:
-        interpolated = interpolate(data.rollout, now, -data.ages, 0)
+    if now is not None and plan.proximal in ESTIMATES:
+        interpolated = ESTIMATES[plan.proximal](data.rollout, now, data.ages)
     correction, metrics = data.correction, dict[str, float]()
     if now is not None and plan.place is Place.MINI_BATCH:
         proximal = now if interpolated is None else interpolated
@@ -105,6 +106,9 @@ def settle(
         dtype=kept.dtype,
     )
     weights = correction.weights if correction is not None and plan.weighs else None
+    if by_entropy and entropies is not None:
+        high = high_entropy(entropies, mask, share=loss.top_entropy_quantile).to(kept)
+        weights = high if weights is None else weights * high
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
 
 

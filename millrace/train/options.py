@@ -26,6 +26,8 @@ class StepOptions:
     """Divisor of the mode seq-mean-token-sum-norm: Dr.GRPO's constant length."""
     cliprange_value: float
     """Clip range of the critic's value loss."""
+    huber_delta: float | None
+    """Where the critic's value loss becomes linear. None: nowhere."""
     critic_warmup: int
     """Number of optimizer steps in which only the critic learns."""
     temperature: float
@@ -45,9 +47,13 @@ def step_options(config: Config) -> StepOptions:
         ),
         loss=_loss(actor),
         advantages=_advantages(algorithm),
-        aggregation=actor.loss_agg_mode or default_aggregation(actor.policy_loss.loss_mode),
+        aggregation=actor.loss_agg_mode
+        or default_aggregation(
+            actor.policy_loss.loss_mode, actor.policy_loss.importance_sampling_level
+        ),
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
         cliprange_value=config.critic.cliprange_value,
+        huber_delta=config.critic.huber_delta if config.critic.loss_fn_type == "huber" else None,
         critic_warmup=config.trainer.critic_warmup,
         temperature=config.rollout.temperature,
         lag_bound=config.schedule.lag_bound,
@@ -61,8 +67,13 @@ def _loss(actor: ActorConfig) -> LossOptions:
         clip_low=actor.clip_ratio_low,
         clip_high=actor.clip_ratio_high,
         clip_c=actor.clip_ratio_c,
+        importance_sampling_level=own.importance_sampling_level,
         tau_pos=own.tau_pos,
         tau_neg=own.tau_neg,
+        vespo_k_pos=own.vespo_k_pos,
+        vespo_lambda_pos=own.vespo_lambda_pos,
+        vespo_k_neg=own.vespo_k_neg,
+        vespo_lambda_neg=own.vespo_lambda_neg,
         dro_beta=own.dro_beta,
         ppo_kl_coef=own.ppo_kl_coef,
         dppo_clip_c=own.dppo_clip_c,
@@ -77,7 +88,11 @@ def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
         lam=algorithm.lam,
         component_weights=weights or None,
         bootstrap_truncated=algorithm.bootstrap_truncated,
-        whiten=True,
+        whiten=algorithm.whitens,
+        eps=algorithm.epsilon,
+        f_norm=algorithm.f_norm,
+        reward_norm=algorithm.reward_norm.options(),
+        adv_norm=algorithm.adv_norm.options(),
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import correct
-from millrace.algorithms.correction_plan import Place, Proximal
-from millrace.algorithms.kl import KL
+from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.kl import KL, weighted_by_ratio
 from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.losses import interpolate
 from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.proximal import ESTIMATES
+from millrace.algorithms.rejection import off_policy_mask
 from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.fsdp.trainable import Outputs
@@ -50,7 +51,7 @@ class PolicyLoss:
         self.token_losses = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
         self.options = options.loss
         self.plan = options.correction
-        self.interpolated = data.old is None and self.plan.proximal is Proximal.INTERPOLATED
+        self.interpolated = data.old is None and self.plan.proximal in ESTIMATES
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached.
@@ -73,17 +74,12 @@ class PolicyLoss:
             ),
             self.options,
         )
-        weights = (
-            self._weights_in_passing(at, log_probs, old, micro)
-            if self.plan.place is Place.PASSING
-            else at.get("weights")
-        )
-        pg_loss = ((losses if weights is None else losses * weights) * at["factors"]).sum()
+        for weights in self._weights(at, log_probs, old, micro):
+            losses = losses * weights
+        pg_loss = (losses * at["factors"]).sum()
         loss, kl_loss = pg_loss, pg_loss.new_zeros(())
         if self.actor.use_kl_loss:
-            kl_loss = (
-                KL[self.actor.kl_loss_type](log_probs, at["reference"]) * at["factors"]
-            ).sum()
+            kl_loss = (self._kl(at, log_probs, old) * at["factors"]).sum()
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
@@ -132,22 +128,44 @@ class PolicyLoss:
         if "old" in at:
             return at["old"]
         if self.interpolated:
-            return interpolate(at["rollout"], log_probs, -at["ages"], 0)
+            return ESTIMATES[self.plan.proximal](at["rollout"], log_probs, at["ages"])
         return log_probs.detach()
 
-    def _weights_in_passing(
-        self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
-    ) -> Tensor:
-        """Return the importance weights [M]: numerator over the rollout's policy.
+    def _kl(self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor) -> Tensor:
+        """Return the estimate of the KL to the reference for each token, [M]."""
+        estimator = KL[self.actor.kl_loss_type]
+        if not self.actor.use_bias_correction_kl:
+            return estimator(log_probs, at["reference"])
+        # A token that is not trained may have a log-prob that is not finite.
+        old = torch.where(at["mask"] > 0, old, log_probs.detach())
+        return weighted_by_ratio(estimator, log_probs, at["reference"], old)
 
-        The numerator is the interpolated policy if there is one, else the current policy. A weight
-        needs its whole sequence, and a micro-batch has whole rows.
+    def _weights(
+        self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
+    ) -> Iterator[Tensor]:
+        """Yield the factors [M] of the policy's token losses.
+
+        In passing, the numerator of an importance weight is the interpolated policy if there is
+        one, else the current policy. A sequence's weight or mask needs the whole sequence, and a
+        micro-batch has whole rows.
         """
+        if "weights" in at:
+            yield at["weights"]
+        plan, include = self.plan, at["mask"] > 0
         lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
-        numerator = old if self.interpolated else log_probs.detach()
-        return correct(
-            numerator, at["rollout"], lengths, self.plan.options, include=at["mask"] > 0
-        ).weights.to(log_probs.dtype)
+        if plan.place is Place.PASSING:
+            numerator = old if self.interpolated else log_probs.detach()
+            weights = correct(numerator, at["rollout"], lengths, plan.options, include=include)
+            yield weights.weights.to(log_probs.dtype)
+        if plan.off_policy_mask_threshold is not None:
+            yield off_policy_mask(
+                log_probs.detach(),
+                at["rollout"],
+                lengths,
+                at["advantages"],
+                threshold=plan.off_policy_mask_threshold,
+                include=include,
+            ).to(log_probs.dtype)
 
 
 class CriticLoss:
@@ -156,7 +174,7 @@ class CriticLoss:
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         assert data.values is not None and data.returns is not None
         self.columns = (mini.factors, mini.mask.double(), data.values, data.returns)
-        self.cliprange = options.cliprange_value
+        self.cliprange, self.huber_delta = options.cliprange_value, options.huber_delta
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached.
@@ -167,7 +185,9 @@ class CriticLoss:
         factors, mask, old, returns = torch.stack(
             [column[micro.source] for column in self.columns]
         ).to(values)
-        losses, stats = value_loss(values, old, returns, cliprange=self.cliprange)
+        losses, stats = value_loss(
+            values, old, returns, cliprange=self.cliprange, huber_delta=self.huber_delta
+        )
         loss = (losses.masked_fill(mask == 0, 0.0) * factors).sum()
         sums = torch.stack([loss.detach(), mask.sum(), (stats["clipped"] * mask).sum()]).double()
         return loss, sums

@@ -29,18 +29,30 @@ RULES = [
     ("seq_mean_k1", 0.8, 2.0),
     ("seq_mean_k2", None, 0.2),
     ("seq_mean_k3", None, 0.1),
+    ("seq_max_k1", 0.5, 5.0),
     ("seq_max_k2", None, 1.0),
     ("seq_max_k3", None, 1.0),
 ]
+
+
+def possible(options: Any) -> Any:
+    """Remove a lower bound of the weights that does not fit their threshold."""
+    cut, lower = options["rollout_is_threshold"], options["rollout_is_threshold_lower"]
+    fits = lower is None or (not isinstance(cut, tuple) and lower <= cut)
+    return options if fits else options | {"rollout_is_threshold_lower": None}
+
+
 OPTIONS = st.fixed_dictionaries(
     {
-        "rollout_is": st.sampled_from(["token", "sequence", None]),
+        "rollout_is": st.sampled_from(["token", "sequence", "geometric", None]),
         "rollout_is_threshold": st.sampled_from(BANDS),
+        "rollout_is_threshold_lower": st.sampled_from([None, 0.3, 1.5]),
         "rollout_is_batch_normalize": st.booleans(),
         "rollout_rs": st.lists(st.sampled_from(RULES), unique=True, max_size=3),
         "rollout_token_veto_threshold": st.sampled_from([None, 1e-4, 0.5]),
+        "m2_threshold": st.sampled_from([None, 0.04, 1.0]),
     }
-)
+).map(possible)
 
 
 def double(values: Any) -> torch.Tensor:
@@ -100,7 +112,8 @@ def outside(value: Any, low: Any, high: Any) -> Any:
 def reference(sequences: Any, options: Any) -> Any:
     """Return weights, keep and metrics. A sequence is a list of (a, b, include)."""
     cut = options["rollout_is_threshold"]
-    low, high = cut if isinstance(cut, tuple) else (1 / cut, cut)
+    lower = options["rollout_is_threshold_lower"]
+    low, high = cut if isinstance(cut, tuple) else (lower or 1 / cut, cut)
     raw_logs = [
         [a - b if math.isfinite(a - b) else None for a, b, inc in s if inc] for s in sequences
     ]
@@ -113,9 +126,11 @@ def reference(sequences: Any, options: Any) -> Any:
 
     verdicts["nonfinite"] = (
         everywhere(whole)
-        if options["rollout_is"] == "sequence"
+        if options["rollout_is"] in ("sequence", "geometric")
         else [[l is not None for l in s] for s in logs]
     )
+    if (bound := options["m2_threshold"]) is not None:
+        verdicts["m2"] = second_moment(logs, bound)
     if (veto := options["rollout_token_veto_threshold"]) is not None:
         verdicts["token_veto"] = everywhere(
             [
@@ -165,6 +180,15 @@ def reference(sequences: Any, options: Any) -> Any:
     )
 
 
+def second_moment(logs: Any, bound: Any) -> Any:
+    """Remove the largest square until the mean of the others is within the bound."""
+    left = [(l * l, -i, -t) for i, s in enumerate(logs) for t, l in enumerate(s) if l is not None]
+    while left and sum(m for m, *_ in left) > bound * (1 + 1e-12) * len(left):
+        left.remove(max(left))
+    kept = {(-i, -t) for _, i, t in left}
+    return [[(i, t) in kept for t in range(len(s))] for i, s in enumerate(logs)]
+
+
 def weigh(
     logs: Any, whole: Any, keep: Any, cut: Any, bounds: Any, options: Any, metrics: Any
 ) -> Any:
@@ -175,7 +199,7 @@ def weigh(
     def applied(ratio: Any) -> Any:
         if isinstance(cut, tuple):
             return 0.0 if any(outside(ratio, *cut)) else ratio
-        return min(ratio, cut)
+        return min(max(ratio, options["rollout_is_threshold_lower"] or 0), cut)
 
     if mode == "token":
         ratios = [[math.exp(clamp(l)) if l is not None else None for l in s] for s in logs]
@@ -188,7 +212,9 @@ def weigh(
         ]
     else:
         ratios = [
-            [math.exp(clamp(sum(s)))] * len(s) if ok else [None] * len(s)
+            [math.exp(clamp(sum(s) / (len(s) if mode == "geometric" else 1)))] * len(s)
+            if ok
+            else [None] * len(s)
             for s, ok in zip(logs, whole, strict=True)
         ]
         units = [s[0] for s, ok in zip(ratios, whole, strict=True) if ok]  # type: ignore[misc]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.losses import token_weights
 from tests.algorithms.options import loss_options
 
 LOG_PROB = st.floats(-30, 0)
@@ -226,6 +226,10 @@ OPTIONS = [
         clip_c=1.2,
         tau_pos=0.7,
         tau_neg=2.0,
+        vespo_k_pos=0.0,
+        vespo_lambda_pos=0.5,
+        vespo_k_neg=1.1,
+        vespo_lambda_neg=0.3,
         dro_beta=0.6,
         ppo_kl_coef=1.0,
         dppo_clip_c=1.5,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from millrace.algorithms.advantages import gdpo, gpg, grpo, grpo_passk, opo, rloo
 
 CALM = settings(deadline=None)
+EPS = 1e-6
 REWARD = st.one_of(
     st.sampled_from([0.0, 1.0, -1.0, 0.3, 0.7]), st.floats(-100, 100).map(lambda x: round(x, 3))
 )
@@ -80,7 +81,7 @@ def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(
 ) -> None:
     rewards, groups, _ = tensors(rows)
     close(
-        grpo(rewards, groups, norm_by_std=norm_by_std),
+        grpo(rewards, groups, norm_by_std=norm_by_std, eps=EPS),
         by_group(rows, lambda r, _: reference_grpo(r, norm_by_std)),
     )
 
@@ -90,7 +91,7 @@ def test_grpo_matches_numpy_for_groups_of_any_size_in_any_order(
 def test_passk_matches_numpy(rows: list[tuple[int, float, int]], norm_by_std: bool) -> None:
     rewards, groups, _ = tensors(rows)
     close(
-        grpo_passk(rewards, groups, norm_by_std=norm_by_std),
+        grpo_passk(rewards, groups, norm_by_std=norm_by_std, eps=EPS),
         by_group(rows, lambda r, _: reference_passk(r, norm_by_std)),
     )
 
@@ -110,16 +111,18 @@ def test_opo_matches_numpy(rows: list[tuple[int, float, int]]) -> None:
 
 
 @CALM
-@given(ROWS)
-def test_gpg_matches_numpy(rows: list[tuple[int, float, int]]) -> None:
+@given(ROWS, st.sampled_from([1.0, 0.25, "std"]))
+def test_gpg_matches_numpy(rows: list[tuple[int, float, int]], f_norm: Any) -> None:
     rewards, groups, _ = tensors(rows)
     valid = sum(
         len(at)
         for at in members(groups.tolist()).values()
         if differ(np.array([rows[i][1] for i in at]))
     )
-    expected = by_group(rows, lambda r, _: reference_grpo(r, False)) * len(rows) / max(valid, 1)
-    close(gpg(rewards, groups), expected)
+    alpha = len(rows) / max(valid, 1)
+    expected = by_group(rows, lambda r, _: reference_grpo(r, f_norm == "std")) * alpha
+    divisor = 1.0 if f_norm == "std" else f_norm
+    close(gpg(rewards, groups, f_norm=f_norm, eps=EPS), expected / divisor)
 
 
 @CALM
@@ -132,7 +135,9 @@ def test_gdpo_adds_the_weighted_grpo_of_each_component(
     swapped = [(g, float(n), 0) for g, _, n in rows]
     expected = by_group(rows, lambda r, _: reference_grpo(r, norm_by_std))
     expected += weight * by_group(swapped, lambda r, _: reference_grpo(r, norm_by_std))
-    close(gdpo(parts, groups, weights={"short": weight}, norm_by_std=norm_by_std), expected)
+    close(
+        gdpo(parts, groups, weights={"short": weight}, norm_by_std=norm_by_std, eps=EPS), expected
+    )
 
 
 def opo_of_ones(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -140,22 +145,30 @@ def opo_of_ones(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def gdpo_of_one(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    return gdpo({"one": rewards}, groups, weights={"one": 3.0}, norm_by_std=True)
+    return gdpo({"one": rewards}, groups, weights={"one": 3.0}, norm_by_std=True, eps=EPS)
 
 
 def plain_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    return grpo(rewards, groups, norm_by_std=True)
+    return grpo(rewards, groups, norm_by_std=True, eps=EPS)
 
 
 def plain_passk(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    return grpo_passk(rewards, groups, norm_by_std=True)
+    return grpo_passk(rewards, groups, norm_by_std=True, eps=EPS)
 
 
 def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    return grpo(rewards, groups, norm_by_std=False)
+    return grpo(rewards, groups, norm_by_std=False, eps=EPS)
 
 
-ALL = [plain_grpo, dr_grpo, plain_passk, rloo, opo_of_ones, gpg, gdpo_of_one]
+def plain_gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return gpg(rewards, groups, f_norm=1.0, eps=EPS)
+
+
+def gpg_by_std(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return gpg(rewards, groups, f_norm="std", eps=EPS)
+
+
+ALL = [plain_grpo, dr_grpo, plain_passk, rloo, opo_of_ones, plain_gpg, gpg_by_std, gdpo_of_one]
 
 
 @pytest.mark.parametrize("estimator", ALL)
@@ -211,15 +224,20 @@ def test_rewards_of_any_real_dtype_give_float32(estimator: Callable[..., Any]) -
 
 def test_passk_gives_a_shared_best_nothing() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
-    got = grpo_passk(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), norm_by_std=False)
+    got = grpo_passk(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), norm_by_std=False, eps=EPS)
     assert got.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
 
 
 def test_gpg_counts_groups_without_a_gradient_and_not_rewards_of_zero() -> None:
     groups = torch.tensor([0, 0, 1, 1])
-    assert gpg(torch.tensor([1.0, -1.0, -1.0, -1.0]), groups).tolist() == [2.0, -2.0, 0.0, 0.0]
-    assert gpg(torch.tensor([1.0, 0.0, 0.0, 1.0]), groups).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert gpg(torch.zeros(4), groups).tolist() == [0.0] * 4
+    assert plain_gpg(torch.tensor([1.0, -1.0, -1.0, -1.0]), groups).tolist() == [
+        2.0,
+        -2.0,
+        0.0,
+        0.0,
+    ]
+    assert plain_gpg(torch.tensor([1.0, 0.0, 0.0, 1.0]), groups).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert plain_gpg(torch.zeros(4), groups).tolist() == [0.0] * 4
 
 
 def test_opo_defines_what_has_no_tokens() -> None:
@@ -233,6 +251,6 @@ def test_opo_defines_what_has_no_tokens() -> None:
 def test_gdpo_refuses_what_it_cannot_weigh() -> None:
     groups = torch.tensor([0, 0])
     with pytest.raises(ValueError, match=r"unknown names in weights: \['b'\]"):
-        gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0}, norm_by_std=True)
+        gdpo({"a": torch.zeros(2)}, groups, weights={"b": 1.0}, norm_by_std=True, eps=EPS)
     with pytest.raises(ValueError, match="needs components"):
-        gdpo({}, groups, weights=None, norm_by_std=True)
+        gdpo({}, groups, weights=None, norm_by_std=True, eps=EPS)

@@ -205,6 +205,9 @@ def test_options_out_of_range_and_shapes_that_differ_are_refused() -> None:
         ({"rollout_is_threshold": (2.0, 1.0)}, "2.0 to 1.0"),
         ({"rollout_is_threshold": math.nan}, "nan"),
         ({"rollout_token_veto_threshold": 0.0}, "veto"),
+        ({"m2_threshold": 0.0}, "m2_threshold"),
+        ({"rollout_is_threshold_lower": 3.0}, "3.0 to 2.0"),
+        ({"rollout_is_threshold_lower": 0.1, "rollout_is_threshold": (0.5, 2.0)}, "band"),
         ({"rollout_rs": (RejectionRule("token_k2", None, 1.0),) * 2}, "twice"),
     ):
         with pytest.raises(ValueError, match=said):

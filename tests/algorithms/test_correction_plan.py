@@ -11,6 +11,7 @@ from millrace.algorithms.rules import RejectionRule
 from tests.algorithms.options import correction_options
 
 RULE = {"rollout_rs": (RejectionRule("seq_mean_k1", 0.5, 2.0),)}
+MOMENT = {"m2_threshold": 0.04}
 VETO = {"rollout_token_veto_threshold": 1e-4}
 WEIGHTS = {"rollout_is": "token"}
 NORMALISED = WEIGHTS | {"rollout_is_batch_normalize": True}
@@ -22,15 +23,16 @@ def plan(proximal: Any, *, age: Any = None, before: Any = False, **keys: Any) ->
         proximal=proximal,
         max_token_age=age,
         before_baseline=before,
+        off_policy_mask_threshold=None,
     )
 
 
-@pytest.mark.parametrize("keys", [WEIGHTS, NORMALISED, RULE, VETO, WEIGHTS | RULE])
+@pytest.mark.parametrize("keys", [WEIGHTS, NORMALISED, RULE, VETO, MOMENT, WEIGHTS | RULE])
 def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys: Any) -> None:
     assert plan(Proximal.RECOMPUTED, **keys).place is Place.ARRIVAL
 
 
-@pytest.mark.parametrize("proximal", [Proximal.ROLLOUT, Proximal.INTERPOLATED])
+@pytest.mark.parametrize("proximal", [Proximal.ROLLOUT, Proximal.INTERPOLATED, Proximal.LINEAR])
 @pytest.mark.parametrize(
     ("keys", "place"),
     [
@@ -39,6 +41,7 @@ def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys: Any) -> N
         (NORMALISED, Place.MINI_BATCH),
         (RULE, Place.MINI_BATCH),
         (VETO, Place.MINI_BATCH),
+        (MOMENT, Place.MINI_BATCH),
         (WEIGHTS | VETO, Place.MINI_BATCH),
     ],
 )

@@ -19,7 +19,7 @@ from millrace.algorithms.estimators import (
     Advantages,
     estimate,
 )
-from tests.algorithms.options import advantage_options
+from tests.algorithms.options import advantage_options, norm_options
 
 ROWS = st.lists(
     st.tuples(
@@ -111,7 +111,8 @@ class Reference:
 
     def scaled(self, s: Any) -> Any:
         return self.relative(
-            s, lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1)
+            s,
+            lambda r, _: (r - r.mean()) / (r.std(ddof=1) + self.o.eps if self.o.norm_by_std else 1),
         )
 
     def tokens(self, scalars: Any) -> Any:
@@ -121,8 +122,9 @@ class Reference:
     def flat(parts: Any) -> np.ndarray:
         return np.concatenate([np.zeros(0), *parts])
 
-    @staticmethod
-    def whiten(x: Any) -> Any:
+    def whiten(self, x: Any) -> Any:
+        if not self.o.whiten:
+            return x
         if len(set(x.tolist())) < 2:
             return np.zeros(len(x))
         return (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
@@ -134,7 +136,9 @@ class Reference:
         def gap(r: Any, _: Any) -> np.ndarray:
             low, high = np.sort(r)[-2:]
             return np.where(
-                r == high, (high - low) / (r.std(ddof=1) + 1e-6 if self.o.norm_by_std else 1), 0.0
+                r == high,
+                (high - low) / (r.std(ddof=1) + self.o.eps if self.o.norm_by_std else 1),
+                0.0,
             )
 
         return self.tokens(self.relative(self.s, gap))
@@ -152,7 +156,9 @@ class Reference:
     def gpg(self) -> Any:
         centered = self.relative(self.s, lambda r, _: r - r.mean())
         valid = self.relative(self.s, lambda r, _: np.ones(len(r))).sum()
-        return self.tokens(centered * len(self.s) / max(valid, 1))
+        std = self.relative(self.s, lambda r, _: r - r + r.std(ddof=1)) + self.o.eps
+        f_norm = std if self.o.f_norm == "std" else self.o.f_norm
+        return self.tokens(centered * len(self.s) / max(valid, 1) / f_norm)
 
     def gdpo(self) -> Any:
         w = self.o.component_weights or {}
@@ -182,7 +188,7 @@ class Reference:
         return self.flat(out)
 
     def gae(self) -> Any:
-        return self.whiten(self.raw_gae()) if self.o.whiten else self.raw_gae()
+        return self.whiten(self.raw_gae())
 
     def remax(self) -> Any:
         return self.flat(self.to_go()) - self.tokens(self.b.greedy_scores.numpy())
@@ -211,6 +217,10 @@ OPTIONS = st.builds(
     component_weights=st.sampled_from([None, {"a": 2.0}, {"a": -1.0, "b": 0.5}]),
     bootstrap_truncated=st.booleans(),
     whiten=st.booleans(),
+    eps=st.sampled_from([1e-6, 0.1]),
+    f_norm=st.sampled_from([1.0, 2.0, "std"]),
+    reward_norm=st.just(norm_options()),
+    adv_norm=st.just(norm_options()),
 )
 
 

@@ -57,6 +57,36 @@ def test_kl_estimators_match_numpy_in_value_and_gradient(name: str, rows: Any) -
     )
 
 
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@given(rows=st.lists(st.tuples(LOG_PROB, LOG_PROB, LOG_PROB), max_size=30))
+def test_the_weight_of_the_ratio_matches_numpy_in_value_and_gradient(name: str, rows: Any) -> None:
+    new, ref, old = (double([row[i] for row in rows]) for i in range(3))
+    got = kl.weighted_by_ratio(kl.KL[name], new.requires_grad_(), ref, old.requires_grad_())
+    got.sum().backward()
+    value, slope = BASE[name]
+    rho = [math.exp(min(max(n - o, -20.0), 20.0)) for n, _, o in rows]
+    want = [r * value(n - f) for r, (n, f, _) in zip(rho, rows, strict=True)]
+    np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-6, atol=1e-12)
+    grad = [
+        r * (slope(n - f) + value(n - f) * (abs(n - o) <= 20))
+        for r, (n, f, o) in zip(rho, rows, strict=True)
+    ]
+    np.testing.assert_allclose(new.grad.numpy(), grad, rtol=1e-6, atol=1e-9)
+    assert old.grad is None
+
+
+def test_with_the_ratio_k3_is_unbiased_for_tokens_of_another_policy() -> None:
+    """The mean under pi_old, and its gradient, are those of KL(pi || ref)."""
+    logits = double([0.3, -0.5, 0.9], requires_grad=True)
+    log_pi = logits.log_softmax(0)
+    log_old, log_ref = (double(x).log_softmax(0) for x in ([0.0, 0.4, 0.1], [0.5, 0.0, 0.2]))
+    estimate = (log_old.exp() * kl.weighted_by_ratio(kl.k3, log_pi, log_ref, log_old)).sum()
+    exact = (log_pi.exp() * (log_pi - log_ref)).sum()
+    assert estimate.item() == pytest.approx(exact.item(), rel=1e-9)
+    got, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, exact))
+    np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-9)
+
+
 def test_every_name_of_verl_is_there() -> None:
     bases = {"kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"}
     assert set(kl.KL) == bases | {f"{name}+" for name in bases}

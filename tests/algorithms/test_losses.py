@@ -124,7 +124,7 @@ def test_what_masked_tokens_hold_changes_nothing(mode: str, sequences: Any) -> N
 def test_micro_batches_add_up_to_the_mini_batch(
     mode: str, aggregation: str, sequences: Any, cut: Any
 ) -> None:
-    agg = default_aggregation(mode) if aggregation == "default" else aggregation
+    agg = default_aggregation(mode, "token") if aggregation == "default" else aggregation
     totals = {
         "total_tokens": sum(t[2] for s in sequences for t in s),
         "total_sequences": len(sequences),
@@ -227,7 +227,9 @@ def test_the_sets_say_what_a_mode_reads(mode: str) -> None:
         )
     assert TRUST_REGION <= USES_OLD
     per_sequence = mode in ("gspo", "sapo", "geo_mean")
-    assert default_aggregation(mode) == ("seq-mean-token-mean" if per_sequence else "token-mean")
+    token, whole = (default_aggregation(mode, level) for level in ("token", "sequence"))
+    assert token == ("seq-mean-token-mean" if per_sequence else "token-mean")
+    assert whole == "seq-mean-token-mean"
 
 
 def _flat(result: Any) -> Any:
@@ -318,6 +320,8 @@ def test_options_and_shapes_out_of_range_are_refused() -> None:
         "tau_pos": 0.0,
         "dro_beta": 0.0,
         "ppo_kl_coef": -1.0,
+        "vespo_k_pos": -1.0,
+        "vespo_lambda_neg": 0.0,
     }.items():
         with pytest.raises(ValueError, match=name):
             loss_options(**{name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.losses import interpolate, ppo_clip
+from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.proximal import ESTIMATES, interpolate, interpolate_linear
 
 LOG_PROB = st.floats(-30, 0)
 TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 12)), max_size=30)
@@ -31,30 +33,58 @@ def columns(rows: Any) -> Any:
 
 @given(TOKENS)
 def test_interpolate_matches_the_share_of_versions_gone(rows: Any) -> None:
-    mu, theta, versions = columns(rows)
-    got = interpolate(mu, theta.requires_grad_(), versions, 12)
-    # The live version is v_prox = 12; the next version is v_theta = 13.
-    want = [m + (12 - v) / (13 - v) * (t - m) for m, t, v in rows]
+    mu, theta, ages = columns(rows)
+    got = interpolate(mu, theta.requires_grad_(), ages)
+    # The live version is v_prox = v_mu + age; the next version is v_theta = v_prox + 1.
+    want = [m + d / (d + 1) * (t - m) for m, t, d in rows]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-12)
     assert not got.requires_grad
 
 
+@given(TOKENS)
+def test_interpolate_linear_mixes_probabilities(rows: Any) -> None:
+    mu, theta, ages = columns(rows)
+    got = interpolate_linear(mu, theta.requires_grad_(), ages)
+    want = [np.log((np.exp(m) + d * np.exp(t)) / (d + 1)) for m, t, d in rows]
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-12)
+    assert not got.requires_grad
+    # The arithmetic mean is never below the geometric one.
+    assert (got >= interpolate(mu, theta, ages) - 1e-12).all()
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES.values())
+def test_tokens_of_any_probability_have_a_finite_estimate(estimate: Any) -> None:
+    far = torch.tensor([0.0, -1e4, -1e4], dtype=torch.float32)
+    for ages in ([0, 0, 0], [1, 1, 1], [1000, 1000, 1000]):
+        got = estimate(far, far.flip(0), torch.tensor(ages))
+        assert torch.isfinite(got).all() and got.dtype == torch.float32
+        if not any(ages):
+            assert torch.equal(got, far)
+
+
+def test_extreme_rollout_log_probs_stay_what_they_are() -> None:
+    mu = double([-math.inf, -1.0])
+    assert (
+        interpolate_linear(mu, double([-1.0, -1.0]), torch.tensor([0, 0])).tolist() == mu.tolist()
+    )
+
+
 def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy() -> None:
-    got = interpolate(double([-1.0] * 4), double([-2.0] * 4), torch.tensor([7, 6, 4, 9]), 7)
-    assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # version 9 counts as live: none is newer
-    empty = interpolate(double([]), double([]), torch.zeros(0, dtype=torch.long), 7)
-    assert empty.shape == (0,)
+    got = interpolate(double([-1.0] * 4), double([-2.0] * 4), torch.tensor([0, 1, 3, -2]))
+    assert got.tolist() == [-1.0, -1.5, -1.75, -1.0]  # no version is newer than the live one
+    for estimate in ESTIMATES.values():
+        assert estimate(double([]), double([]), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
 @given(st.floats(0.1, 3.0), st.integers(1, 6))
 def test_where_log_probs_move_evenly_the_guess_is_exact(step: Any, age: Any) -> None:
     drawn, proximal, current = -9.0, -9.0 + age * step, -9.0 + (age + 1) * step
-    got = interpolate(double([drawn]), double([current]), torch.tensor([10 - age]), 10)
+    got = interpolate(double([drawn]), double([current]), torch.tensor([age]))
     assert got.item() == pytest.approx(proximal, rel=1e-9)
 
 
 def test_dtype_is_that_of_the_policy_under_training() -> None:
-    got = interpolate(double([-1.0]), torch.tensor([-2.0]), torch.tensor([0]), 1)
+    got = interpolate(double([-1.0]), torch.tensor([-2.0]), torch.tensor([1]))
     assert got.dtype == torch.float32 and got.item() == -1.5
 
 
@@ -88,7 +118,7 @@ def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> 
     The proximal policy only sets the place of the trust region.
     """
     theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
-    prox = interpolate(mu, theta, torch.tensor([3, 1]), 3)
+    prox = interpolate(mu, theta, torch.tensor([0, 2]))
     loss, stats = ppo_clip(theta, prox, double([1.0, -1.0]), weights=(prox - mu).exp(), **BOUNDS)
     loss.sum().backward()
     assert not stats["clipped"].any()

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import Ratios, accept, correct
+from millrace.algorithms.correction import correct
+from millrace.algorithms.rejection import Ratios, accept, off_policy_mask, second_moment
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from tests.algorithms.options import correction_options
 
@@ -103,7 +104,7 @@ def test_one_number_for_a_k1_rule_means_its_reciprocal_to_it(spec: float | str) 
     ("rules", "thresholds", "said"),
     [
         ("token_k4", 1.0, ["token_k4", "token_k1"]),
-        ("seq_max_k1", "0.5_2.0", ["seq_max_k1", "seq_max_k2"]),
+        ("seq_max_k4", "0.5_2.0", ["seq_max_k4", "seq_max_k2"]),
         ("token_k1", None, ["token_k1", "has no threshold"]),
         ("token_k1,token_k2,token_k3", "1.0,2.0", ["token_k1, token_k2, token_k3", "1.0,2.0", "3"]),
         ("token_k1", "2.0,3.0", ["2.0,3.0", "one threshold"]),
@@ -155,6 +156,7 @@ def test_a_rule_refuses_bounds_that_are_none() -> None:
             [True, False, True, True, False],
             math.log(2) ** 2 * (1 + 4 + 1 + 0 + 4) / 10,
         ),
+        (RejectionRule("seq_max_k1", 0.5, 3.0), [False, False, False, True, True], 2.5),
         (RejectionRule("seq_max_k2", None, math.log(4) ** 2 / 2), [True] * 5, math.log(4) ** 2 / 2),
         (
             RejectionRule("seq_sum_k3", None, 1.0),
@@ -241,3 +243,87 @@ def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences: Any) ->
     np.testing.assert_allclose(found.weights.numpy(), expected, rtol=1e-9)
     chi2 = found.metrics["rollout_corr/chi2_seq"]
     np.testing.assert_allclose(chi2, np.exp(2 * products).mean() - 1, rtol=1e-9, atol=1e-9)
+
+
+def test_the_largest_ratio_of_a_sequence_may_be_below_1() -> None:
+    rule = RejectionRule("seq_max_k1", 0.5, 3.0)
+    got, metrics = accepted(rule, [0.25, 0.4], [0.1, 0.6])
+    assert got.tolist() == [False, False, True, True]
+    assert metrics["max"].item() == pytest.approx(0.6) and metrics["fraction_low"].item() == 0.5
+
+
+SHIFTS = st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=20)
+
+
+@given(SHIFTS, st.floats(0.01, 0.5))
+@settings(max_examples=60, deadline=None)
+def test_the_second_moment_keeps_as_many_tokens_as_the_bound_permits(
+    shifts: Any, bound: float
+) -> None:
+    a = double(shifts)
+    one = torch.tensor([len(shifts)])
+    keep = second_moment(bound, Ratios.of(a, torch.zeros_like(a), one, None))
+    squares = np.square(shifts)
+    kept = squares[keep.numpy()]
+    assert not len(kept) or kept.mean() <= bound * (1 + 1e-9)
+    rest = np.sort(squares)[: len(kept) + 1]
+    assert len(kept) == len(squares) or rest.mean() > bound * (1 - 1e-9)
+    assert not len(kept) or kept.max() <= squares[~keep.numpy()].min(initial=math.inf)
+
+
+def test_the_second_moment_may_reject_all_and_drops_what_is_not_finite() -> None:
+    a = double([3.0, -3.0, math.nan])
+    ratios = Ratios.of(a, torch.zeros_like(a), torch.tensor([2, 1]), None)
+    assert second_moment(0.04, ratios).tolist() == [False] * 3
+    assert second_moment(9.0, ratios).tolist() == [True, True, False]
+    assert second_moment(
+        5.0, Ratios.of(a[:2] * double([1.0, 0.0]), a[:2] * 0, torch.tensor([2]), None)
+    ).all()
+
+
+MASKED = st.lists(
+    st.lists(
+        st.tuples(
+            st.floats(-3, 0), st.floats(-3, 0), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans()
+        ),
+        max_size=5,
+    ),
+    max_size=5,
+)
+"""Sequences of (current log-prob, rollout log-prob, advantage, included)."""
+
+
+@given(MASKED, st.sampled_from([0.0, 0.1, 0.7]))
+@settings(max_examples=80, deadline=None)
+def test_the_off_policy_mask_matches_numpy(sequences: Any, bound: float) -> None:
+    want = []
+    for s in sequences:
+        far = [mu - pi for pi, mu, _, included in s if included]
+        near = bool(far) and np.mean(far) <= bound + 1e-12
+        want += [bool(near or a >= 0 or not included) for _, _, a, included in s]
+    assert off_policy(sequences, bound).tolist() == want
+
+
+def off_policy(sequences: Any, bound: float) -> torch.Tensor:
+    rows = [row for s in sequences for row in s]
+    pi, mu, advantages = (double([row[i] for row in rows]) for i in range(3))
+    return off_policy_mask(
+        pi,
+        mu,
+        torch.tensor([len(s) for s in sequences], dtype=torch.long),
+        advantages,
+        threshold=bound,
+        include=torch.tensor([row[3] for row in rows], dtype=torch.bool),
+    )
+
+
+def test_the_off_policy_mask_looks_at_one_direction_and_one_sign() -> None:
+    likelier, rarer = (-1.0, -2.0), (-2.0, -1.0)
+    for (pi, mu), advantage, stays in (
+        (rarer, -1.0, False),
+        (rarer, 1.0, True),
+        (likelier, -1.0, True),
+        ((math.nan, -1.0), -1.0, False),
+    ):
+        assert off_policy([[(pi, mu, advantage, True)]], 0.5).item() == stays
+    assert off_policy([[(*rarer, -1.0, True)]], 1.0).item()  # on the bound

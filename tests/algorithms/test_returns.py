@@ -237,7 +237,7 @@ def test_nothing_here_has_a_gradient() -> None:
     assert not any(a.requires_grad for a in gae(x, x, lengths, gamma=1.0, lam=1.0))
     for got in (
         whiten(x),
-        discounted_sums(x, lengths),
+        discounted_sums(x, lengths, 1.0),
         remax(x, lengths, x[:2]),
         place_scores(x[:2], lengths, x),
         optimal_token_baseline(x, lengths, ints([0, 0]), -x, x, x),

@@ -1,7 +1,8 @@
-"""gspo and geo_mean compared with NumPy in float64 and with the objectives of their papers."""
+"""Losses on whole sequences compared with NumPy in float64 and with the objectives of their papers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.sequence_losses import geo_mean, gspo
+from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.sequence_losses import geo_mean, gspo, vespo
 from tests.algorithms.loss_cases import (
     OPTIONS,
     SEQUENCES,
@@ -37,16 +39,79 @@ def columns(inputs: Any) -> Any:
     )
 
 
+def sequence_ratio(new: Any, old: Any, tokens: Any) -> Any:
+    """Return the ratio of a sequence, and 1 if its bound does not act."""
+    mean = sum(new[t] - old[t] for t in tokens) / max(len(tokens), 1)
+    return np.exp(min(mean, 10.0)), float(mean <= 10)
+
+
 def gspo_reference(inputs: Any, weights: Any, options: Any) -> Any:
     new, old, adv = columns(inputs)
     out = np.zeros((5, len(weights)))
     for sequence in range(inputs.num_sequences):
         tokens = trained_of(inputs, sequence)
-        mean = sum(new[t] - old[t] for t in tokens) / max(len(tokens), 1)
-        s, inside = np.exp(min(mean, 10.0)), float(mean <= 10)
+        s, inside = sequence_ratio(new, old, tokens)
         for t in tokens:
             loss, slope, clipped = surrogate(s, s * inside, adv[t], options)
             out[:, t] = loss, slope * weights[t], clipped, 0.0, clamped(new[t], old[t])[0]
+    return out
+
+
+def vanilla_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
+    loss, slope, clipped = surrogate(s, s * inside, adv, options)
+    if adv < 0 and loss > -adv * options.clip_c:
+        return -adv * options.clip_c, 0.0, clipped, 1.0
+    return loss, slope, clipped, 0.0
+
+
+def cispo_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
+    weight = np.clip(s, 1 - options.clip_low, 1 + options.clip_high)
+    return -weight * adv * new, -weight * adv, float(adv != 0 and weight != s), 0.0
+
+
+def sapo_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
+    tau = options.tau_pos if adv > 0 else options.tau_neg
+    gate = 1 / (1 + np.exp(-tau * (s - 1)))
+    return -adv * 4 / tau * gate, -adv * 4 * gate * (1 - gate) * s * inside, 0.0, 0.0
+
+
+SEQUENCE_RULES = {"vanilla": vanilla_of, "cispo": cispo_of, "sapo": sapo_of}
+"""Loss, slope and two statistics of a trained token, from its sequence's ratio."""
+
+
+def at_sequence_level(mode: str) -> Any:
+    def reference(inputs: Any, weights: Any, options: Any) -> Any:
+        new, old, adv = columns(inputs)
+        out = np.zeros((5, len(weights)))
+        for sequence in range(inputs.num_sequences):
+            tokens = trained_of(inputs, sequence)
+            s, inside = sequence_ratio(new, old, tokens)
+            for t in tokens:
+                found = SEQUENCE_RULES[mode](s, inside, new[t], adv[t], options)
+                out[:, t] = *found, clamped(new[t], old[t])[0]
+                out[1, t] *= weights[t]
+        return out
+
+    return reference
+
+
+def vespo_reference(inputs: Any, weights: Any, options: Any) -> Any:
+    new, old, adv = columns(inputs)
+    out = np.zeros((5, len(weights)))
+    for sequence in range(inputs.num_sequences):
+        tokens = trained_of(inputs, sequence)
+        w = np.exp(np.clip(sum(new[t] - old[t] for t in tokens), -20, 20))
+        for t in tokens:
+            k, decay = (
+                (options.vespo_k_pos, options.vespo_lambda_pos)
+                if adv[t] > 0
+                else (options.vespo_k_neg, options.vespo_lambda_neg)
+            )
+            phi = np.exp(decay) * w**k * np.exp(-decay * w)
+            out[:, t] = (
+                *(-phi * adv[t] * new[t], -phi * adv[t] * weights[t]),
+                *(0.0, 0.0, clamped(new[t], old[t])[0]),
+            )
     return out
 
 
@@ -88,6 +153,46 @@ def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(
 ) -> None:
     inputs, weights = build(sequences)
     check(geo_mean, inputs, weights, options, geo_mean_reference)
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_RULES)
+@settings(max_examples=60)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_the_ratio_of_a_sequence_matches_numpy(mode: str, sequences: Any, options: Any) -> None:
+    inputs, weights = build(sequences)
+    options = replace(options, importance_sampling_level="sequence")
+    check(POLICY_LOSSES[mode], inputs, weights, options, at_sequence_level(mode))
+
+
+@settings(max_examples=60)
+@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
+def test_vespo_matches_numpy_in_value_gradient_and_statistics(sequences: Any, options: Any) -> None:
+    inputs, weights = build(sequences)
+    check(vespo, inputs, weights, options, vespo_reference)
+
+
+@settings(max_examples=40)
+@given(sequences=SEQUENCES)
+def test_vanilla_with_the_ratio_of_a_sequence_is_gspo_with_dual_clip(sequences: Any) -> None:
+    """gspo's loss is at most -A clip_c where A is negative."""
+    options = loss_options(importance_sampling_level="sequence", clip_c=1.5)
+    inputs, _ = build(sequences)
+    plain, dual = (f(inputs, options)[0].detach() for f in (gspo, POLICY_LOSSES["vanilla"]))
+    bound = torch.where(inputs.mask & (inputs.advantages < 0), -1.5 * inputs.advantages, torch.inf)
+    assert torch.equal(dual, torch.minimum(plain, bound))
+
+
+def test_the_weight_of_vespo_is_1_on_policy_and_fades_on_both_sides() -> None:
+    def weight(total: float, advantage: float) -> float:
+        rows = [((-2.0 + total / 2, -2.0), advantage, True, False, 1.0)] * 2
+        inputs, _ = build([rows])
+        vespo(inputs, loss_options())[0].sum().backward()
+        return abs(inputs.log_probs.grad[0].item() / advantage)
+
+    for advantage, peak in ((1.0, 2 / 3), (-1.0, 3 / 2)):
+        assert weight(0.0, advantage) == 1.0
+        assert weight(np.log(peak), advantage) > 1.0
+        assert weight(2.0, advantage) < 0.05 and weight(-3.0, advantage) < 0.1
 
 
 def objective(loss_function: Any, inputs: Any, options: Any) -> Any:

@@ -79,6 +79,35 @@ CASES: dict[str, dict[str, Any]] = {
     "interpolated": OWN | _correction(rollout_is="token", proximal="interpolate"),
     "interpolated, normalised": OWN
     | _correction(rollout_is="token", rollout_is_batch_normalize=True, proximal="interpolate"),
+    "geometric weights with a lower bound": OWN
+    | _correction(rollout_is="geometric", rollout_is_threshold_lower=0.95),
+    "second moment": _correction(m2_threshold=0.1, rollout_rs="seq_max_k1", rollout_rs_threshold=9),
+    "off-policy mask": _correction(off_policy_mask_threshold=0.01)
+    | {"actor": {"policy_loss": {"loss_mode": "sapo", "importance_sampling_level": "sequence"}}},
+    "linear proximal": OWN | _correction(rollout_is="token", proximal="linear"),
+    "high entropy": {
+        "actor": {
+            "policy_loss": {
+                "loss_mode": "cispo",
+                "importance_sampling_level": "sequence",
+                "top_entropy_quantile": 0.3,
+            },
+            "use_kl_loss": True,
+            "use_bias_correction_kl": True,
+            "kl_loss_coef": 0.3,
+        }
+    },
+    "gspo with dual clip": {
+        "actor": {
+            "policy_loss": {"importance_sampling_level": "sequence"},
+            "clip_ratio_c": 1.05,
+        },
+        "algorithm": {
+            "adv_estimator": "gpg",
+            "f_norm": "std",
+            "adv_norm": {"mean_level": "batch", "std_level": "group"},
+        },
+    },
     "age": _correction(max_token_age=1),
     "KL and entropy": {
         "actor": {
@@ -90,6 +119,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}},
     "critic": {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95}},
+    "Huber": {
+        "algorithm": {
+            "adv_estimator": "gae",
+            "reward_norm": {"mean_level": "group", "mean_leave1out": True},
+            "adv_norm": {"mean_level": "batch", "std_level": "batch"},
+        },
+        "critic": {"loss_fn_type": "huber", "huber_delta": 0.2},
+    },
     "optimal token baseline": {"algorithm": {"adv_estimator": "optimal_token_baseline"}},
     "everything": {
         "actor": {
@@ -127,6 +164,7 @@ def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> 
         actor=actor,
         algorithm=case.get("algorithm", {}),
         async_training=case.get("async_training", {}),
+        critic=case.get("critic", {}),
     )
 
 

@@ -114,6 +114,40 @@ def by_current_policy(rows: Rows, _: Rows) -> Trained:
     return [[(t, t.rollout, 1.0) for t in row] if near(row) else [] for row in rows]
 
 
+def geometric_weights(rows: Rows, _: Rows) -> Trained:
+    means = [np.mean([t.arrival - t.rollout for t in row]) if row else 0.0 for row in rows]
+    bounded = [min(max(math.exp(mean), 0.95), CAP) for mean in means]
+    return [[(t, t.arrival, w) for t in row] for row, w in zip(rows, bounded, strict=True)]
+
+
+def linear_weights(rows: Rows, _: Rows) -> Trained:
+    def proximal(t: Token) -> float:
+        return math.log((math.exp(t.rollout) + t.age * math.exp(t.current)) / (t.age + 1))
+
+    return [
+        [(t, proximal(t), min(math.exp(proximal(t) - t.rollout), CAP)) for t in row] for row in rows
+    ]
+
+
+def by_second_moment(rows: Rows, _: Rows) -> Trained:
+    """Keep the tokens of smallest squares, with a mean of at most 0.1 over the mini-batch."""
+    squares = sorted((t.current - t.rollout) ** 2 for row in rows for t in row)
+    count = sum(np.mean(squares[: i + 1]) <= 0.1 for i in range(len(squares)))
+    return [
+        [(t, t.rollout, 1.0) for t in row if (t.current - t.rollout) ** 2 <= squares[count - 1]]
+        for row in rows
+    ]
+
+
+def off_policy_mask(rows: Rows, _: Rows) -> Trained:
+    """Weigh tokens of A < 0 by 0 if the mean of rollout - current is over 0.01."""
+
+    def near(row: list[Token]) -> bool:
+        return bool(np.mean([t.rollout - t.current for t in row]) <= 0.01)
+
+    return [[(t, t.rollout, float(near(row) or t.advantage >= 0)) for t in row] for row in rows]
+
+
 def by_age(rows: Rows, _: Rows) -> Trained:
     return [[(t, t.rollout, 1.0) for t in row if t.age <= 1] for row in rows]
 
@@ -161,8 +195,27 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
         by_current_policy,
     ),
     "age": ({"algorithm": correction(max_token_age=1)}, by_age),
+    "geometric weights": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(rollout_is="geometric", rollout_is_threshold_lower=0.95),
+        },
+        geometric_weights,
+    ),
+    "linear": (
+        {
+            "async_training": DECOUPLED,
+            "algorithm": correction(rollout_is="token", proximal="linear"),
+        },
+        linear_weights,
+    ),
+    "second moment": ({"algorithm": correction(m2_threshold=0.1)}, by_second_moment),
+    "off-policy mask": (
+        {"algorithm": correction(off_policy_mask_threshold=0.01)},
+        off_policy_mask,
+    ),
 }
-REJECT = {"rejection", "rejection by the current policy", "age"}
+REJECT = {"rejection", "rejection by the current policy", "age", "second moment"}
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ PASSES: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "bypass, clip_cov": ({"actor": COV}, 1, 2),
     "bypass, optimal token baseline": ({"algorithm": OTB}, 1, 1),
+    "bypass, entropy": ({"actor": {"policy_loss": {"top_entropy_quantile": 0.2}}}, 1, 2),
+    "bypass, second moment": ({"algorithm": correction(m2_threshold=0.04)}, 1, 2),
+    "bypass, off-policy mask": ({"algorithm": correction(off_policy_mask_threshold=0.1)}, 0, 0),
     "bypass, KL in the reward": ({"algorithm": KL_REWARD}, 0, 0),
     "decoupled": ({"async_training": DECOUPLED}, 0, 1),
     "decoupled, weights": (

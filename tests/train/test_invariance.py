@@ -89,6 +89,7 @@ def test_the_cases_differ_and_reject_something(alone: dict[int, dict[str, Any]])
         "rejection by token and by sequence",
         "rejection before the baseline",
         "rejection by the current policy",
+        "second moment",
         "age",
     ):
         assert 0 < whole[name]["tokens"] < everything, name

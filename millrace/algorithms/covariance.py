@@ -1,0 +1,79 @@
+"""The selection of tokens by covariance, for clip_cov and kl_cov (arXiv 2505.22617)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return cov_t = (A_t - mean A) (log pi_t - mean log pi), [T] float64, detached.
+
+    (arXiv 2505.22617.) Both means are over all trained tokens. A token with a large covariance
+    lowers the entropy. The result is NaN where mask is false. log_probs and advantages are [T]
+    floating, mask is [T] bool. log_probs are those of the policy under training. At the first step
+    on a batch, they equal the old ones.
+
+    Pass the WHOLE mini-batch, of all ranks, because the selection is a share of its tokens. verl
+    computes means, share and draw for each micro-batch. With a share of 2e-4, it then selects one
+    token in every micro-batch of up to 9,999 tokens, whatever their covariances are. verl also
+    draws from an unseeded permutation, so ranks disagree and runs cannot be repeated.
+    """
+    result = log_probs.new_full(log_probs.shape, torch.nan, dtype=torch.float64)
+    a, logp = (x.detach()[mask].double() for x in (advantages, log_probs))
+    result[mask] = (a - a.mean()) * (logp - logp.mean())
+    return result
+
+
+def kl_cov_tokens(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
+    """Mark the max(int(ratio * trained tokens), 1) trained tokens of largest covariance, [T] bool.
+
+    Among equal covariances, earlier tokens of the batch come first. Without trained tokens, no
+    token is marked. Raises ValueError unless 0 < ratio <= 1.
+    """
+    cov = covariances(log_probs, advantages, mask)
+    at = mask.nonzero().squeeze(-1)
+    order = cov[at].argsort(descending=True, stable=True)
+    return _marked(mask, at[order[: _count(ratio, len(at))]])
+
+
+def clip_cov_tokens(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ratio: float,
+    lower: float,
+    upper: float,
+    generator: torch.Generator,
+    clipped: Tensor | None = None,
+) -> Tensor:
+    """Mark random tokens with lower < cov < upper, [T] bool.
+
+    The number of tokens is max(int(ratio * trained tokens), 1), or all candidates if there are
+    fewer. `clipped` [T] bool marks tokens that PPO's clip leaves without a gradient. They are never
+    drawn, as in verl. While log_probs are the old ones, there are no such tokens. The draw depends
+    on the generator's state alone, so equal seeds give equal tokens on every rank.
+
+    Raises ValueError unless 0 < ratio <= 1 and lower < upper.
+    """
+    if not lower < upper:
+        raise ValueError(f"lower must be below upper, got {lower} and {upper}")
+    cov = covariances(log_probs, advantages, mask)
+    candidate = (cov > lower) & (cov < upper)
+    if clipped is not None:
+        candidate &= ~clipped
+    at = candidate.nonzero().squeeze(-1)
+    count = _count(ratio, int(mask.sum()))
+    drawn = torch.randperm(len(at), generator=generator, device=generator.device)[:count]
+    return _marked(mask, at[drawn.to(at.device)])
+
+
+def _count(ratio: float, tokens: int) -> int:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio must be over 0 and at most 1, got {ratio}")
+    return max(int(ratio * tokens), 1)
+
+
+def _marked(mask: Tensor, positions: Tensor) -> Tensor:
+    return torch.zeros_like(mask, dtype=torch.bool).index_fill(0, positions, True)
