@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from millrace.config.reward_keys import MixedReward, OneReward, check_mix
 from millrace.config.section import Section, Sources
 from millrace.errors import bad_value
 
@@ -61,20 +62,23 @@ class OverlongBufferConfig(Section):
     """Largest penalty."""
 
 
-class RewardConfig(Section):
-    function: str = ""
-    """Reward function: path.py:name, module:name, or a built-in name such as exact or math.
+class RewardConfig(OneReward):
+    mix: dict[str, MixedReward] = {}
+    """Several rewards by name, each with a weight and the keys of a reward.
 
-    A user's function has verl's or TRL's signature. Empty uses the function that belongs to each
-    data source.
+    The score is their weighted sum. Empty uses the one reward that the keys above describe.
     """
-    num_workers: int = Field(1, ge=1)
-    """Processes that call reward functions."""
-    max_concurrency: int = Field(1024, ge=1)
-    """Coroutines that one process awaits at a time if the reward function is `async`."""
-    timeout_s: float = Field(30.0, gt=0)
-    """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
     max_error_share: float = Field(0.2, ge=0, le=1)
     """The run fails if reward errors dropped more than this share of the last 50 samples."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Penalty for long responses."""
+
+    @property
+    def parts(self) -> dict[str, OneReward]:
+        """The rewards by the name of their section: reward, or reward.mix.NAME."""
+        mixed = {f"reward.mix.{name}": part for name, part in self.mix.items()}
+        return {**mixed} if mixed else {"reward": self}
+
+    def check(self) -> None:
+        self.check_at("reward")
+        check_mix(self.mix, self)

@@ -74,6 +74,10 @@ class Function:
             for task in tasks:
                 task.cancel()
 
+    def take_figures(self) -> dict[str, float]:
+        """Return no figures. A judge has some."""
+        return {}
+
     def _row(self, call: Call, text: str) -> dict[str, Any]:
         given = (call.data_source, text, call.ground_truth, call.extra_info)
         return {

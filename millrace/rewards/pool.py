@@ -8,13 +8,14 @@ travel in one frame.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 from millrace.codec import pack
-from millrace.config import RewardConfig
+from millrace.config import OneReward
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
-from millrace.rewards.process import START_S, Pending, WorkerProcess
+from millrace.rewards.job import job_of
+from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.wire import Call, Reply
 from millrace.types import Prompt, Score
 
@@ -23,10 +24,22 @@ MOST_DEATHS = 5
 
 
 class RewardPool:
-    """A RewardFunction over `reward.num_workers` processes. The first call or `start` starts it."""
+    """A RewardFunction over worker processes. The first call or `start` starts it.
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
+    `section` is the name of the configuration's section. `environments` has variables for each
+    worker, such as its GPU.
+    """
+
+    def __init__(
+        self,
+        config: OneReward,
+        section: str = "reward",
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self.job = job_of(config, section)
+        self.figures: Counter[str] = Counter()
+        """Counts of the workers since `figures` was last cleared."""
+        self._environments = environments or [{}] * self.job.num_workers
         self._queue: deque[Pending] = deque()
         self._workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -37,14 +50,14 @@ class RewardPool:
         self._deaths = 0
 
     async def start(self) -> None:
-        """Start the workers and wait until one has loaded the function.
+        """Start the workers and wait until one has loaded the function, model or judge.
 
-        Call this before any model loads. Raise ConfigError if `reward.function` is wrong, and
+        Call this before any engine starts. Raise ConfigError if the reward cannot be loaded, and
         WorkerError if workers die while they load it.
         """
         if not self._keepers and self._failed is None:
             self._keepers = [
-                asyncio.create_task(self._keep()) for _ in range(self.config.num_workers)
+                asyncio.create_task(self._keep(environment)) for environment in self._environments
             ]
         await self._settled.wait()
         self._check()
@@ -52,7 +65,7 @@ class RewardPool:
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         """Return one Score for each completion.
 
-        Raise RewardError if the function raised, returned no number, exceeded `reward.timeout_s`
+        Raise RewardError if the function raised, returned no number, exceeded its time limit
         or killed its worker. Raise WorkerError if all workers die, or if the pool is closed.
         """
         if not self._keepers or self._failed is not None:
@@ -89,10 +102,10 @@ class RewardPool:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _keep(self, environment: Mapping[str, str]) -> None:
         """Keep one worker of the pool running: start a new one whenever it dies."""
         while self._failed is None:
-            worker = WorkerProcess(self.config, self._wake, self._resolve)
+            worker = WorkerProcess(self.job, environment, self._wake, self._resolve)
             self._workers.add(worker)
             ended = ""
             try:
@@ -107,6 +120,7 @@ class RewardPool:
 
     def _resolve(self, pending: Pending, reply: Reply) -> None:
         self._deaths = 0
+        self.figures.update(reply.figures)
         if pending.answer.done():
             return
         if reply.reason:
@@ -129,7 +143,8 @@ class RewardPool:
         if not worker.overdue or worker.hello is None:
             self._deaths += 1
         if self._deaths >= MOST_DEATHS:
-            loading = "" if worker.hello else f" while loading the function (it has {START_S:g} s)"
+            limit = f"it has {self.job.start_s:g} s"
+            loading = "" if worker.hello else f" while loading the {self.job.kind} ({limit})"
             self._fail(
                 WorkerError,
                 f"{self._deaths} reward workers in a row died{loading}, "
@@ -147,7 +162,7 @@ class RewardPool:
             if worker.hello and worker.hello.is_async
             else ""
         )
-        limit = f"reward.timeout_s = {self.config.timeout_s:g}"
+        limit = f"{self.job.key}.timeout_s = {self.job.timeout_s:g}"
         detail = f"the call ran past {limit} and its worker was killed{blocked}"
         return RewardError("timeout", detail)
 
