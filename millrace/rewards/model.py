@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from millrace.config import RewardModelConfig
 from millrace.data.chat import Chat
@@ -127,6 +128,7 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
 
     transformers would give a causal model a classifier's head with random weights.
     """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the driver shows the progress
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             config.path,
