@@ -222,7 +222,7 @@ class Judge:
             detail = f"the endpoint answered {error.status_code}: {self._safe(error.message)}"
             reason = "rate_limited" if error.status_code == 429 else f"http_{error.status_code}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                wait_s = _seconds(error.response.headers.get("retry-after", ""))
+                wait_s = seconds_of(error.response.headers.get("retry-after", ""))
                 raise _TryAgain(reason, detail, wait_s) from None
             raise RewardError(reason, detail) from None
         except msgspec.MsgspecError as error:
@@ -247,7 +247,7 @@ class _TryAgain(Exception):  # noqa: N818 - it never leaves this file
         """The seconds that the endpoint asks to wait."""
 
 
-def _seconds(retry_after: str) -> float:
+def seconds_of(retry_after: str) -> float:
     """Return the seconds of a Retry-After header, which may also be a date."""
     try:
         return max(0.0, float(retry_after))
