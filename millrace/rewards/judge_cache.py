@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -108,6 +109,7 @@ class CachedJudge:
         self._pool = pool
         self._config = config
         self._cache: ScoreCache | None = None
+        self._under_way: dict[str, asyncio.Future[list[Score]]] = {}
 
     async def start(self) -> None:
         await self._pool.start()
@@ -125,20 +127,40 @@ class CachedJudge:
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         """Return one Score for each completion. Only those that are not in the cache are judged."""
-        cache = self._cache
-        if cache is None:
+        if self._cache is None:
             return await self._pool.score(prompt, completions)
-        keys = [self._key(prompt, text) for text in completions]
-        valid = self._config.min, self._config.max
-        found = {key: value for key in keys if (value := cache.get(key)) is not None}
-        known = {key: value for key, value in found.items() if valid[0] <= value <= valid[1]}
-        self.figures["cache_hits"] += sum(key in known for key in keys)
-        missing = {k: t for k, t in zip(keys, completions, strict=True) if k not in known}
-        judged = await self._pool.score(prompt, list(missing.values()))
-        for key, score in zip(missing, judged, strict=True):
-            known[key] = score.value
-            cache.put(key, score.value)
-        return [Score(known[key]) for key in keys]
+        answers = await asyncio.gather(
+            *(self._one(self._cache, prompt, text) for text in completions), return_exceptions=True
+        )
+        if failures := [a for a in answers if isinstance(a, BaseException)]:
+            raise failures[0]
+        return [a for a in answers if isinstance(a, Score)]
+
+    async def _one(self, cache: ScoreCache, prompt: Prompt, completion: str) -> Score:
+        """Return the score in the cache, or that of an equal request under way, or a new one.
+
+        The request under way has the pool's deadline. Its failure is the failure of all that wait.
+        """
+        key = self._key(prompt, completion)
+        while (under_way := self._under_way.get(key)) is not None:
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                (score,) = under_way.result()
+                self.figures["cache_hits"] += 1
+                return score
+        value = cache.get(key)
+        if value is not None and self._config.min <= value <= self._config.max:
+            self.figures["cache_hits"] += 1
+            return Score(value)
+        future = self._under_way[key] = asyncio.ensure_future(
+            self._pool.score(prompt, [completion])
+        )
+        try:
+            (score,) = await future
+        finally:
+            del self._under_way[key]
+        cache.put(key, score.value)
+        return score
 
     async def close(self) -> None:
         await self._pool.close()

@@ -113,11 +113,38 @@ def test_a_failure_is_not_kept(server: Endpoint, tmp_path: Path) -> None:
             figures = reward.take_figures()
             assert figures["reward/judge/failures"] == 2
             assert figures["reward/judge/failures/no_score"] == 2
+            assert (figures["reward/judge/requests"], figures["reward/judge/cache_hits"]) == (3, 1)
         finally:
             await reward.close()
 
     asyncio.run(run())
-    assert (tmp_path / "judge" / "judge.jsonl").read_text() == ""
+    assert len((tmp_path / "judge" / "judge.jsonl").read_text().splitlines()) == 1
+
+
+def test_equal_responses_under_way_share_one_request(server: Endpoint, tmp_path: Path) -> None:
+    server.wait_s = 0.2
+
+    async def run() -> None:
+        scores, figures = await judged(config_of(server), tmp_path, *["9"] * 5)
+        assert scores == [1] * 5
+        assert (figures["reward/judge/requests"], figures["reward/judge/cache_hits"]) == (1, 4)
+        reward = RunReward(config_of(server))
+        try:
+            await reward.start()
+            open_caches(reward, tmp_path)
+            calls = [asyncio.ensure_future(reward.score(PROMPT, ["99"])) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            calls[0].cancel()  # the one that asked: another one asks again
+            ((second,), (third,)) = await asyncio.gather(*calls[1:])
+            assert (second.value, third.value) == (2, 2)
+            failing = [reward.score(PROMPT, ["silent"]) for _ in range(3)]
+            outcomes = await asyncio.gather(*failing, return_exceptions=True)
+            assert all(isinstance(o, RewardError) and o.reason == "no_score" for o in outcomes)
+            assert len([r for r in server.requests if "silent" in str(r)]) == 1
+        finally:
+            await reward.close()
+
+    asyncio.run(run())
 
 
 def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path) -> None:
