@@ -1,7 +1,8 @@
 """Batches of a reward model: responses that wait together are scored together.
 
 A round takes what waits and cuts it into batches of similar length, the longest first, so that
-little is padded. The next round comes after the last batch, so no response waits for ever.
+little is padded. The next round comes after the last batch, so no response waits for ever. The
+pool sends up to 32 batches ahead.
 """
 
 from __future__ import annotations

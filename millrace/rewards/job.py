@@ -7,8 +7,8 @@ from millrace.rewards.wire import Job
 
 _LOAD_FUNCTION_S = 120.0
 _LOAD_MODEL_S = 900.0
-_ROUND = 4
-"""Batches that one worker has at a time. It scores similar lengths among them together."""
+_ROUND = 32
+"""Batches that one worker may have waiting. Of more texts, more have similar lengths."""
 
 
 def job_of(config: OneReward, section: str = "reward") -> Job:

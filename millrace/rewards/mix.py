@@ -32,23 +32,23 @@ class RunReward:
     ) -> None:
         """Make the pools. `environments` has variables for each worker, by section."""
         self._config = config
-        self._parts: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {}
         self._failures: Counter[str] = Counter()
         for section, one in config.parts.items():
             pool = RewardPool(one, section, (environments or {}).get(section, ()))
             part = CachedJudge(pool, one.judge) if one.kind == "judge" else pool
-            self._parts[pool.job.name] = part
+            self.parts[pool.job.name] = part
 
     async def start(self) -> None:
         """Start every part, and wait until each has loaded. Raise ConfigError or WorkerError."""
-        await asyncio.gather(*(part.start() for part in self._parts.values()))
+        await asyncio.gather(*(part.start() for part in self.parts.values()))
 
     def caches(self) -> dict[CachedJudge, str]:
         """Return the judges with a cache, each with the folder that its user chose, if any."""
-        keys = {name: one.judge for name, one in zip(self._parts, self._config.parts.values(), strict=True)}
+        keys = {name: one.judge for name, one in zip(self.parts, self._config.parts.values(), strict=True)}
         return {
             part: keys[name].cache_dir
-            for name, part in self._parts.items()
+            for name, part in self.parts.items()
             if isinstance(part, CachedJudge) and keys[name].cache
         }
 
@@ -58,12 +58,12 @@ class RunReward:
         Raise RewardError if any part fails. Its reason has the part's name in a mix.
         """
         answers = await asyncio.gather(
-            *(part.score(prompt, completions) for part in self._parts.values()),
+            *(part.score(prompt, completions) for part in self.parts.values()),
             return_exceptions=True,
         )
         scores: dict[str, list[Score]] = {}
         failures: list[BaseException] = []
-        for name, answer in zip(self._parts, answers, strict=True):
+        for name, answer in zip(self.parts, answers, strict=True):
             if isinstance(answer, BaseException):
                 failures.append(self._failed(name, answer))
             else:
@@ -84,7 +84,7 @@ class RunReward:
         """
         figures = {name: float(count) for name, count in self._failures.items()}
         self._failures.clear()
-        for (name, part), one in zip(self._parts.items(), self._config.parts.values(), strict=True):
+        for (name, part), one in zip(self.parts.items(), self._config.parts.values(), strict=True):
             taken = {f"reward/{name}/{k}": float(v) for k, v in part.figures.items()}
             part.figures.clear()
             if one.kind == "judge":
@@ -98,7 +98,7 @@ class RunReward:
         return figures
 
     async def close(self) -> None:
-        await asyncio.gather(*(part.close() for part in self._parts.values()))
+        await asyncio.gather(*(part.close() for part in self.parts.values()))
 
     def _failed(self, name: str, error: BaseException) -> BaseException:
         """Count a failure. Return the error, with the part's name in a mix."""

@@ -39,7 +39,7 @@ class RewardPool:
         self.job = job_of(config, section)
         self.figures: Counter[str] = Counter()
         """Counts of the workers since `figures` was last cleared."""
-        self._environments = environments or [{}] * self.job.num_workers
+        self.environments = environments or [{}] * self.job.num_workers
         self._queue: deque[Pending] = deque()
         self._workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -57,7 +57,7 @@ class RewardPool:
         """
         if not self._keepers and self._failed is None:
             self._keepers = [
-                asyncio.create_task(self._keep(environment)) for environment in self._environments
+                asyncio.create_task(self._keep(environment)) for environment in self.environments
             ]
         await self._settled.wait()
         self._check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from millrace.config import Config, RewardConfig, RewardModelConfig
+from millrace.data import hub
 from millrace.errors import bad_value
 from millrace.pipeline import ownership
 from millrace.rewards.mix import RunReward
@@ -14,8 +15,8 @@ from millrace.runtime.local import visible_gpus
 def make_reward(config: Config) -> RunReward:
     """Return the reward of a configuration, not yet started.
 
-    Raise ConfigError if the machine lacks GPUs for a reward model, or if millrace did not make the
-    folder of a judge's cache.
+    Raise ConfigError if a reward model is missing, if the machine lacks GPUs for it, or if millrace
+    did not make the folder of a judge's cache.
     """
     environments: dict[str, list[dict[str, str]]] = {}
     placed: dict[str, RewardModelConfig] = {}
@@ -32,6 +33,7 @@ def make_reward(config: Config) -> RunReward:
         if device == "cuda":
             names = _gpus_for(f"{section}.model", part.model, config, gpus, free)
             environments[section] = [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+        _check_path(f"{section}.model.path", part.model.path)
     return RunReward(_with_models(config.reward, placed), environments)
 
 
@@ -47,6 +49,22 @@ def open_caches(reward: RunReward, run: Path) -> None:
         else:
             folder.mkdir(exist_ok=True)
         judge.open_cache(folder)
+
+
+def _check_path(key: str, path: str) -> None:
+    """Raise ConfigError if the path is neither a model's folder nor a model of the hub."""
+    folder = Path(path)
+    fix = "the folder or hub id of a Hugging Face sequence classifier"
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise bad_value(key, path, "the folder has no config.json", fix)
+        return
+    rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
+    if not folder.exists() and hub.NAME.fullmatch(path):
+        if not (why := hub.refusal("model", path)):
+            return
+        rule += f", and {why}"
+    raise bad_value(key, path, rule, fix)
 
 
 def _gpus_of_both_sides(config: Config) -> int:

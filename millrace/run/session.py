@@ -48,7 +48,7 @@ async def open_session(
     problems_.check_machine(config)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config)
-    reward = make_reward(config)
+    reward = await abandonable(make_reward, config)
     try:
         if rollout:
             await reward.start()

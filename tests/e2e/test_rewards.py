@@ -19,14 +19,14 @@ from tests.rewards.endpoint import Endpoint, endpoint
 pytestmark = [pytest.mark.timeout(240)]
 
 SECRET = "sk-canary-in-a-run"
-LONG = ["rollout.total_rollout_steps=192", "actor.optim.lr=2e-3"]
+FAST = "actor.optim.lr=3e-3"
 
 
 def rewards_of(server: Endpoint, model: Path) -> dict[str, list[str]]:
-    """Return overrides: one point for a last 9, one for each 9, and both with exact match."""
+    """Return overrides: one point for a last 9, one for each 9, and this with exact match."""
     classifier = f"{{path: {model}, device: cpu}}"
     judge = f"{{model: m, base_url: '{server.url}', template: '{{prompt}} {{response}}'}}"
-    mix = f"{{right: {{}}, last: {{model: {classifier}, weight: 0.5}}, nines: {{judge: {judge}}}}}"
+    mix = f"{{right: {{}}, nines: {{judge: {judge}, weight: 0.5}}}}"
     return {
         "model": [f"reward.model={classifier}"],
         "judge": [f"reward.judge={judge}"],
@@ -34,16 +34,19 @@ def rewards_of(server: Endpoint, model: Path) -> dict[str, list[str]]:
     }
 
 
-async def trained(s: runs.Session, folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+async def trained(
+    s: runs.Session, folder: Path, samples: int, overrides: Sequence[str]
+) -> list[dict[str, float]]:
     """Return the rows of a run with this reward."""
+    overrides = [FAST, f"rollout.total_rollout_steps={samples}", *overrides]
     reward = make_reward(recipe.load(runs.RECIPE, [*runs.SMALL, *overrides]))
     try:
         await reward.start()
         folder.mkdir()
         open_caches(reward, folder)
         (folder / ".millrace-run").touch()
-        outcome = await runs.run(replace(s, reward=reward), folder, *LONG, *overrides)
-        assert outcome.complete and outcome.samples_trained == 192
+        outcome = await runs.run(replace(s, reward=reward), folder, *overrides)
+        assert outcome.complete and outcome.samples_trained == samples
         return runs.rows(folder)
     finally:
         await reward.close()
@@ -63,24 +66,23 @@ def test_each_kind_of_reward_trains_the_policy(
     async def run(server: Endpoint) -> None:
         said = rewards_of(server, last_character(tmp_path / "classifier", "9"))
         async with runs.session(tmp_path) as s:
-            rows = await trained(s, tmp_path / "model", said["model"])
-            assert rise(rows, "reward/mean") > 0.2
-            rows = await trained(s, tmp_path / "judge", said["judge"])
+            rows = await trained(s, tmp_path / "model", 240, said["model"])
+            assert rise(rows, "reward/mean") > 0.15
+            rows = await trained(s, tmp_path / "judge", 128, said["judge"])
             assert rise(rows, "reward/mean") > 0.3
             asked = sum(row["reward/judge/requests"] for row in rows)
             hits = sum(row["reward/judge/cache_hits"] for row in rows)
             assert asked <= len(server.requests) and hits > 0
-            assert asked + hits >= 192 * 4
-            rows = await trained(s, tmp_path / "mix", said["mix"])
-            assert rise(rows, "reward/mean") > 0.3
+            assert asked + hits >= 128 * 4
+            rows = await trained(s, tmp_path / "mix", 128, said["mix"])
+            assert rise(rows, "reward/nines/mean") > 0.3
             for row in rows:
-                parts = [row[f"reward/{name}/mean"] for name in ("right", "last", "nines")]
-                total = parts[0] + 0.5 * parts[1] + parts[2]
+                total = row["reward/right/mean"] + 0.5 * row["reward/nines/mean"]
                 assert row["reward/mean"] == pytest.approx(total, abs=1e-6)
             busy = [*said["judge"], "reward.judge.template='{response} limited'"]
             busy += ["reward.judge.max_retries=1", "reward.judge.retry_wait_s=0.01"]
             with pytest.raises(ExceptionGroup) as caught:
-                await trained(s, tmp_path / "busy", busy)
+                await trained(s, tmp_path / "busy", 128, busy)
             assert caught.group_contains(
                 RewardError, match=r"rate_limited: 11 of the last 11 samples had no score"
             )
