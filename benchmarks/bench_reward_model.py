@@ -52,7 +52,8 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
 
     torch.manual_seed(1)
     tokenizer = make_tokenizer("chars", [LETTERS], 0)
-    config: Any = Qwen2Config(
+    labels: Any = {"num_labels": 1}
+    config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -60,7 +61,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
         num_key_value_heads=4,
         intermediate_size=3 * hidden,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
+        **labels,
     )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -63,7 +63,7 @@ class OverlongBufferConfig(Section):
 
 
 class RewardConfig(OneReward):
-    mix: dict[str, MixedReward] = {}
+    mix: dict[str, MixedReward] = Field(default_factory=dict)
     """Several rewards by name, each with a weight and the keys of a reward.
 
     The score is their weighted sum. Empty uses the one reward that the keys above describe.

@@ -93,7 +93,7 @@ class JudgeConfig(Section):
     """Temperature of the request. null leaves it to the endpoint."""
     max_tokens: int = Field(1024, ge=0)
     """Most tokens of an answer. 0 leaves it to the endpoint."""
-    extra_body: dict[str, Any] = {}
+    extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of each request, such as response_format."""
     max_concurrency: int = Field(32, ge=1)
     """Most requests at a time."""

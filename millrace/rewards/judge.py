@@ -236,7 +236,7 @@ class Judge:
         return shown[:200]
 
 
-class _TryAgain(Exception):  # noqa: N818 - it never leaves this file
+class _TryAgain(Exception):
     """A failure that a later attempt may not have."""
 
     def __init__(self, reason: str, detail: str, wait_s: float = 0.0) -> None:

@@ -45,7 +45,10 @@ class RunReward:
 
     def caches(self) -> dict[CachedJudge, str]:
         """Return the judges with a cache, each with the folder that its user chose, if any."""
-        keys = {name: one.judge for name, one in zip(self.parts, self._config.parts.values(), strict=True)}
+        keys = {
+            name: one.judge
+            for name, one in zip(self.parts, self._config.parts.values(), strict=True)
+        }
         return {
             part: keys[name].cache_dir
             for name, part in self.parts.items()

@@ -113,7 +113,9 @@ class RewardModel:
             logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            rule = f"{len(batch)} texts of {width} tokens do not fit: a smaller {self.key}.batch_size"
+            rule = (
+                f"{len(batch)} texts of {width} tokens do not fit: a smaller {self.key}.batch_size"
+            )
             raise RewardError("out_of_memory", rule) from error
         logits = logits.float()
         if self.config.function_to_apply == "sigmoid":

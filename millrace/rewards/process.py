@@ -92,7 +92,10 @@ class WorkerProcess(asyncio.Protocol):
                 stdout=2,
                 pass_fds=(worker_end.fileno(),),
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1"} | os.environ | self.environment | {"PYTHONPATH": path},
+                env={"OMP_NUM_THREADS": "1"}
+                | os.environ
+                | dict(self.environment)
+                | {"PYTHONPATH": path},
             )
         if sys.platform == "linux":
             # A child of the worker may keep the socket open. So the pool watches the process.

@@ -56,7 +56,9 @@ def test_a_cache_keeps_the_newest_scores_and_a_bounded_file(
 
 def test_a_torn_line_or_a_wrong_value_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "judge.jsonl"
-    path.write_bytes(b'["a", 1.0]\n["b", NaN]\n{"c": 2}\n7\n\xff\xfe\n["d", null]\n["e", 3.0]\n["f", ')
+    path.write_bytes(
+        b'["a", 1.0]\n["b", NaN]\n{"c": 2}\n7\n\xff\xfe\n["d", null]\n["e", 3.0]\n["f", '
+    )
     cache = filled(path, 10)
     assert [cache.get(key) for key in "abcdef"] == [1.0, None, None, None, 3.0, None]
     cache.close()
@@ -107,7 +109,7 @@ def test_a_failure_is_not_kept(server: Endpoint, tmp_path: Path) -> None:
         try:
             open_caches(reward, tmp_path)
             for _ in range(2):
-                with pytest.raises(RewardError, match="^no_score"):
+                with pytest.raises(RewardError, match=r"^no_score"):
                     await reward.score(PROMPT, ["9", "silent"])
             assert await reward.score(PROMPT, []) == []
             figures = reward.take_figures()

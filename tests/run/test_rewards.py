@@ -24,7 +24,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name / "config.json").write_text("{}")
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, *overrides: str, gpus: str = GPUS) -> dict[str, list[str]]:
+def placed(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, gpus: str = GPUS
+) -> dict[str, list[str]]:
     """Return the device and the GPUs of the workers of each reward model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     reward = make_reward(recipe.load("quickstart", list(overrides)))
