@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -78,6 +79,7 @@ def score_direct(pipe: Connection, config: RewardModelConfig) -> None:
     """Answer each list of texts with the scores, until None comes."""
     import torch
 
+    os.setsid()  # like a worker of the pool: Linux may share its cores fairly between sessions
     torch.set_num_threads(1)
     from millrace.rewards.model import RewardModel
 

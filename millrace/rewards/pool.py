@@ -41,7 +41,7 @@ class RewardPool:
         """Counts of the workers since `figures` was last cleared."""
         self.environments = environments or [{}] * self.job.num_workers
         self._queue: deque[Pending] = deque()
-        self._workers: set[WorkerProcess] = set()
+        self.workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._settled = asyncio.Event()
         self._failed: tuple[type[MillraceError], str] | None = None
@@ -106,7 +106,7 @@ class RewardPool:
         """Keep one worker of the pool running: start a new one whenever it dies."""
         while self._failed is None:
             worker = WorkerProcess(self.job, environment, self._wake, self._resolve)
-            self._workers.add(worker)
+            self.workers.add(worker)
             ended = ""
             try:
                 await worker.start()
@@ -115,7 +115,7 @@ class RewardPool:
                 self._fail(WorkerError, f"no reward worker can be started: {error}")
             finally:
                 ended = await worker.stop()
-                self._workers.discard(worker)
+                self.workers.discard(worker)
             self._replace(worker, ended)
 
     def _resolve(self, pending: Pending, reply: Reply) -> None:
@@ -174,7 +174,7 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._waking = False
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.hello is not None:
                 self._settled.set()
                 if worker.hello.error:
@@ -183,7 +183,7 @@ class RewardPool:
         while self._queue:
             pending = self._queue[0]
             if not pending.answer.done():
-                open_workers = [w for w in self._workers if w.room(pending)]
+                open_workers = [w for w in self.workers if w.room(pending)]
                 if not open_workers:
                     break
                 worker = min(open_workers, key=lambda w: w.load)
@@ -204,10 +204,10 @@ class RewardPool:
             self._failed = kind, message
         self._settled.set()
         kind, message = self._failed
-        waiting = [*self._queue, *(p for w in self._workers for p in w.running.values())]
+        waiting = [*self._queue, *(p for w in self.workers for p in w.running.values())]
         self._queue.clear()
         for pending in waiting:
             if not pending.answer.done():
                 pending.answer.set_exception(kind(message))
-        for worker in self._workers:
+        for worker in self.workers:
             worker.kill()

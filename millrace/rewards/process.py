@@ -105,6 +105,12 @@ class WorkerProcess(asyncio.Protocol):
         await self._loop.create_connection(lambda: self, sock=pool_end)
         self._watch()
 
+    @property
+    def pid(self) -> int:
+        """Return the process id. The worker has started."""
+        assert self._process is not None
+        return self._process.pid
+
     def room(self, pending: Pending) -> bool:
         """Return whether the worker can take the call now.
 

@@ -55,10 +55,11 @@ async def open_session(
         trains = run is None
         if run is None:  # in a thread too: the check reads every byte of a checkpoint
             run = await abandonable(open_run_dir, config)
-        open_caches(reward, run.path)
         for note in (*config.notes, *run.notes):
             progress.note(note)
         try:
+            if rollout:
+                open_caches(reward, run.path)
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 _check_end(config, config.derived(len(problems.train)).samples, run.resume_from)
