@@ -46,8 +46,9 @@ def open_caches(reward: RunReward, run: Path) -> None:
         folder = Path(chosen) if chosen else run / "judge"
         if chosen:
             ownership.claim(folder, f"{judge.job.key}.cache_dir")
-        else:
-            folder.mkdir(exist_ok=True)
+        elif not folder.is_dir() or folder.is_symlink():  # a link is replaced and not followed
+            ownership.remove(folder)
+            folder.mkdir()
         judge.open_cache(folder)
 
 

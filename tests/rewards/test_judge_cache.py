@@ -163,6 +163,9 @@ def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path)
     (mine / "judge.jsonl").symlink_to(foreign / "judge.jsonl")
     with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*links"):
         open_caches(reward, tmp_path)
+    (tmp_path / "judge").symlink_to(foreign)
+    open_caches(make_reward(recipe.load("quickstart", said)), tmp_path)
+    assert not (tmp_path / "judge").is_symlink() and len(list(foreign.iterdir())) == 1
 
 
 def test_a_score_outside_of_the_bounds_in_the_file_is_judged_again(
