@@ -50,6 +50,7 @@ class CheckpointError(MillraceError):
 
 
 INSTALL = {
+    "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",
     "ray": "pip install 'ray>=2.50'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",

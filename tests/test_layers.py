@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "config": {"algorithms", "schedule"},
     "data": set(),
     "models": {"config"},
-    "rewards": {"config", "data"},
+    "rewards": {"config", "data", "models"},
     "observe": {"config", "ports"},
     "rollout": {"algorithms", "ports", "schedule"},
     "pipeline": {"observe", "ports", "rollout", "schedule"},

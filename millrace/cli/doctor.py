@@ -49,6 +49,7 @@ _NEEDED = {
 }
 """The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
+    "openai": ("3", INSTALL["openai"], "reward.judge"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),

@@ -19,6 +19,7 @@ from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardCo
 from millrace.config.keys import Config, Derived
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
 from millrace.config.optim_keys import OptimConfig
+from millrace.config.reward_keys import JudgeConfig, MixedReward, OneReward, RewardModelConfig
 from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
@@ -38,14 +39,18 @@ __all__ = [
     "Estimator",
     "FilterGroupsConfig",
     "GuardConfig",
+    "JudgeConfig",
     "KlCtrlConfig",
     "KlType",
+    "MixedReward",
     "ModelConfig",
     "ModelShape",
+    "OneReward",
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "Section",
     "SftConfig",

@@ -47,6 +47,7 @@ def check(config: Config) -> None:
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
+    _check_reward_devices(c.reward, c.sides)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_trust(c)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
@@ -182,6 +183,29 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
             f"must be from 1 to rollout.max_response_length = {limit}",
             f"reward.overlong_buffer.len={max(1, limit // 5)}",
         )
+
+
+def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
+    """Refuse a place of a reward model that cannot work."""
+    for section, part in reward.parts.items():
+        if part.kind != "model" or part.model.device == "cpu":
+            continue
+        key, trainer = f"{section}.model", sides.trainer
+        if trainer.runtime == "ray" and "cuda" in (part.model.device, trainer.device):
+            raise bad_value(
+                f"{key}.device",
+                part.model.device,
+                "Ray reserves the cluster's GPUs, and reward workers run on the driver's node",
+                f"{key}.device=cpu, or trainer.runtime=local",
+            )
+        if part.model.share != "none" and sides.colocated:
+            raise bad_value(
+                f"{key}.share",
+                part.model.share,
+                "trainer and rollouts pass the memory of their GPUs to each other, and a reward "
+                "model takes no turns",
+                f"{key}.share=none with GPUs of its own, {key}.device=cpu, or separate devices",
+            )
 
 
 def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from pydantic import Field
 
+from millrace.config.reward_keys import MixedReward, OneReward, check_mix
 from millrace.config.section import Section, Sources
 from millrace.errors import bad_value
 
@@ -63,55 +62,23 @@ class OverlongBufferConfig(Section):
     """Largest penalty."""
 
 
-class FormatConfig(Section):
-    pattern: str = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-    """Regular expression of a well-formed response, for reward.function=format.
+class RewardConfig(OneReward):
+    mix: dict[str, MixedReward] = Field(default_factory=dict)
+    """Several rewards by name, each with a weight and the keys of a reward.
 
-    The whole response must match. A dot matches every character, also the end of a line.
+    The score is their weighted sum. Empty uses the one reward that the keys above describe.
     """
-
-    def check(self) -> None:
-        try:
-            re.compile(self.pattern, re.DOTALL)
-        except re.error as error:
-            raise bad_value(
-                "reward.format.pattern",
-                self.pattern,
-                f"is not a regular expression of Python: {error}",
-                "correct it; try it with re.compile(pattern, re.DOTALL)",
-            ) from None
-
-
-class RepetitionPenaltyConfig(Section):
-    """The options of reward.function=repetition_penalty."""
-
-    ngram_size: int = Field(3, ge=1)
-    """Words in a row that count as one n-gram."""
-    max_penalty: float = Field(-1.0, le=0)
-    """Score of a response of which all n-grams are repeated. Without a repetition it is 0."""
-
-
-class RewardConfig(Section):
-    function: str = ""
-    """Reward function: path.py:name, module:name, or a built-in name such as exact or math.
-
-    A user's function has verl's or TRL's signature. Empty uses the built-in function that belongs
-    to each row's data_source. A row of an unknown data_source is then an error.
-    """
-    format: FormatConfig = FormatConfig()
-    """Options of the built-in function format."""
-    repetition_penalty: RepetitionPenaltyConfig = RepetitionPenaltyConfig()
-    """Options of the built-in function repetition_penalty."""
-    num_workers: int = Field(1, ge=1)
-    """Processes that call reward functions."""
-    max_concurrency: int = Field(1024, ge=1)
-    """Coroutines that one process awaits at a time if the reward function is `async`.
-
-    A function that scores whole groups has one coroutine for each group.
-    """
-    timeout_s: float = Field(30.0, gt=0)
-    """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
     max_error_share: float = Field(0.2, ge=0, le=1)
     """The run fails if reward errors dropped more than this share of the last 50 samples."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Penalty for long responses."""
+
+    @property
+    def parts(self) -> dict[str, OneReward]:
+        """The rewards by the name of their section: reward, or reward.mix.NAME."""
+        mixed = {f"reward.mix.{name}": part for name, part in self.mix.items()}
+        return {**mixed} if mixed else {"reward": self}
+
+    def check(self) -> None:
+        self.check_at("reward")
+        check_mix(self.mix, self)

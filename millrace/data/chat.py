@@ -20,11 +20,13 @@ class Chat:
     """The pipeline's view of a tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
+    generation_prompt: bool = True
+    """End with the head of the next message of the model. A reward model reads whole messages."""
 
     def render(self, problem: Problem, where: str = "prompt") -> tuple[str, Tokens]:
         """Return the prompt's text and its tokens. `where` names the row in errors.
 
-        Messages go through the chat template with the generation prompt. A string is tokenised
+        Messages go through the chat template. A string is tokenised
         without a template and without added special tokens. Raise DataError if a message contains
         a special token's text and the template changes messages: the text and the token are then
         indistinguishable.
@@ -71,7 +73,7 @@ class Chat:
 
     def _template(self, messages: Messages) -> str:
         rendered: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=self.generation_prompt
         )
         return str(rendered)
 

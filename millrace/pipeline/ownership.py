@@ -17,37 +17,40 @@ def is_ours(folder: Path) -> bool:
     return (folder / MARKER).is_file() or made
 
 
-def check(folder: Path) -> None:
-    """Raise ConfigError if a run would write into a folder with other files. Writes nothing."""
+def check(folder: Path, key: str = "trainer.run_dir") -> None:
+    """Raise ConfigError if a run would write into a folder with other files. Writes nothing.
+
+    `key` names the folder in the configuration.
+    """
     try:
         foreign = folder.is_dir() and not is_ours(folder) and any(folder.iterdir())
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise unwritable(folder, error, key) from None
     if foreign:
         raise bad_value(
-            "trainer.run_dir",
+            key,
             str(folder),
             "the folder is not empty, and no run of millrace made it",
-            "a new or an empty folder, or none for a new one in runs/",
+            "a new or an empty folder, or none for millrace's own",
         )
 
 
-def claim(folder: Path) -> None:
+def claim(folder: Path, key: str = "trainer.run_dir") -> None:
     """Make `folder` if needed and mark it as millrace's. Raises ConfigError as `check` does."""
-    check(folder)
+    check(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MARKER).is_file():
             (folder / MARKER).write_text(_TEXT)
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise unwritable(folder, error, key) from None
 
 
-def unwritable(folder: Path, error: OSError) -> ConfigError:
+def unwritable(folder: Path, error: OSError, key: str = "trainer.run_dir") -> ConfigError:
     """Return the error for a folder that cannot be written."""
     rule = f"cannot be written: {error.strerror or error}"
     fix = "a folder that can be made or written to"
-    return bad_value("trainer.run_dir", str(folder), rule, fix)
+    return bad_value(key, str(folder), rule, fix)
 
 
 def home_of(checkpoint: Path) -> Path | None:

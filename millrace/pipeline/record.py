@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from millrace.errors import DeadlineError
@@ -38,7 +38,9 @@ class RunRecord:
         stale: StaleCounts,
         deadline_s: float,
         tasks: asyncio.TaskGroup,
+        figures: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        """`figures` returns what the rewards counted since the last row."""
         self.first: Result | None = None
         self.last: Result | None = None
         self._history = history
@@ -54,6 +56,7 @@ class RunRecord:
         self._stale = stale
         self._deadline_s = deadline_s
         self._tasks = tasks
+        self._figures = figures
         self._validation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
@@ -72,7 +75,7 @@ class RunRecord:
         checkpoint/write_s is the seconds from the start of the save to its completion. The
         trainer's wait for it is included. If two checkpoints completed, the longer time counts.
         """
-        row = row | self._stale.add(row)
+        row = row | self._stale.add(row) | self._figures()
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._guard is not None:

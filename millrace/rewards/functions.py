@@ -101,6 +101,10 @@ class Function:
             raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
         return [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
 
+    def take_figures(self) -> dict[str, float]:
+        """Return no figures. A judge has some."""
+        return {}
+
     def _row(self, call: Call, text: str) -> dict[str, Any]:
         given = (call.data_source, text, call.ground_truth, call.extra_info)
         return {
@@ -134,9 +138,9 @@ class Function:
 def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Function:
     """Return the function that `reward.function` names: built-in, `path.py:name` or `module:name`.
 
-    `options` has the options of the built-in functions that have some, by their names. This imports the user's code.
-    Raise ConfigError if there is no such file, module or name, if the import fails, or if the
-    signature is neither verl's nor TRL's.
+    `options` has the options of the built-in functions that have some, by their names. This imports
+    the user's code. Raise ConfigError if there is no such file, module or name, if the import
+    fails, or if the signature is neither verl's nor TRL's.
     """
     if spec in BUILTIN:
         call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))

@@ -8,13 +8,14 @@ travel in one frame.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 from millrace.codec import pack
-from millrace.config import RewardConfig
+from millrace.config import OneReward
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
-from millrace.rewards.process import START_S, Pending, WorkerProcess
+from millrace.rewards.job import job_of
+from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.wire import Call, Reply
 from millrace.types import Prompt, Score
 
@@ -23,14 +24,29 @@ MOST_DEATHS = 5
 
 
 class RewardPool:
-    """A RewardFunction over `reward.num_workers` processes. The first call or `start` starts it."""
+    """A RewardFunction over worker processes. The first call or `start` starts it.
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
+    `section` is the name of the configuration's section. `environments` has variables for each
+    worker, such as its GPU.
+    """
+
+    def __init__(
+        self,
+        config: OneReward,
+        section: str = "reward",
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self.job = job_of(config, section)
+        self.figures: Counter[str] = Counter()
+        """Counts of the workers since `figures` was last cleared."""
         self.whole_group = False
-        """Whether the function asks for all completions of a sample in one call. `start` sets it."""
+        """Whether the function asks for all completions of a sample in one call.
+
+        `start` sets it.
+        """
+        self.environments = environments or [{}] * self.job.num_workers
         self._queue: deque[Pending] = deque()
-        self._workers: set[WorkerProcess] = set()
+        self.workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._settled = asyncio.Event()
         self._failed: tuple[type[MillraceError], str] | None = None
@@ -39,14 +55,14 @@ class RewardPool:
         self._deaths = 0
 
     async def start(self) -> None:
-        """Start the workers and wait until one has loaded the function.
+        """Start the workers and wait until one has loaded the function, model or judge.
 
-        Call this before any model loads. Raise ConfigError if `reward.function` is wrong, and
+        Call this before any engine starts. Raise ConfigError if the reward cannot be loaded, and
         WorkerError if workers die while they load it.
         """
         if not self._keepers and self._failed is None:
             self._keepers = [
-                asyncio.create_task(self._keep()) for _ in range(self.config.num_workers)
+                asyncio.create_task(self._keep(environment)) for environment in self.environments
             ]
         await self._settled.wait()
         self._check()
@@ -54,7 +70,7 @@ class RewardPool:
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         """Return one Score for each completion.
 
-        Raise RewardError if the function raised, returned no number, exceeded `reward.timeout_s`
+        Raise RewardError if the function raised, returned no number, exceeded its time limit
         or killed its worker. Raise WorkerError if all workers die, or if the pool is closed.
         """
         if not self._keepers or self._failed is not None:
@@ -90,11 +106,11 @@ class RewardPool:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _keep(self, environment: Mapping[str, str]) -> None:
         """Keep one worker of the pool running: start a new one whenever it dies."""
         while self._failed is None:
-            worker = WorkerProcess(self.config, self._wake, self._resolve)
-            self._workers.add(worker)
+            worker = WorkerProcess(self.job, environment, self._wake, self._resolve)
+            self.workers.add(worker)
             ended = ""
             try:
                 await worker.start()
@@ -103,11 +119,12 @@ class RewardPool:
                 self._fail(WorkerError, f"no reward worker can be started: {error}")
             finally:
                 ended = await worker.stop()
-                self._workers.discard(worker)
+                self.workers.discard(worker)
             self._replace(worker, ended)
 
     def _resolve(self, pending: Pending, reply: Reply) -> None:
         self._deaths = 0
+        self.figures.update(reply.figures)
         if pending.answer.done():
             return
         if reply.reason:
@@ -130,7 +147,8 @@ class RewardPool:
         if not worker.overdue or worker.hello is None:
             self._deaths += 1
         if self._deaths >= MOST_DEATHS:
-            loading = "" if worker.hello else f" while loading the function (it has {START_S:g} s)"
+            limit = f"it has {self.job.start_s:g} s"
+            loading = "" if worker.hello else f" while loading the {self.job.kind} ({limit})"
             self._fail(
                 WorkerError,
                 f"{self._deaths} reward workers in a row died{loading}, "
@@ -148,7 +166,7 @@ class RewardPool:
             if worker.hello and worker.hello.is_async
             else ""
         )
-        limit = f"reward.timeout_s = {self.config.timeout_s:g}"
+        limit = f"{self.job.key}.timeout_s = {self.job.timeout_s:g}"
         detail = f"the call ran past {limit} and its worker was killed{blocked}"
         return RewardError("timeout", detail)
 
@@ -160,7 +178,7 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._waking = False
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.hello is not None:
                 self._settled.set()
                 self.whole_group = worker.hello.whole_group
@@ -170,7 +188,7 @@ class RewardPool:
         while self._queue:
             pending = self._queue[0]
             if not pending.answer.done():
-                open_workers = [w for w in self._workers if w.room(pending)]
+                open_workers = [w for w in self.workers if w.room(pending)]
                 if not open_workers:
                     break
                 worker = min(open_workers, key=lambda w: w.load)
@@ -191,10 +209,10 @@ class RewardPool:
             self._failed = kind, message
         self._settled.set()
         kind, message = self._failed
-        waiting = [*self._queue, *(p for w in self._workers for p in w.running.values())]
+        waiting = [*self._queue, *(p for w in self.workers for p in w.running.values())]
         self._queue.clear()
         for pending in waiting:
             if not pending.answer.done():
                 pending.answer.set_exception(kind(message))
-        for worker in self._workers:
+        for worker in self.workers:
             worker.kill()

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,11 @@ from typing import cast
 import msgspec
 
 import millrace
-from millrace.config import RewardConfig
-from millrace.rewards.wire import Frames, Hello, Reply, frame, hello_decoder, reply_decoder
+from millrace.rewards.wire import Frames, Hello, Job, Reply, frame, hello_decoder, reply_decoder
 from millrace.types import Score
 
-START_S = 120.0
-"""Seconds a worker may take to load its function."""
 GRACE_S = 5.0
-"""Seconds after reward.timeout_s in which a worker of coroutines may end a call by itself."""
+"""Seconds after the time limit of a call in which a worker of coroutines may end a call by itself."""
 _AHEAD_S = 0.02
 _MOST_AHEAD = 64
 
@@ -48,17 +45,19 @@ class WorkerProcess(asyncio.Protocol):
     """A worker and its calls, in the order sent.
 
     `dead` is set once the process group is killed and the socket is closed. A synchronous function
-    runs calls in order: the first call has run at least since the last reply. Coroutines start
-    when they are sent. A call that exceeds its time is `condemned`, and the process is killed.
+    runs calls in order: the first call has run at least since the last reply. So has the batch of
+    a model, and any of the calls may be in it. Coroutines start when they are sent. A call that exceeds its time is `condemned`, and the process is killed.
     """
 
     def __init__(
         self,
-        config: RewardConfig,
+        job: Job,
+        environment: Mapping[str, str],
         on_change: Callable[[], None],
         on_reply: Callable[[Pending, Reply], None],
     ) -> None:
-        self.config = config
+        self.job = job
+        self.environment = environment
         self.on_change = on_change
         self.on_reply = on_reply
         self.hello: Hello | None = None
@@ -84,10 +83,8 @@ class WorkerProcess(asyncio.Protocol):
         pool_end, worker_end = socket.socketpair()
         root = str(Path(millrace.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        c = self.config
-        options = c.model_dump_json(include={"format", "repetition_penalty"})
-        ends = [worker_end.fileno(), os.getpid()]
-        arguments = [*ends, c.function, options, c.timeout_s, c.max_concurrency]
+        job = msgspec.json.encode(self.job).decode()
+        arguments = [worker_end.fileno(), os.getpid(), job]
         with worker_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "millrace.rewards.worker", *map(str, arguments)],
@@ -95,7 +92,10 @@ class WorkerProcess(asyncio.Protocol):
                 stdout=2,
                 pass_fds=(worker_end.fileno(),),
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path},
+                env={"OMP_NUM_THREADS": "1"}
+                | os.environ
+                | dict(self.environment)
+                | {"PYTHONPATH": path},
             )
         if sys.platform == "linux":
             # A child of the worker may keep the socket open. So the pool watches the process.
@@ -104,6 +104,12 @@ class WorkerProcess(asyncio.Protocol):
         pool_end.setblocking(False)
         await self._loop.create_connection(lambda: self, sock=pool_end)
         self._watch()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id. The worker has started."""
+        assert self._process is not None
+        return self._process.pid
 
     def room(self, pending: Pending) -> bool:
         """Return whether the worker can take the call now.
@@ -116,8 +122,8 @@ class WorkerProcess(asyncio.Protocol):
             return True
         if pending.alone or any(p.alone for p in self.running.values()):
             return False
-        if self.hello.is_async:
-            return self.load + pending.size <= self.config.max_concurrency
+        if self._together:
+            return self.load + pending.size <= self.job.room
         return len(self.running) < min(max(2, _AHEAD_S / max(self._mean_s, 1e-6)), _MOST_AHEAD)
 
     def take(self, pending: Pending) -> None:
@@ -161,7 +167,13 @@ class WorkerProcess(asyncio.Protocol):
         if self.condemned is not None:
             return self.running.get(self.condemned)
         first = next(iter(self.running.values()), None)
-        return first if self.hello and (not self.hello.is_async or len(self.running) == 1) else None
+        alone = not self._together or len(self.running) == 1
+        return first if self.hello and alone else None
+
+    @property
+    def _together(self) -> bool:
+        """Whether calls run together, as coroutines or in batches."""
+        return self.hello is not None and (self.hello.is_async or self.hello.in_batches)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -196,10 +208,10 @@ class WorkerProcess(asyncio.Protocol):
 
     def _deadline(self) -> float | None:
         if self.hello is None:
-            return self._moved_at + START_S
+            return self._moved_at + self.job.start_s
         if not self.running:
             return None
-        return self._started_at() + self.config.timeout_s + (GRACE_S if self.hello.is_async else 0)
+        return self._started_at() + self.job.timeout_s + (GRACE_S if self.hello.is_async else 0)
 
     def _watch(self) -> None:
         """Keep one timer, no later than the deadline. It is set again if the deadline has moved."""
@@ -217,7 +229,7 @@ class WorkerProcess(asyncio.Protocol):
         deadline = self._deadline()
         if deadline is not None and self._loop.time() >= deadline:
             self.overdue = True
-            if self.hello is not None and (not self.hello.is_async or len(self.running) == 1):
+            if self.running and (not self._together or len(self.running) == 1):
                 self.condemned = next(iter(self.running))
             self.kill()
         else:

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from millrace.codec import decoder, pack
+from millrace.codec import decoder, pack, sendable
+from millrace.errors import RewardError
 from millrace.types import Score
 
 _LENGTH = struct.Struct("<I")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A reward in plain types, as a worker process gets it. It has no secret."""
+
+    kind: Literal["function", "model", "judge"]
+    key: str
+    """The section with the keys, such as reward, reward.judge or reward.mix.NAME.model."""
+    num_workers: int
+    room: int
+    """Most completions that a worker of coroutines or of batches has at a time."""
+    timeout_s: float
+    start_s: float
+    """Seconds that a worker may take to load."""
+    spec: dict[str, Any]
+    """The keys of the section, and the function."""
+
+    @property
+    def name(self) -> str:
+        """The name in metrics: the part's name in a mix, or else the kind."""
+        _, mixed, rest = self.key.partition("reward.mix.")
+        return rest.partition(".")[0] if mixed else self.kind
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +56,14 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     scores: list[Score] = []
     reason: str = ""
     detail: str = ""
+    figures: dict[str, float] = {}
+    """Counts of the worker since its last reply, such as the tokens of a judge."""
+
+
+def refusal(call: Call, error: RewardError) -> Reply:
+    """Return the reply to a call that has no score."""
+    detail = sendable(str(error).removeprefix(f"{error.reason}: "))
+    return Reply(call.id, reason=error.reason, detail=detail)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +73,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     whole_group: bool = False
     """Whether the function gets all completions of a sample in one call."""
     error: str = ""
+    in_batches: bool = False
 
 
 calls_decoder = decoder(list[Call])

@@ -1,26 +1,30 @@
-"""The worker process, which calls one reward function for a RewardPool.
+"""The worker process, which runs one reward for a RewardPool: a function, a model or a judge.
 
 A synchronous function runs in the main thread, one call at a time. Each reply is sent before the
 next call starts, so the pool knows that the first unanswered call is running. Coroutines run
-together. The pool never sends more of them than may run.
+together. A judge is one too. The pool never sends more of them than may run. A model scores calls
+in batches, see `batches`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from millrace.codec import sendable
-from millrace.errors import ConfigError, RewardError
+import msgspec
+
+from millrace.errors import ConfigError, MissingDependency, RewardError
 from millrace.rewards.functions import Function, failure, load_function
-from millrace.rewards.wire import Call, Frames, Hello, Reply, calls_decoder, frame
+from millrace.rewards.wire import Call, Frames, Hello, Job, Reply, calls_decoder, frame, refusal
+
+if TYPE_CHECKING:
+    from millrace.rewards.judge import Judge
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS: dict[signal.Signals, Any] = {
@@ -32,22 +36,43 @@ _forking = threading.local()
 """`mask` is the set of signals that this thread blocked before its fork."""
 
 
-def main(fd: int, parent: int, spec: str, options: str, timeout_s: float, limit: int) -> None:
-    """Send Hello, then answer calls until the socket closes. `options` is JSON."""
+def main(fd: int, parent: int, job: Job) -> None:
+    """Send Hello, then answer calls until the socket closes."""
     _ignore_stop_signals()
     _die_with(parent)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     try:
-        function = load_function(spec, json.loads(options))
-    except ConfigError as error:
-        connection.sendall(frame(Hello(is_async=False, error=str(error))))
+        scorer = _load(job)
+    except (ConfigError, MissingDependency) as error:
+        # A function in a mix has the same key, in another section.
+        text = str(error).replace("reward.function = ", f"{job.key}.function = ")
+        connection.sendall(frame(Hello(is_async=False, error=text)))
         return
-    connection.sendall(frame(Hello(function.is_async, function.whole_group)))
-    if function.is_async:
-        asyncio.run(_serve_async(connection, function, timeout_s, limit))
+    if job.kind == "model":
+        from millrace.rewards.batches import serve_batches
+
+        connection.sendall(frame(Hello(is_async=False, in_batches=True)))
+        serve_batches(connection, scorer)
+    elif scorer.is_async:
+        connection.sendall(frame(Hello(True, scorer.whole_group)))
+        asyncio.run(_serve_async(connection, scorer, job))
     else:
-        _serve(connection, function)
+        connection.sendall(frame(Hello(False, scorer.whole_group)))
+        _serve(connection, scorer)
+
+
+def _load(job: Job) -> Any:
+    """Return the Function, the RewardModel or the Judge of a job. Each import is late."""
+    if job.kind == "model":
+        from millrace.rewards.model import RewardModel
+
+        return RewardModel.load(job.key, job.spec)
+    if job.kind == "judge":
+        from millrace.rewards.judge import Judge
+
+        return Judge.load(job.key, job.spec)
+    return load_function(job.spec["function"], job.spec)
 
 
 def _die_with(parent: int) -> None:
@@ -107,19 +132,17 @@ def _answer(function: Function, call: Call) -> Reply:
     try:
         return Reply(call.id, function.run(call))
     except RewardError as error:
-        return _refused(call, error)
+        return refusal(call, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
         return Reply(call.id, reason="exception", detail=failure(error))
 
 
-async def _serve_async(
-    connection: socket.socket, function: Function, timeout_s: float, limit: int
-) -> None:
+async def _serve_async(connection: socket.socket, function: Function | Judge, job: Job) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     frames, tasks = Frames(), set[asyncio.Task[None]]()
 
     async def answer(call: Call) -> None:
-        writer.write(frame(await _answer_async(function, call, timeout_s, limit)))
+        writer.write(frame(await _answer_async(function, call, job)))
 
     while data := await reader.read(1 << 18):
         for payload in frames.feed(data):
@@ -129,28 +152,24 @@ async def _serve_async(
                 task.add_done_callback(tasks.discard)
 
 
-async def _answer_async(function: Function, call: Call, timeout_s: float, limit: int) -> Reply:
-    deadline = asyncio.timeout(timeout_s)
+async def _answer_async(function: Function | Judge, call: Call, job: Job) -> Reply:
+    reply = await _scored_async(function, call, job)
+    return msgspec.structs.replace(reply, figures=function.take_figures())
+
+
+async def _scored_async(function: Function | Judge, call: Call, job: Job) -> Reply:
+    deadline = asyncio.timeout(job.timeout_s)
     try:
         async with deadline:
-            return Reply(call.id, await function.run_async(call, limit))
+            return Reply(call.id, await function.run_async(call, job.room))
     except RewardError as error:
-        return _refused(call, error)
+        return refusal(call, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
         if deadline.expired():
-            return Reply(
-                call.id,
-                reason="timeout",
-                detail=f"the call ran past reward.timeout_s = {timeout_s:g}",
-            )
+            detail = f"the call ran past {job.key}.timeout_s = {job.timeout_s:g}"
+            return Reply(call.id, reason="timeout", detail=detail)
         return Reply(call.id, reason="exception", detail=failure(error))
 
 
-def _refused(call: Call, error: RewardError) -> Reply:
-    detail = sendable(str(error).removeprefix(f"{error.reason}: "))
-    return Reply(call.id, reason=error.reason, detail=detail)
-
-
 if __name__ == "__main__":
-    fd, parent, spec, options, timeout_s, limit = sys.argv[1:]
-    main(int(fd), int(parent), spec, options, float(timeout_s), int(limit))
+    main(int(sys.argv[1]), int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Job))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, ModelConfig, RolloutConfig, TrainerConfig
+from millrace.config import Config, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
@@ -49,11 +49,12 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     """
     _check_model(config.model.path, config.rollout.engine)
     data, seed = config.data, config.trainer.seed
+    functions = [p.function for p in config.reward.parts.values() if p.kind == "function"]
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,
-        need_ground_truth=config.reward.function in NEEDS_TRUTH,
-        refusal=refusal if scored and not config.reward.function else None,
+        need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
+        refusal=refusal if scored and "" in functions else None,
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -134,6 +135,7 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
 def check_machine(config: Config) -> None:
     """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
     _check_device(config.trainer)
+    _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
         _check_lora(config.model)
@@ -160,6 +162,16 @@ def _check_engine(rollout: RolloutConfig) -> None:
         raise MissingDependency(
             "rollout.engine=vllm needs vLLM, which is not installed here. "
             f"Fix: {INSTALL['vllm']}, or rollout.engine=torch"
+        )
+
+
+def _check_judge(reward: RewardConfig) -> None:
+    """Raise MissingDependency if reward workers cannot import openai."""
+    judges = [key for key, part in reward.parts.items() if part.kind == "judge"]
+    if judges and importlib.util.find_spec("openai") is None:
+        raise MissingDependency(
+            f"{judges[0]}.judge needs openai, which is not installed here. "
+            f"Fix: {INSTALL['openai']}."
         )
 
 

@@ -11,11 +11,12 @@ from millrace.config import Config
 from millrace.errors import ConfigError, MillraceError, bad_value
 from millrace.observe.progress import Progress
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
-from millrace.rewards.pool import RewardPool
+from millrace.rewards.mix import RunReward
 from millrace.run import problems as problems_
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.problems import Problems
+from millrace.run.rewards import make_reward, open_caches
 from millrace.sync.background import abandonable
 
 
@@ -27,7 +28,7 @@ class Session:
     run: RunDir
     problems: Problems
     engines: Engines
-    reward: RewardPool
+    reward: RunReward
     progress: Progress
 
     @property
@@ -47,7 +48,7 @@ async def open_session(
     problems_.check_machine(config)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config, scored=rollout)
-    reward = RewardPool(config.reward)
+    reward = await abandonable(make_reward, config)
     try:
         if rollout:
             await reward.start()
@@ -57,6 +58,8 @@ async def open_session(
         for note in (*config.notes, *run.notes):
             progress.note(note)
         try:
+            if rollout:
+                open_caches(reward, run.path)
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 check_end(config, len(problems.train), run.resume_from)

@@ -98,6 +98,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 stale=StaleCounts(rows.values()),
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
+                figures=s.reward.take_figures,
             )
             complete, seconds = await _train_to_end(s, ledger, stop, record, validated)
             if complete:

@@ -1,0 +1,258 @@
+"""The keys of one reward: a function, a reward model or a judge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from millrace.config.section import Section
+from millrace.errors import bad_value
+
+Kind = Literal["function", "model", "judge"]
+
+_TEMPLATE = """Grade the response to the task below, from 0 (useless) to 10 (right and complete).
+
+Task:
+{prompt}
+
+Response:
+{response}
+
+End with one line: SCORE: <number from 0 to 10>
+"""
+
+
+class RewardModelConfig(Section):
+    path: str = ""
+    """Folder or hub id of a Hugging Face sequence classifier with its tokenizer.
+
+    It reads the prompt and the response through its own chat template. Empty means no reward model.
+    """
+    num_workers: int = Field(1, ge=1)
+    """Processes that hold one copy of the model each."""
+    batch_size: int = Field(16, ge=1)
+    """Most responses in one forward pass. Responses that wait together are scored together."""
+    max_length: int = Field(0, ge=0)
+    """Most tokens of prompt and response. 0 takes the limit of the model's config.json."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What happens to longer texts: a counted error, or tokens are cut on this side."""
+    label: str = ""
+    """Label whose logit is the score. Needed if the classifier has more than one label."""
+    function_to_apply: Literal["none", "sigmoid", "softmax"] = "none"
+    """Function on the logits, as in the pipelines of transformers. softmax needs several labels."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers. auto means GPUs, if trainer.device and this machine have them."""
+    share: Literal["none", "trainer", "rollout"] = "none"
+    """Whose GPUs the workers use. none gives each worker a GPU of its own.
+
+    trainer and rollout load the model beside that side's own memory, on separate devices only.
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights and of the computation."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds that one batch may take. millrace kills and replaces a process that takes longer."""
+    trust_remote_code: bool = False
+    """Whether code in the model's folder may run."""
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
+        if self.share != "none" and self.device == "cpu":
+            raise bad_value(
+                f"{key}.share",
+                self.share,
+                f"{key}.device=cpu takes no GPU that could be shared",
+                f"{key}.share=none, or {key}.device=cuda",
+            )
+
+
+class JudgeConfig(Section):
+    model: str = ""
+    """Name of the model that the endpoint serves. Empty means no judge."""
+    base_url: str = ""
+    """Address of an OpenAI-compatible endpoint, such as http://localhost:8000/v1.
+
+    Empty uses OpenAI's own, or the one in OPENAI_BASE_URL.
+    """
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the API key. The key itself is in no configuration."""
+    template: str = _TEMPLATE
+    """Message to the judge. {prompt}, {response}, {ground_truth} and {data_source} are filled in."""
+    pattern: str = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score. The last match in the answer counts."""
+    json_field: str = ""
+    """Field of a JSON object in the answer that is the score. Empty uses pattern."""
+    min: float = 0.0
+    """Smallest valid score."""
+    max: float = 10.0
+    """Largest valid score. A score outside of the bounds is a counted error."""
+    temperature: float | None = Field(0.0, ge=0)
+    """Temperature of the request. null leaves it to the endpoint."""
+    max_tokens: int = Field(1024, ge=0)
+    """Most tokens of an answer. 0 leaves it to the endpoint."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of each request, such as response_format."""
+    max_concurrency: int = Field(32, ge=1)
+    """Most requests at a time."""
+    request_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that one request may take. A request that takes longer is tried again."""
+    timeout_s: float = Field(180.0, gt=0)
+    """Seconds that one score may take, with all its retries."""
+    max_retries: int = Field(5, ge=0)
+    """Retries of a request after 429, 5xx, a time-out or a lost connection."""
+    retry_wait_s: float = Field(1.0, gt=0)
+    """Seconds before the first retry. It doubles with each retry. Retry-After goes first."""
+    cache: bool = True
+    """Keep scores on disk, so that the same response is judged once."""
+    cache_dir: str = ""
+    """Folder of the cache. Empty uses the run's own folder. A resumed run keeps it."""
+    cache_size: int = Field(100_000, ge=1)
+    """Most scores in the cache. The oldest go first."""
+    price_in: float = Field(0.0, ge=0)
+    """Price of a million tokens sent. With a price, the metrics have the cost."""
+    price_out: float = Field(0.0, ge=0)
+    """Price of a million tokens received."""
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError for a value that cannot work. `key` is this section's name.
+
+        A value that may contain a secret is not shown.
+        """
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            rule = "must be the name of an environment variable, not the key itself"
+            raise bad_value(f"{key}.api_key_env", "...", rule, f"{key}.api_key_env=OPENAI_API_KEY")
+        url = urlsplit(self.base_url)
+        if self.base_url and (url.scheme not in ("http", "https") or not url.hostname):
+            rule = "is not an address with http:// or https://"
+            fix = f"{key}.base_url=http://localhost:8000/v1"
+            raise bad_value(f"{key}.base_url", self.base_url.rpartition("@")[2], rule, fix)
+        if url.username or url.password or url.query:
+            rule = "may contain a secret, which would be in the run's config.yaml"
+            fix = f"an address alone, with the key in the variable of {key}.api_key_env"
+            raise bad_value(f"{key}.base_url", url.hostname, rule, fix)
+        if "{response}" not in self.template:
+            fix = "a text with {prompt} and {response}"
+            raise bad_value(f"{key}.template", self.template, "has no {response}", fix)
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            rule = f"is not a regular expression: {error}"
+            raise bad_value(f"{key}.pattern", self.pattern, rule, r"SCORE:\s*(\d+)") from None
+        if not groups:
+            rule = "has no group for the score"
+            raise bad_value(f"{key}.pattern", self.pattern, rule, r"SCORE:\s*(\d+)")
+        if self.min >= self.max:
+            rule = f"must be less than {key}.max = {self.max:g}"
+            raise bad_value(f"{key}.min", self.min, rule, f"{key}.min={self.max - 1:g}")
+
+
+class FormatConfig(Section):
+    pattern: str = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+    """Regular expression of a well-formed response, for reward.function=format.
+
+    The whole response must match. A dot matches every character, also the end of a line.
+    """
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError if the pattern is no regular expression. `key` is this section's name."""
+        try:
+            re.compile(self.pattern, re.DOTALL)
+        except re.error as error:
+            raise bad_value(
+                f"{key}.pattern",
+                self.pattern,
+                f"is not a regular expression of Python: {error}",
+                "correct it; try it with re.compile(pattern, re.DOTALL)",
+            ) from None
+
+
+class RepetitionPenaltyConfig(Section):
+    """The options of reward.function=repetition_penalty."""
+
+    ngram_size: int = Field(3, ge=1)
+    """Words in a row that count as one n-gram."""
+    max_penalty: float = Field(-1.0, le=0)
+    """Score of a response of which all n-grams are repeated. Without a repetition it is 0."""
+
+
+class OneReward(Section):
+    """One reward: a function, or a model if model.path is set, or a judge if judge.model is."""
+
+    function: str = ""
+    """Reward function: path.py:name, module:name, or a built-in name such as exact or math.
+
+    A user's function has verl's or TRL's signature. Empty uses the built-in function that belongs
+    to each row's data_source. A row of an unknown data_source is then an error.
+    """
+    format: FormatConfig = FormatConfig()
+    """Options of the built-in function format."""
+    repetition_penalty: RepetitionPenaltyConfig = RepetitionPenaltyConfig()
+    """Options of the built-in function repetition_penalty."""
+    num_workers: int = Field(1, ge=1)
+    """Processes that call reward functions."""
+    max_concurrency: int = Field(1024, ge=1)
+    """Coroutines that one process awaits at a time if the reward function is `async`.
+
+    A function that scores whole groups has one coroutine for each group.
+    """
+    timeout_s: float = Field(30.0, gt=0)
+    """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
+    model: RewardModelConfig = RewardModelConfig()
+    """Reward model, instead of a function."""
+    judge: JudgeConfig = JudgeConfig()
+    """Judge behind an OpenAI-compatible endpoint, instead of a function."""
+
+    @property
+    def kind(self) -> Kind:
+        return "model" if self.model.path else "judge" if self.judge.model else "function"
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError if keys of this reward contradict each other."""
+        named = {
+            "function": self.function,
+            "model.path": self.model.path,
+            "judge.model": self.judge.model,
+        }
+        chosen = [name for name, value in named.items() if value]
+        if len(chosen) > 1:
+            raise bad_value(
+                f"{key}.{chosen[1]}",
+                named[chosen[1]],
+                f"{key}.{chosen[0]} = {named[chosen[0]]!r} already names the reward",
+                "one of them, or both as parts of reward.mix",
+            )
+        self.format.check_at(f"{key}.format")
+        self.model.check_at(f"{key}.model")
+        self.judge.check_at(f"{key}.judge")
+
+
+class MixedReward(OneReward):
+    """One part of reward.mix: the keys of a reward, and its weight."""
+
+    weight: float = 1.0
+    """Factor of this part's score in the sum."""
+
+
+_RESERVED = ("score", "greedy", "overlong_reward")
+"""Names that metrics of the reward already have."""
+
+
+def check_mix(mix: Mapping[str, MixedReward], plain: OneReward) -> None:
+    """Raise ConfigError if a part of reward.mix is wrong, or if a plain reward is set too."""
+    for name, part in mix.items():
+        if not re.fullmatch(r"[A-Za-z]\w*", name) or name in _RESERVED:
+            rule = f"a part's name has letters, digits and _, and is none of {', '.join(_RESERVED)}"
+            raise bad_value("reward.mix", name, rule, "another name for this part")
+        part.check_at(f"reward.mix.{name}")
+    named = {
+        "function": plain.function,
+        "model.path": plain.model.path,
+        "judge.model": plain.judge.model,
+    }
+    for key, value in named.items():
+        if mix and value:
+            rule = "reward.mix already names the rewards"
+            raise bad_value(f"reward.{key}", value, rule, f"a part of reward.mix with {key}")

@@ -1,0 +1,181 @@
+"""A judge with its scores on disk, so that the same response is judged once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from millrace.config import JudgeConfig
+from millrace.errors import bad_value
+from millrace.rewards.judge import message_of
+from millrace.rewards.pool import RewardPool
+from millrace.rewards.wire import Call
+from millrace.types import Prompt, Score
+
+_DECIDE = (
+    *("model", "base_url", "pattern", "json_field", "min", "max", "temperature", "max_tokens"),
+    "extra_body",
+)
+"""The keys of a judge that decide a score. The template is in the message."""
+
+
+class ScoreCache:
+    """Scores by key, in memory and in a file with one JSON object on each line.
+
+    A new score is appended at once, so a killed run keeps it. The file is rewritten once it has
+    twice as many lines as the cache has room. A line that is no valid score is ignored.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._size = size
+        self._scores: dict[str, float] = {}
+        self._lines = 0
+        self._file: IO[str] | None = None
+
+    def open(self) -> None:
+        """Read the file, and make it if it is missing. Raise OSError, also if it is a link."""
+        with self._opened(os.O_RDONLY | os.O_CREAT) as lines:
+            for line in lines:
+                self._lines += 1
+                self._read(line)
+        self._file = self._opened(os.O_WRONLY | os.O_APPEND)
+        self._rewrite_if_long()
+
+    def get(self, key: str) -> float | None:
+        return self._scores.get(key)
+
+    def put(self, key: str, score: float) -> None:
+        """Keep a score. The oldest one leaves a full cache."""
+        assert self._file is not None, "the cache is open"
+        self._keep(key, score)
+        self._lines += 1
+        self._file.write(json.dumps([key, score]) + "\n")
+        self._file.flush()
+        self._rewrite_if_long()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self, flags: int) -> IO[str]:
+        descriptor = os.open(self._path, flags | os.O_NOFOLLOW, 0o600)
+        mode = "a" if flags & os.O_APPEND else "r"
+        return os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
+
+    def _read(self, line: str) -> None:
+        try:
+            key, score = json.loads(line)
+            self._keep(str(key), float(score))
+        except (ValueError, TypeError):  # the process was killed in the middle of a line
+            return
+
+    def _keep(self, key: str, score: float) -> None:
+        self._scores.pop(key, None)
+        if math.isfinite(score):
+            self._scores[key] = score
+        if len(self._scores) > self._size:
+            del self._scores[next(iter(self._scores))]
+
+    def _rewrite_if_long(self) -> None:
+        if self._lines <= 2 * self._size:
+            return
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.unlink(missing_ok=True)
+        new.write_text("".join(json.dumps(entry) + "\n" for entry in self._scores.items()))
+        new.replace(self._path)
+        self.close()
+        self._file = self._opened(os.O_WRONLY | os.O_APPEND)
+        self._lines = len(self._scores)
+
+
+class CachedJudge:
+    """A RewardFunction: the judge's pool behind the cache.
+
+    Only valid scores are kept. A failure is tried again the next time.
+    """
+
+    def __init__(self, pool: RewardPool, config: JudgeConfig) -> None:
+        self.job = pool.job
+        self.figures: Counter[str] = pool.figures
+        self._pool = pool
+        self._config = config
+        self._cache: ScoreCache | None = None
+        self._under_way: dict[str, asyncio.Future[list[Score]]] = {}
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether one call needs all completions of a sample. A judge reads one at a time."""
+        return False
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    def open_cache(self, folder: Path) -> None:
+        """Read the cache in a folder that millrace made. Raise ConfigError if this fails."""
+        cache = ScoreCache(folder / f"{self.job.name}.jsonl", self._config.cache_size)
+        try:
+            cache.open()
+        except OSError as error:
+            key, rule = f"{self.job.key}.cache_dir", f"cannot be used: {error.strerror or error}"
+            fix = "a folder that can be written to, and whose files are no links"
+            raise bad_value(key, str(folder), rule, fix) from None
+        self._cache = cache
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        """Return one Score for each completion. Only those that are not in the cache are judged."""
+        if self._cache is None:
+            return await self._pool.score(prompt, completions)
+        answers = await asyncio.gather(
+            *(self._one(self._cache, prompt, text) for text in completions), return_exceptions=True
+        )
+        if failures := [a for a in answers if isinstance(a, BaseException)]:
+            raise failures[0]
+        return [a for a in answers if isinstance(a, Score)]
+
+    async def _one(self, cache: ScoreCache, prompt: Prompt, completion: str) -> Score:
+        """Return the score in the cache, or that of an equal request under way, or a new one.
+
+        The request under way has the pool's deadline. Its failure is the failure of all that wait.
+        """
+        key = self._key(prompt, completion)
+        while (under_way := self._under_way.get(key)) is not None:
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                (score,) = under_way.result()
+                self.figures["cache_hits"] += 1
+                return score
+        value = cache.get(key)
+        if value is not None and self._config.min <= value <= self._config.max:
+            self.figures["cache_hits"] += 1
+            return Score(value)
+        future = self._under_way[key] = asyncio.ensure_future(
+            self._pool.score(prompt, [completion])
+        )
+        try:
+            (score,) = await future
+        finally:
+            del self._under_way[key]
+        cache.put(key, score.value)
+        return score
+
+    async def close(self) -> None:
+        await self._pool.close()
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+    def _key(self, prompt: Prompt, completion: str) -> str:
+        """Return a hash of everything that decides the score."""
+        call = Call(0, prompt.text, prompt.data_source, prompt.ground_truth, {}, prompt.columns, [])
+        decides = self._config.model_dump(mode="json", include=set(_DECIDE))
+        text = json.dumps([decides, message_of(self._config, call, completion)], sort_keys=True)
+        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()

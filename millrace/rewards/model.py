@@ -1,0 +1,169 @@
+"""A reward model: a Hugging Face sequence classifier with its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import logging
+
+from millrace.config import RewardModelConfig
+from millrace.data.chat import Chat
+from millrace.data.rows import Problem
+from millrace.data.spec import nearest
+from millrace.errors import ConfigError, DataError, RewardError, bad_value
+from millrace.models.model import DTYPES
+from millrace.models.tokenizer import load_tokenizer
+from millrace.rewards.wire import Call
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A sequence classifier. The score of a text is one of its logits."""
+
+    key: str
+    config: RewardModelConfig
+    chat: Chat
+    model: Any
+    index: int
+    """The label whose logit is the score."""
+    pad_id: int
+    limit: int
+    """Most tokens of a text."""
+
+    @classmethod
+    def load(cls, key: str, spec: dict[str, Any]) -> RewardModel:
+        """Load the model and its tokenizer onto the device. `key` is the section's name.
+
+        Raise ConfigError if the path has no sequence classifier whose weights are complete, if
+        the label is unknown, or if it cannot make batches because it has no padding token.
+        """
+        config = RewardModelConfig.model_validate(spec)
+        # The driver gives a worker one GPU, or tells it to use the CPU.
+        device = torch.device("cuda" if config.device == "cuda" else "cpu")
+        model = _load_classifier(key, config).to(device).eval()
+        tokenizer: Any = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
+        text = model.config.get_text_config()
+        pad = text.pad_token_id if text.pad_token_id is not None else tokenizer.pad_token_id
+        if pad is None and config.batch_size > 1:
+            rule = "the model and its tokenizer have no padding token, so they make no batches"
+            raise bad_value(
+                f"{key}.batch_size", config.batch_size, rule, f"{key}.batch_size=1, or add one"
+            )
+        text.pad_token_id = pad
+        own = int(getattr(text, "max_position_embeddings", 0) or 0)
+        limit = config.max_length or own or 1 << 20
+        if own and limit > own:
+            rule = f"the model reads at most {own} tokens"
+            raise bad_value(f"{key}.max_length", limit, rule, f"{key}.max_length={own}, or 0")
+        chat = Chat(tokenizer, generation_prompt=False)
+        return cls(key, config, chat, model, _index(key, config, model), pad or 0, limit)
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.batch_size
+
+    def encode(self, call: Call, completion: str) -> list[int]:
+        """Return the tokens of the prompt and the completion through the chat template.
+
+        A prompt that is a string becomes a user's message. Without a chat template, the texts are
+        joined. The text of a special token never becomes this token. Raise RewardError if the
+        result is too long or empty, or if the template cannot render it.
+        """
+        messages = call.columns.get("prompt")
+        if self.chat.tokenizer.chat_template:
+            asked = messages or [{"role": "user", "content": call.prompt}]
+            whole = [*asked, {"role": "assistant", "content": completion}]
+            try:
+                tokens = list(self.chat.render(Problem(whole, call.data_source), "response")[1])
+            except DataError as error:
+                raise RewardError("special_token", str(error)) from error
+        else:
+            text = "\n".join(m["content"] for m in messages) if messages else call.prompt
+            tokens = self.chat.encode(text + completion)
+        if not tokens:
+            raise RewardError("empty", "prompt and response are no token of the reward model")
+        if len(tokens) > self.limit and self.config.truncation == "error":
+            raise RewardError(
+                "too_long",
+                f"prompt and response have {len(tokens)} tokens, and {self.key}.max_length is "
+                f"{self.limit}; {self.key}.truncation=left would keep the end",
+            )
+        left = self.config.truncation == "left"
+        return tokens[-self.limit :] if left else tokens[: self.limit]
+
+    @torch.inference_mode()
+    def score(self, batch: Sequence[list[int]]) -> list[float]:
+        """Return the scores of texts as tokens. They are padded on the right to the longest.
+
+        Raise RewardError if the device has too little memory for the batch.
+        """
+        width = max(map(len, batch))
+        ids = torch.full((len(batch), width), self.pad_id, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(batch):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        device = self.model.device
+        try:
+            logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            rule = (
+                f"{len(batch)} texts of {width} tokens do not fit: a smaller {self.key}.batch_size"
+            )
+            raise RewardError("out_of_memory", rule) from error
+        logits = logits.float()
+        if self.config.function_to_apply == "sigmoid":
+            logits = logits.sigmoid()
+        elif self.config.function_to_apply == "softmax":
+            logits = logits.softmax(-1)
+        return [float(value) for value in logits[:, self.index].cpu()]
+
+
+def _load_classifier(key: str, config: RewardModelConfig) -> Any:
+    """Return the classifier with all its weights, on the CPU.
+
+    transformers would give a causal model a classifier's head with random weights.
+    """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the driver shows the progress
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            config.path,
+            dtype=DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        where = f" (from {Path.cwd()})" if not Path(config.path).exists() else ""
+        rule = f"no sequence classifier can be loaded from it{where}: {str(error).splitlines()[0]}"
+        raise _no_classifier(key, config, rule) from error
+    if missing := sorted(found["missing_keys"]):
+        rule = f"it has no weights for {', '.join(missing[:3])}, so their values would be random"
+        raise _no_classifier(key, config, rule)
+    return model
+
+
+def _no_classifier(key: str, config: RewardModelConfig, rule: str) -> ConfigError:
+    fix = "the folder or hub id of a Hugging Face sequence classifier"
+    return bad_value(f"{key}.path", config.path, rule, fix)
+
+
+def _index(key: str, config: RewardModelConfig, model: Any) -> int:
+    """Return the index of the label, which may be empty if the model has just one."""
+    labels = {str(name): int(i) for i, name in model.config.id2label.items()}
+    if config.label and config.label not in labels:
+        rule = f"the model has the labels {', '.join(labels)}"
+        raise bad_value(f"{key}.label", config.label, rule, nearest(config.label, labels))
+    if not config.label and len(labels) > 1:
+        rule = f"the model has {len(labels)} labels, and one of them is the score"
+        raise bad_value(f"{key}.label", "", rule, f"one of {', '.join(labels)}")
+    if config.function_to_apply == "softmax" and len(labels) == 1:
+        rule = "with one label the result is always 1"
+        fix = f"{key}.function_to_apply=sigmoid or none"
+        raise bad_value(f"{key}.function_to_apply", "softmax", rule, fix)
+    return labels[config.label] if config.label else 0

@@ -1,0 +1,105 @@
+"""The reward of a run: its devices, its pools and its caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millrace.config import Config, RewardConfig, RewardModelConfig
+from millrace.data import hub
+from millrace.errors import bad_value
+from millrace.pipeline import ownership
+from millrace.rewards.mix import RunReward
+from millrace.runtime.local import visible_gpus
+
+
+def make_reward(config: Config) -> RunReward:
+    """Return the reward of a configuration, not yet started.
+
+    Raise ConfigError if a reward model is missing, if the machine lacks GPUs for it, or if millrace
+    did not make the folder of a judge's cache.
+    """
+    environments: dict[str, list[dict[str, str]]] = {}
+    placed: dict[str, RewardModelConfig] = {}
+    gpus = visible_gpus() if config.trainer.device != "cpu" else []
+    free = list(gpus[_gpus_of_both_sides(config) :])
+    for section, part in config.reward.parts.items():
+        if part.judge.cache_dir and part.kind == "judge":
+            ownership.check(Path(part.judge.cache_dir), f"{section}.judge.cache_dir")
+        if part.kind != "model":
+            continue
+        chosen = part.model.device
+        device = "cpu" if chosen == "cpu" or (chosen == "auto" and not gpus) else "cuda"
+        placed[section] = part.model.model_copy(update={"device": device})
+        if device == "cuda":
+            names = _gpus_for(f"{section}.model", part.model, config, gpus, free)
+            environments[section] = [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+        _check_path(f"{section}.model.path", part.model.path)
+    return RunReward(_with_models(config.reward, placed), environments)
+
+
+def open_caches(reward: RunReward, run: Path) -> None:
+    """Open the caches of judges, in the run's folder unless a key names another one.
+
+    Raise ConfigError if a folder is not millrace's own, or cannot be used.
+    """
+    for judge, chosen in reward.caches().items():
+        folder = Path(chosen) if chosen else run / "judge"
+        if chosen:
+            ownership.claim(folder, f"{judge.job.key}.cache_dir")
+        elif not folder.is_dir() or folder.is_symlink():  # a link is replaced and not followed
+            ownership.remove(folder)
+            folder.mkdir()
+        judge.open_cache(folder)
+
+
+def _check_path(key: str, path: str) -> None:
+    """Raise ConfigError if the path is neither a model's folder nor a model of the hub."""
+    folder = Path(path)
+    fix = "the folder or hub id of a Hugging Face sequence classifier"
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise bad_value(key, path, "the folder has no config.json", fix)
+        return
+    rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
+    if not folder.exists() and hub.NAME.fullmatch(path):
+        if not (why := hub.refusal("model", path)):
+            return
+        rule += f", and {why}"
+    raise bad_value(key, path, rule, fix)
+
+
+def _gpus_of_both_sides(config: Config) -> int:
+    ranks, devices = config.trainer_ranks, config.rollout_devices
+    return max(ranks, devices) if config.sides.colocated else ranks + devices
+
+
+def _gpus_for(
+    key: str, model: RewardModelConfig, config: Config, gpus: list[str], free: list[str]
+) -> list[str]:
+    """Return the GPU of each worker. Workers that own GPUs take them from `free`."""
+    count, ranks = model.num_workers, config.trainer_ranks
+    if not gpus:
+        rule = "this machine has no GPU that millrace may use"
+        raise bad_value(f"{key}.device", model.device, rule, f"{key}.device=cpu")
+    if model.share != "none":
+        shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
+        return [shared[worker % len(shared)] for worker in range(count)]
+    if count > len(free):
+        rule = (
+            f"trainer and rollouts take {_gpus_of_both_sides(config)} of this machine's "
+            f"{len(gpus)} GPUs, and {len(free)} are left"
+        )
+        fix = f"fewer workers, {key}.share=rollout, or {key}.device=cpu"
+        raise bad_value(f"{key}.num_workers", count, rule, fix)
+    return [free.pop(0) for _ in range(count)]
+
+
+def _with_models(reward: RewardConfig, placed: dict[str, RewardModelConfig]) -> RewardConfig:
+    """Return the configuration with the devices that were chosen."""
+    if "reward" in placed:
+        return reward.model_copy(update={"model": placed["reward"]})
+    mix = {
+        name: part.model_copy(update={"model": placed.get(f"reward.mix.{name}", part.model)})
+        for name, part in reward.mix.items()
+    }
+    return reward.model_copy(update={"mix": mix})

@@ -1,0 +1,95 @@
+"""A reward model, a judge and a mix train the quickstart's policy, on one start of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millrace.config import recipe
+from millrace.errors import RewardError
+from millrace.run.rewards import make_reward, open_caches
+from tests.e2e import runs
+from tests.rewards.classifiers import last_character
+from tests.rewards.endpoint import Endpoint, endpoint
+
+pytestmark = [pytest.mark.timeout(240)]
+
+SECRET = "sk-canary-in-a-run"
+FAST = "actor.optim.lr=3e-3"
+
+
+def rewards_of(server: Endpoint, model: Path) -> dict[str, list[str]]:
+    """Return overrides: one point for a last 9, one for each 9, and this with exact match."""
+    classifier = f"{{path: {model}, device: cpu}}"
+    judge = f"{{model: m, base_url: '{server.url}', template: '{{prompt}} {{response}}'}}"
+    mix = f"{{right: {{}}, nines: {{judge: {judge}, weight: 0.5}}}}"
+    return {
+        "model": [f"reward.model={classifier}"],
+        "judge": [f"reward.judge={judge}"],
+        "mix": [f"reward.mix={mix}"],
+    }
+
+
+async def trained(
+    s: runs.Session, folder: Path, samples: int, overrides: Sequence[str]
+) -> list[dict[str, float]]:
+    """Return the rows of a run with this reward."""
+    overrides = [FAST, f"rollout.total_rollout_steps={samples}", *overrides]
+    reward = make_reward(recipe.load(runs.RECIPE, [*runs.SMALL, *overrides]))
+    try:
+        await reward.start()
+        folder.mkdir()
+        open_caches(reward, folder)
+        (folder / ".millrace-run").touch()
+        outcome = await runs.run(replace(s, reward=reward), folder, *overrides)
+        assert outcome.complete and outcome.samples_trained == samples
+        return runs.rows(folder)
+    finally:
+        await reward.close()
+
+
+def rise(rows: list[dict[str, float]], name: str) -> float:
+    """Return the mean of the last three versions minus that of the first three."""
+    values = [row[name] for row in rows]
+    return sum(values[-3:]) / 3 - sum(values[:3]) / 3
+
+
+def test_each_kind_of_reward_trains_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+
+    async def run(server: Endpoint) -> None:
+        said = rewards_of(server, last_character(tmp_path / "classifier", "9"))
+        async with runs.session(tmp_path) as s:
+            rows = await trained(s, tmp_path / "model", 240, said["model"])
+            assert rise(rows, "reward/mean") > 0.15
+            rows = await trained(s, tmp_path / "judge", 128, said["judge"])
+            assert rise(rows, "reward/mean") > 0.3
+            asked = sum(row["reward/judge/requests"] for row in rows)
+            hits = sum(row["reward/judge/cache_hits"] for row in rows)
+            assert asked <= len(server.requests) and hits > 0
+            assert asked + hits >= 128 * 4
+            rows = await trained(s, tmp_path / "mix", 128, said["mix"])
+            assert rise(rows, "reward/nines/mean") > 0.3
+            for row in rows:
+                total = row["reward/right/mean"] + 0.5 * row["reward/nines/mean"]
+                assert row["reward/mean"] == pytest.approx(total, abs=1e-6)
+            busy = [*said["judge"], "reward.judge.template='{response} limited'"]
+            busy += ["reward.judge.max_retries=1", "reward.judge.retry_wait_s=0.01"]
+            with pytest.raises(ExceptionGroup) as caught:
+                await trained(s, tmp_path / "busy", 128, busy)
+            assert caught.group_contains(
+                RewardError, match=r"rate_limited: 11 of the last 11 samples had no score"
+            )
+
+    with endpoint() as server:
+        asyncio.run(run(server))
+        assert server.keys == {f"Bearer {SECRET}"}
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert any(p.name == "config.yaml" for p in files)
+    assert not [p for p in files if SECRET.encode() in p.read_bytes()]

@@ -1,0 +1,88 @@
+"""A mix of rewards: the weighted sum, its components, and failures with the part's name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import RewardConfig
+from millrace.errors import ConfigError, RewardError
+from millrace.rewards.mix import RunReward
+from millrace.types import Prompt, Score, tokens_of
+
+PROMPT = Prompt(0, tokens_of([1]), "p", "d", "42")
+CODE = """
+def length(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "boom": raise KeyError("boom")
+    return {"score": len(solution_str), "words": len(solution_str.split())}
+"""
+
+
+def run_with(keys: dict[str, Any], work: Any) -> Any:
+    async def run() -> Any:
+        reward = RunReward(RewardConfig.model_validate(keys))
+        try:
+            return await work(reward)
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def mix(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "mine.py").write_text(CODE)
+    return {
+        "mix": {
+            "right": {"function": "exact", "weight": 2.0},
+            "length": {"function": f"{tmp_path}/mine.py:length", "weight": -0.5},
+        }
+    }
+
+
+def test_the_score_is_the_weighted_sum_and_each_part_is_a_component(mix: dict[str, Any]) -> None:
+    async def work(reward: RunReward) -> list[Score]:
+        await reward.start()
+        return await reward.score(PROMPT, ["42", "a b c"])
+
+    assert run_with(mix, work) == [
+        Score(2.0 * 1 - 0.5 * 2, {"right": 1.0, "length": 2.0, "length/words": 1.0}),
+        Score(2.0 * 0 - 0.5 * 5, {"right": 0.0, "length": 5.0, "length/words": 3.0}),
+    ]
+
+
+def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -> None:
+    async def work(reward: RunReward) -> dict[str, float]:
+        with pytest.raises(RewardError, match=r"^length/exception: KeyError: 'boom'"):
+            await reward.score(PROMPT, ["boom"])
+        no_truth = Prompt(0, tokens_of([1]), "p", "d", None)
+        with pytest.raises(RewardError, match=r"^right/no_ground_truth"):
+            await reward.score(no_truth, ["42"])
+        assert (await reward.score(PROMPT, ["42"]))[0].value == 1
+        return reward.take_figures()
+
+    assert run_with(mix, work) == {
+        "reward/length/failures": 1,
+        "reward/length/failures/exception": 1,
+        "reward/right/failures": 1,
+        "reward/right/failures/no_ground_truth": 1,
+    }
+
+
+def test_one_plain_reward_stays_as_it_is(mix: dict[str, Any]) -> None:
+    async def work(reward: RunReward) -> Any:
+        return await reward.score(PROMPT, ["ab"]), reward.take_figures()
+
+    plain = {"function": mix["mix"]["length"]["function"]}
+    assert run_with(plain, work) == ([Score(2.0, {"words": 1.0})], {})
+
+
+def test_a_wrong_function_is_named_with_its_part() -> None:
+    async def work(reward: RunReward) -> None:
+        await reward.start()
+
+    with pytest.raises(ConfigError, match=r"^reward\.mix\.right\.function = 'exakt'.*exact"):
+        run_with({"mix": {"right": {"function": "exakt"}, "also": {}}}, work)

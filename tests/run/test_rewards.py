@@ -1,0 +1,70 @@
+"""The GPUs of reward models: their own, or those of a side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millrace.config import recipe
+from millrace.errors import ConfigError
+from millrace.rewards.pool import RewardPool
+from millrace.run.rewards import make_reward
+
+GPUS = "3,5,7,8"
+"""The trainer has GPU 3, and the rollouts have GPU 5."""
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folders of two models in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "n"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+
+
+def placed(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, gpus: str = GPUS
+) -> dict[str, list[str]]:
+    """Return the device and the GPUs of the workers of each reward model."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    reward = make_reward(recipe.load("quickstart", list(overrides)))
+    return {
+        name: [pool.job.spec["device"], *(e.get("CUDA_VISIBLE_DEVICES", "") for e in pool.environments)]
+        for name, pool in reward.parts.items()
+        if isinstance(pool, RewardPool) and pool.job.kind == "model"
+    }  # fmt: skip
+
+
+def test_workers_take_gpus_of_their_own_share_them_or_stay_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = "reward.model={path: m, num_workers: 2, %s}"
+    assert placed(monkeypatch, two % "") == {"model": ["cuda", "7", "8"]}
+    assert placed(monkeypatch, two % "share: rollout") == {"model": ["cuda", "5", "5"]}
+    assert placed(monkeypatch, two % "share: trainer") == {"model": ["cuda", "3", "3"]}
+    assert placed(monkeypatch, two % "device: cpu") == {"model": ["cpu", "", ""]}
+    assert placed(monkeypatch, two % "", gpus="") == {"model": ["cpu", "", ""]}
+    assert placed(monkeypatch, two % "", "trainer.device=cpu") == {"model": ["cpu", "", ""]}
+
+
+def test_parts_of_a_mix_take_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = "reward.mix={a: {model: {path: m}}, b: {}, c: {model: {path: n, device: cuda}}}"
+    assert placed(monkeypatch, mix) == {"a": ["cuda", "7"], "c": ["cuda", "8"]}
+
+
+def test_colocated_sides_leave_more_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["mode=colocate_sync", "reward.model.path=m"]
+    assert placed(monkeypatch, *said) == {"model": ["cuda", "5"]}
+
+
+def test_a_machine_with_too_few_gpus_is_refused_with_the_arithmetic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    match = (
+        r"reward\.model\.num_workers = 3: trainer and rollouts take 2 of this machine's 4 GPUs, "
+        r"and 2 are left\. Fix: .*reward\.model\.share=rollout"
+    )
+    with pytest.raises(ConfigError, match=match):
+        placed(monkeypatch, "reward.model={path: m, num_workers: 3}")
