@@ -12,7 +12,6 @@ _AGENT = Absent(
 )
 _PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
 _MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
-_REWARD_MODEL = Absent("reward models", "a function in reward.function")
 _MANAGER = Absent(
     "reward managers other than naive and dapo",
     "a function in reward.function, and reward.overlong_buffer for the penalty",
@@ -97,13 +96,9 @@ ABSENT: dict[str, Absent] = {
     "ref.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "reward.reward_manager.module.path": _OWN_MANAGER,
     "reward.reward_manager.name": _MANAGER,
-    "reward.reward_model.enable": _REWARD_MODEL,
-    "reward.reward_model.model_path": _REWARD_MODEL,
     "reward.sandbox_fusion.url": _SANDBOX,
     "reward_manager.module.path": _OWN_MANAGER,
     "reward_manager.name": _MANAGER,
-    "reward_model.enable": _REWARD_MODEL,
-    "reward_model.model.path": _REWARD_MODEL,
     "reward_model.reward_manager": _MANAGER,
     "rollout.agent.agent_loop_config_path": _AGENT,
     "rollout.agent.custom_async_server.*": _AGENT,

@@ -85,6 +85,17 @@ MAPPED: dict[str, Mapped] = {
     "data.trust_remote_code": Mapped("model.trust_remote_code"),
     "data.val_max_samples": Mapped("data.val_max_samples", never),
     "model.enable_gradient_checkpointing": Mapped("model.gradient_checkpointing"),
+    **{
+        name: Mapped(f"reward.model.{ours}", not_none)
+        for name, ours in {
+            "reward.reward_model.model_path": "path",
+            "reward.reward_model.rollout.dtype": "dtype",
+            "reward_model.max_length": "max_length",
+            "reward_model.micro_batch_size_per_gpu": "batch_size",
+            "reward_model.model.path": "path",
+            "reward_model.model.trust_remote_code": "trust_remote_code",
+        }.items()
+    },
     "reward_model.num_workers": Mapped("reward.num_workers", not_none),
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": Mapped("sync.bucket_mb"),
     "rollout.cudagraph_capture_sizes": Mapped(

@@ -105,6 +105,8 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         }),
         ("async_training.compute_prox_log_prob", True, BYPASS),
         ("actor_rollout_ref.rollout.multi_turn.enable", False, {}),
+        ("reward_model.model.path", "m", {"reward": {"model": {"path": "m"}}}),
+        ("reward_model.enable", True, {}),
         ("rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
     ],
 )  # fmt: skip
