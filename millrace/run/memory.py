@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.config import Config
+from millrace.config import Config, ModelShape, RolloutConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _STATE = 16
@@ -32,7 +32,7 @@ def size_of(config: Config) -> Size | None:
     model.shape.vocab_size.
     """
     if not config.model.path:
-        return _size_of_shape(config)
+        return _size_of_shape(config.model.shape)
     from millrace.models.model import empty_model
 
     model = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -48,8 +48,7 @@ def size_of(config: Config) -> Size | None:
     )
 
 
-def _size_of_shape(config: Config) -> Size | None:
-    s = config.model.shape
+def _size_of_shape(s: ModelShape) -> Size | None:
     if not s.vocab_size:
         return None
     kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
@@ -75,7 +74,10 @@ def estimate(config: Config, size: Size) -> dict[str, dict[str, int]]:
     counted, and a frozen base needs 2 to 4 bytes a parameter instead of 16.
     """
     width = _BYTES[config.model.dtype]
-    return {"trainer": _trainer(config, size, width), "rollout": _rollout(config, size, width)}
+    rollout = _rollout(config.rollout, size, width)
+    if config.async_training.colocated:  # both sides have one copy of the next weights
+        rollout["staged weights"] = 0
+    return {"trainer": _trainer(config, size, width), "rollout": rollout}
 
 
 def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
@@ -99,12 +101,11 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
     }
 
 
-def _rollout(config: Config, size: Size, width: int) -> dict[str, int]:
-    r = config.rollout
+def _rollout(r: RolloutConfig, size: Size, width: int) -> dict[str, int]:
     weights = size.parameters * width // r.tensor_model_parallel_size
     cells = r.max_num_seqs * r.max_len * 2 * size.layers * size.kv_width
     return {
         "weights": weights,
-        "staged weights": 0 if config.async_training.colocated else weights,
+        "staged weights": weights,
         "KV cache of all sequences": cells * width // r.tensor_model_parallel_size,
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from millrace.rewards.pool import RewardPool
+from millrace.rewards.mix import RunReward
 from millrace.run.session import Session
 from tests.e2e import runs
 
@@ -88,7 +88,7 @@ async def train_all(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
         for name, keys in OTHERS.items():
             said = [key.format(folder=tmp_path) if "{folder}" in key else key for key in keys]
             config = runs.recipe.load(runs.RECIPE, [*data, *said])
-            mine = replace(unvalidated, reward=RewardPool(config.reward))
+            mine = replace(unvalidated, reward=RunReward(config.reward))
             try:
                 await mine.reward.start()
                 found[name] = await train(mine, tmp_path / name, *data, *said)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from millrace.config import RewardConfig
-from millrace.config.data_keys import FormatConfig
+from millrace.config.reward_keys import FormatConfig
 from millrace.errors import ConfigError, RewardError, WorkerError
 from millrace.rewards.pool import RewardPool
 from millrace.types import Prompt, Score, tokens_of
