@@ -305,7 +305,7 @@ def _compute(node: ast.AST) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp):
-        return int(_OPERATORS[type(node.op)](_compute(node.left), _compute(node.right)))  # type: ignore[index]
+        return int(_OPERATORS[type(node.op)](_compute(node.left), _compute(node.right)))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_compute(node.operand)
     raise ValueError

@@ -50,13 +50,13 @@ def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | No
     for name in (key, short):
         for table in (MAPPED, ABSENT, NEEDLESS):
             if name in table:
-                return table[name]  # type: ignore[no-any-return]
+                return table[name]
         if name in JOINED:
             return JOINED[name]
     for table in (PATTERNS, ABSENT, NEEDLESS):
         for pattern, row in table.items():
             if fnmatchcase(short, pattern):
-                return row  # type: ignore[no-any-return]
+                return row
         if table is ABSENT and native(short):
             return None
     return None
