@@ -18,22 +18,19 @@ GPU := .venv-gpu/bin
 GPU_PIP := $(GPU)/python -m pip install -qq --disable-pip-version-check -c constraints-gpu.txt
 VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt
 
-.PHONY: run test test-main test-vllm gpu lint docs bench-install clean
+.PHONY: run test test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
 	$(BIN)/millrace train quickstart trainer.seed=$(SEED) $(ARGS)
 
 # Both environments download their packages at the same time. millrace itself is built in this
-# folder, so it is installed into one environment after the other. vLLM's tests mostly wait for its
-# processes, so both suites run at the same time.
+# folder, so it is installed into one environment after the other.
 test:
 	@$(MAKE) --no-print-directory -j2 .venv/.test .venv-vllm/.vllm
-	@$(MAKE) --no-print-directory -j2 .venv-vllm/.test lint
-	@$(MAKE) --no-print-directory -j2 test-vllm test-main
-
-test-main: .venv/.test
+	@$(MAKE) --no-print-directory .venv-vllm/.test lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(VLLM)/python -m pytest tests/vllm
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest tests/vllm

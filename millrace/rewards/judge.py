@@ -131,7 +131,7 @@ class Judge:
                 f"{key}.model needs openai, which is not installed here. Fix: {INSTALL['openai']}."
             ) from None
         config = JudgeConfig.model_validate(spec)
-        secret = os.environ.get(config.api_key_env, "")
+        secret = os.environ.get(config.api_key_env, "").strip()
         if not secret and not config.base_url and "OPENAI_BASE_URL" not in os.environ:
             rule = "this environment variable has no key, and OpenAI's own endpoint needs one"
             fix = f"export {config.api_key_env}=..., or {key}.base_url of a local endpoint"

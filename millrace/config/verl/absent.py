@@ -58,7 +58,9 @@ ABSENT: dict[str, Absent] = {
     "critic.strategy": _STRATEGY,
     "critic.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "data.apply_chat_template_kwargs*": Absent(
-        "arguments of the chat template", "a chat template in the model's folder that sets them"
+        "arguments of the chat template",
+        "a chat template in the model's folder that sets them",
+        mapping=True,
     ),
     "data.custom_cls.*": Absent(
         "a data set class of your own", "its rows as parquet or JSONL in data.train_files"
@@ -88,7 +90,9 @@ ABSENT: dict[str, Absent] = {
     ),
     "model.mtp.enable": Absent("multi-token prediction", "leave the key out"),
     "model.override_config*": Absent(
-        "overrides of the model's config.json", "the changed value in the model's config.json"
+        "overrides of the model's config.json",
+        "the changed value in the model's config.json",
+        mapping=True,
     ),
     "model.tiled_mlp.enabled": Absent("tiled MLPs", "model.gradient_checkpointing=true"),
     "model.tokenizer_path": Absent("a tokenizer elsewhere", "the tokenizer in the model's folder"),

@@ -22,6 +22,8 @@ JOINED: dict[str, str] = {
     **{
         f"{section}.{part}": "reward.function" for section in _FUNCTION for part in ("path", "name")
     },
+    "reward.reward_model.model_path": "reward.model.path, with reward.reward_model.enable=true",
+    "reward_model.model.path": "reward.model.path, with reward_model.enable=true",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.experiment_name": "name",
     "trainer.project_name": "the first part of name, if there is no experiment_name",
@@ -33,7 +35,7 @@ JOINED: dict[str, str] = {
 def join(given: Given) -> Joined:
     """Return what the keys of JOINED in `given` become. Raises ConfigError."""
     result: Joined = {}
-    for part in (_clip, _critic, _function, _greedy, _name, _resume):
+    for part in (_clip, _critic, _function, _greedy, _name, _resume, _reward_model):
         result |= part(given)
     return result
 
@@ -103,3 +105,14 @@ def _resume(given: Given) -> Joined:
     named = mode == "resume_path"
     why = "" if named else "trainer.resume_mode is not resume_path"
     return {key: ([("trainer.resume", path)] if named else [], why)}
+
+
+def _reward_model(given: Given) -> Joined:
+    result: Joined = {}
+    for section, name in (("reward.reward_model", "model_path"), ("reward_model", "model.path")):
+        key, on = f"{section}.{name}", given.get(f"{section}.enable") is True
+        if key in given:
+            use = on and given[key] is not None
+            why = "" if use else f"{section}.enable is not true"
+            result[key] = ([("reward.model.path", given[key])] if use else [], why)
+    return result

@@ -31,8 +31,12 @@ class Absent:
     feature: str
     instead: str
     off: tuple[Any, ...] = ()
-    """Values that leave the feature off. Empty and false values always do."""
+    """Values that leave the feature off. Empty and false values do too, unless `mapping` is set."""
+    mapping: bool = False
+    """Whether the key is a mapping with free names: then each named value is a setting."""
 
     def allows(self, value: Any) -> bool:
         """Return whether `value` leaves the feature off. True is not 1, and false is not 0."""
+        if self.mapping:
+            return value is None or value == {}
         return not value or any(type(value) is type(o) and value == o for o in self.off)

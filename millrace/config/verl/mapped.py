@@ -88,11 +88,9 @@ MAPPED: dict[str, Mapped] = {
     **{
         name: Mapped(f"reward.model.{ours}", not_none)
         for name, ours in {
-            "reward.reward_model.model_path": "path",
             "reward.reward_model.rollout.dtype": "dtype",
             "reward_model.max_length": "max_length",
             "reward_model.micro_batch_size_per_gpu": "batch_size",
-            "reward_model.model.path": "path",
             "reward_model.model.trust_remote_code": "trust_remote_code",
         }.items()
     },

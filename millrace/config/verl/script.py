@@ -11,14 +11,16 @@ import ast
 import math
 import operator
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace.errors import ConfigError, bad_value
 
 _NAME = r"[A-Za-z_]\w*"
-_OVERRIDE = re.compile(r"^(\+{0,2}|~)[A-Za-z_][\w.]*(=|$)")
+_OVERRIDE = re.compile(r"^(?:\+{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*)")
+_ASSIGNMENT = re.compile(rf"^{_NAME}\+?=")
+_OPENING = ("if", "for", "while", "until", "case")
+_CLOSING = ("fi", "done", "esac")
 _PROGRAMS = (
     ("fully_async", "verl/fully_async_ppo_trainer"),
     ("one_step_off", "verl/one_step_off_ppo_trainer"),
@@ -65,59 +67,107 @@ def read(text: str, variables: Mapping[str, str]) -> Script:
     values = _Variables(variables)
     arrays: dict[str, list[str]] = {}
     script = Script()
-    for line in _lines(text):
-        if match := re.match(
-            rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})(\+?)=\((.*)\)$", line, re.S
-        ):
-            items = [_expand(word, values, line) for word in _words(match[3])]
-            arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *items]
-        elif match := re.match(rf"^(?:export\s+|local\s+|readonly\s+)?({_NAME})=(.*)$", line, re.S):
-            _assign(values, match[1], match[2], line)
+    depth = 0
+    for whole in _lines(text):
+        line = re.sub(r"^(?:then|else|do)\s+", "", whole)
+        first = line.split()[0]
+        depth += (first in _OPENING) - (first in _CLOSING)
+        body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
+        words = _words(body)
+        if match := re.match(rf"^({_NAME})(\+?)=\((.*)\)$", body, re.S):
+            _assign_array(values, arrays, match, line, unknown=depth > 0)
+        elif words and all(_ASSIGNMENT.match(word) for word in words):
+            for word in words:
+                name, _, text_ = word.partition("=")
+                _assign(values, name, text_, line, unknown=depth > 0)
         else:
-            _command(script, line, values, arrays)
+            while words and _ASSIGNMENT.match(words[0]):  # the environment of one command
+                words.pop(0)
+            _command(script, words, line, values, arrays)
     return script
 
 
-def _assign(values: _Variables, name: str, text: str, line: str) -> None:
-    """Keep the value of a variable. A value that only a command knows stays unknown.
+def _assign_array(
+    values: _Variables,
+    arrays: dict[str, list[str]],
+    match: re.Match[str],
+    line: str,
+    *,
+    unknown: bool,
+) -> None:
+    """Keep the words of an array. An array that is set inside `if` or a loop stays unknown."""
+    name, added, text = match.groups()
+    if unknown:
+        arrays.pop(name, None)
+        values.causes[name] = _branched(name, line)
+        return
+    items = [_expand(word, values, line) for word in _words(text)]
+    arrays[name] = [*(arrays.get(name, []) if added else []), *items]
+
+
+def _assign(values: _Variables, name: str, text: str, line: str, *, unknown: bool) -> None:
+    """Keep the value of a variable. A value that only a command or a branch knows stays unknown.
 
     A value from the caller wins: it is the answer to an error of this script.
     """
+    added = name.endswith("+")
+    name = name.removesuffix("+")
     if name in values and name not in values.script:
         return
     values.script.add(name)
     words = _words(text)
     try:
+        if unknown:
+            raise _branched(name, line)
         if "`" in text:
             raise _unknown(name, line)
-        values[name] = _expand(words[0], values, line) if words else ""
+        before = values.get(name, "") if added else ""
+        values[name] = before + (_expand(words[0], values, line) if words else "")
+        values.causes.pop(name, None)
     except ConfigError as error:
         values.pop(name, None)
         values.causes[name] = error  # it is raised where an override needs the name
 
 
 def _command(
-    script: Script, line: str, values: _Variables, arrays: Mapping[str, list[str]]
+    script: Script,
+    command: list[str],
+    line: str,
+    values: _Variables,
+    arrays: Mapping[str, list[str]],
 ) -> None:
     """Add the overrides of one command, if it has any."""
-    words: list[str] = []
-    if line.split()[0] in ("echo", "printf"):
+    if not command or command[0] in ("echo", "printf"):
         return
-    for word in _words(line):
-        if match := re.fullmatch(rf'"?\$\{{({_NAME})\[[@*]\]\}}"?', word):
-            words += [shlex.quote(item) for item in arrays.get(match[1], [])]
+    programs = [base for part, base in _PROGRAMS if any(part in word for word in command)]
+    known = [item for word in command for item in arrays.get(_array_of(word), [])]
+    if not programs and not any(_is_override(word) for word in (*command, *known)):
+        return  # another command, such as `set -x`
+    script.base = script.base or (programs[0] if programs else "")
+    for word in command:
+        if name := _array_of(word):
+            if name not in arrays:
+                raise values.causes.get(name) or _unknown(name, line)
+            words = arrays[name]
+        elif re.fullmatch(rf"\$\{{?{_NAME}\}}?", word):  # without quotes, bash splits the value
+            words = _expand(word, values, line).split()
+        elif _is_override(word):
+            words = [_expand(word, values, line)]
         else:
-            words.append(word)
-    for word in words:
-        for part, recipe in _PROGRAMS:
-            if not script.base and part in word and not _OVERRIDE.match(_bare(word)):
-                script.base = recipe
-    found = [w for w in words if _OVERRIDE.match(_bare(w)) and ("=" in w or w[:1] == "~")]
-    if not any("." in _bare(w).partition("=")[0] for w in found):
-        return  # another command, such as `set -x` or `NAME=value program`
-    script.overrides += [
-        _expand(w, values, line) for w in found if "." in _bare(w).partition("=")[0]
-    ]
+            continue
+        script.overrides += [w for w in words if _is_override(w)]
+
+
+def _array_of(word: str) -> str:
+    """Return the name of the array that a word like "${NAME[@]}" stands for, or ""."""
+    match = re.fullmatch(rf'"?\$\{{({_NAME})\[[@*]\]\}}"?', word)
+    return match[1] if match else ""
+
+
+def _is_override(word: str) -> bool:
+    """Return whether a word is `section.key=value`, or Hydra's form of it with + or ~."""
+    word = _bare(word)
+    return bool(_OVERRIDE.match(word)) and "." in word.partition("=")[0]
 
 
 def _bare(word: str) -> str:
@@ -136,8 +186,7 @@ def _lines(text: str) -> list[str]:
         bare = _without_comment(pending)
         if _is_open(bare):
             continue
-        if bare.strip():
-            lines.append(bare.strip())
+        lines += [part.strip() for part in _commands(bare) if part.strip()]
         pending = ""
     if pending.strip():
         raise bad_value(
@@ -147,6 +196,29 @@ def _lines(text: str) -> list[str]:
             "close it",
         )
     return lines
+
+
+def _commands(text: str) -> list[str]:
+    """Split a line at `;`, `&&` and `||` outside of quotes and brackets."""
+    parts, part, quote, depth, at = [], "", "", 0, 0
+    while at < len(text):
+        char = text[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif depth <= 0 and (char == ";" or text[at : at + 2] in ("&&", "||")):
+            parts.append(part)
+            part = ""
+            at += 1 if char == ";" else 2
+            continue
+        part += char
+        at += 1
+    return [*parts, part]
 
 
 def _without_comment(text: str) -> str:
@@ -233,7 +305,9 @@ def _reference(word: str, at: int, values: _Variables, line: str) -> tuple[str, 
         return _braces(rest[2:end], values, line), at + end + 1
     if match := re.match(rf"\$({_NAME})", rest):
         return _value(match[1], values, line), at + match.end()
-    if re.match(r"\$[@*#\d?]", rest):
+    if match := re.match(r"\$[\d#?]", rest):
+        raise _unknown(match[0], line)
+    if re.match(r"\$[@*]", rest):
         return "", at + 2
     return "$", at + 1
 
@@ -253,6 +327,8 @@ def _braces(inner: str, values: _Variables, line: str) -> str:
     if not match:
         raise _unknown(f"${{{inner}}}", line)
     name, sign, text = match.groups()
+    if name in values.causes:
+        raise values.causes[name]
     if sign and sign.strip(":") in "-=":
         known = values.get(name)
         use = known is None or (sign.startswith(":") and not known)
@@ -289,6 +365,12 @@ def _unknown(name: str, line: str) -> ConfigError:
         f"{name} has no value in the script, and nothing is executed",
         f"--set {fix}=VALUE" if fix else "write the value into the script",
     )
+
+
+def _branched(name: str, line: str) -> ConfigError:
+    shown = " ".join(line.split())[:80]
+    rule = f"{name} is set inside `if`, `case` or a loop, and nothing is executed"
+    return bad_value("SCRIPT", shown, rule, f"--set {name}=VALUE")
 
 
 def _arithmetic(text: str, values: _Variables, line: str) -> str:

@@ -69,6 +69,20 @@ def test_arithmetic_is_that_of_bash(
     assert read(text, {}).overrides == as_bash_says(text, tmp_path_factory.mktemp("bash"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=1 B=2 python3 t.x=1 t.y=2\n",
+        'A=1; B="2 3"; python3 t.x=$A t.y="$B"\n',
+        "OPTS='t.x=1 t.y=2'\nOPTS+=' t.z=3'\npython3 $OPTS t.w=4\n",
+        'declare -a ARGS=(t.x=1)\npython3 "${ARGS[@]}"\n',
+        "true && python3 t.x=1 || echo t.y=2\n",
+    ],
+)
+def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> None:
+    assert read(text, {}).overrides == as_bash_says(text, tmp_path)
+
+
 def test_a_list_of_overrides_needs_no_command() -> None:
     assert read("a.b=1\n+c.d=[x,y]\n", {}).overrides == ["a.b=1", "+c.d=[x,y]"]
 
@@ -85,6 +99,12 @@ def test_a_list_of_overrides_needs_no_command() -> None:
         ("python3 a.b=$((1 / 0))", ["cannot be computed"]),
         ("python3 a.b='open", ["open quote"]),
         ("python3 a.b=${x/y/z}", ["has no value"]),
+        ("M=$1\npython3 a.b=$M", ["$1 has no value", "--set M=VALUE"]),
+        ("n=$(nproc)\npython3 a.b=${n:-4}", ["$(nproc) has no value"]),
+        ("if x; then lr=1; else lr=2; fi\npython3 a.b=$lr", ["inside `if`", "--set lr=VALUE"]),
+        ("for i in 1 2; do\nlr=$i\ndone\npython3 a.b=$lr", ["inside `if`"]),
+        ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value"]),
+        ("python3 a.b=1 $MORE", ["MORE has no value"]),
     ],
 )
 def test_what_cannot_be_known_is_named(text: str, parts: list[str]) -> None:

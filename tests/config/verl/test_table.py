@@ -105,7 +105,7 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         }),
         ("async_training.compute_prox_log_prob", True, BYPASS),
         ("actor_rollout_ref.rollout.multi_turn.enable", False, {}),
-        ("reward_model.model.path", "m", {"reward": {"model": {"path": "m"}}}),
+        ("reward_model.model.path", "m", {}),
         ("reward_model.enable", True, {}),
         ("rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
     ],
@@ -221,3 +221,18 @@ def test_kinds_are_what_the_tables_say() -> None:
     assert entry("rollout.n", is_native) is None and "rollout.n" in {
         key for key, _ in recipe.all_keys(Config)
     }
+
+
+def test_a_reward_model_counts_if_it_is_enabled() -> None:
+    path, enable = "reward_model.model.path", "reward_model.enable"
+    assert translate([(path, "m"), (enable, True)], is_native)[0] == [("reward.model.path", "m")]
+    assert translate([(path, "m"), (enable, False)], is_native)[0] == []
+
+
+@pytest.mark.parametrize(
+    "key", ["data.apply_chat_template_kwargs", "actor_rollout_ref.model.override_config"]
+)
+def test_a_named_value_of_a_mapping_is_a_setting_even_if_it_is_false(key: str) -> None:
+    assert translate([(key, {})], is_native)[0] == []
+    with pytest.raises(ConfigError, match="millrace does not have"):
+        translate([(f"{key}.enable_thinking", False)], is_native)
