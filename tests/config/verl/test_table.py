@@ -236,3 +236,11 @@ def test_a_named_value_of_a_mapping_is_a_setting_even_if_it_is_false(key: str) -
     assert translate([(key, {})], is_native)[0] == []
     with pytest.raises(ConfigError, match="millrace does not have"):
         translate([(f"{key}.enable_thinking", False)], is_native)
+
+
+@pytest.mark.parametrize(
+    ("program", "bypass"), [("ppo", False), ("one_step_off_ppo", True), ("fully_async_ppo", True)]
+)
+def test_each_program_has_verls_default_of_the_old_policy(program: str, bypass: bool) -> None:
+    config = recipe.load(f"verl/{program}_trainer")
+    assert config.async_training.use_rollout_log_probs == bypass
