@@ -6,7 +6,9 @@ import asyncio
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import set_forkserver_preload
 from typing import Any
 
 import numpy as np
@@ -181,10 +183,7 @@ def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
     The result of the layout's function in `extras` is included. One spawn of four processes runs
     all layouts.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(run_rank, args=(folder, cases, run_case, extras), nprocs=4)
+    start_ranks(run_rank, (folder, cases, run_case, extras), 4)
     return {
         layout: [
             torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False)
@@ -193,6 +192,18 @@ def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
         for layout, (ranks, _) in LAYOUTS.items()
         if ranks > 1
     }
+
+
+def start_ranks(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
+    """Call `function(rank, *args)` in `ranks` processes, and wait for all of them.
+
+    They are forks of one process that has imported the engine, so torch is imported once.
+    """
+    set_forkserver_preload([function.__module__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        mp.start_processes(function, args=args, nprocs=ranks, start_method="forkserver")
 
 
 def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.train import invariance_cases
-from tests.train.invariance_cases import CASES, CUTS, LAYOUTS
+from tests.train.cases import start_ranks
+from tests.train.invariance_cases import CASES, CUTS, LAYOUTS, ON_RANKS
 
 pytestmark = pytest.mark.xdist_group("invariance")  # one worker runs the ranks once for all tests
 
@@ -29,10 +29,7 @@ def alone(folder: str) -> dict[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: str) -> dict[str, dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(invariance_cases.run_rank, args=(folder,), nprocs=4)
+    start_ranks(invariance_cases.run_rank, (folder,), 4)
     return {
         layout: torch.load(f"{folder}/invariance {layout}.pt", weights_only=False)
         for layout in LAYOUTS
@@ -69,7 +66,7 @@ def test_micro_batches_of_any_size_make_the_same_loss_and_gradient(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_any_number_of_ranks_makes_the_same_loss_and_gradient(
     name: str, layout: str, alone: dict[int, dict[str, Any]], ranks: dict[str, dict[str, Any]]
 ) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -27,6 +26,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.state_writer import StateWriter, on_host
 from tests.decode.helpers import folder as model_folder
+from tests.train.cases import start_ranks
 from tests.train.samples import random_samples
 
 WITH_ALL_MODELS = {"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}}
@@ -195,13 +195,9 @@ async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
     await engine.saved()
 
 
-def test_ranks_agree_on_a_staged_save_while_they_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path) -> None:
     """Ranks write a staged save together while they train, and every rank reports a failure."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+    start_ranks(two_ranks, (str(tmp_path),), 2)
     check_bits(tmp_path)
 
 
