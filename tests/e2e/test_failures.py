@@ -96,6 +96,19 @@ class Chain:
             p for p in psutil.Process(self.process.pid).children() if p.cmdline()[-2:-1] == [role]
         )
 
+    def signal_all(self, number: signal.Signals) -> list[psutil.Process]:
+        """Signal the process group and every process under the driver, as Slurm or a terminal.
+
+        Returns the processes under the driver.
+        """
+        assert self.process is not None
+        under = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(under) >= 3, "a rank, a replica and a reward worker"
+        for process in under:
+            process.send_signal(number)
+        os.killpg(self.process.pid, number)
+        return under
+
     def kill_tree(self) -> None:
         """Send kill -9 to the driver and its descendants, like a scheduler or the OOM killer."""
         assert self.process is not None
@@ -123,10 +136,11 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def interrupted(chain: Chain) -> None:
-    """Ctrl-C saves a checkpoint, and the exit code tells how the run ended."""
-    process = chain.start()
-    process.send_signal(signal.SIGINT)
+    """Ctrl-C, which reaches every process, saves a checkpoint. The exit code tells the cause."""
+    chain.start()
+    under = chain.signal_all(signal.SIGINT)
     assert chain.end() == 130
+    assert not psutil.wait_procs(under, timeout=5)[1]
     said = "\n".join(chain.said())
     assert (
         "SIGINT: saving a checkpoint, then ending" in said
@@ -142,6 +156,7 @@ def interrupted(chain: Chain) -> None:
 
 
 def terminated(chain: Chain) -> None:
+    """A signal to the driver alone."""
     cut = history(chain.folder)[-1]["version"]
     process = chain.start()
     first = next(line for line in reversed(history(chain.folder)) if line["event"] == "start")
@@ -233,7 +248,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     found = runs.audit(chain.folder)
     assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 8
     assert (found["lost"], found["trained_twice"], found["in_flight"]) == (0, 0, 0)
-    assert found["dropped"] == {"timeout": 3}, "counted by reason"
+    assert found["dropped"] == {"timeout": 3}, "no signal costs a sample"
     assert [row["version"] for row in runs.rows(chain.folder)] == list(
         range(1, found["versions"] + 1)
     ), "one row for each version"
@@ -302,6 +317,25 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_th
     assert [row["version"] for row in runs.rows(tmp_path / "run")][:3] == [1, 2, 3], (
         "the row comes before the checkpoint"
     )
+
+
+def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ray")
+    chain = Chain(tmp_path)
+    try:
+        chain.start("trainer.runtime=ray")
+        under = chain.signal_all(signal.SIGTERM)
+        assert chain.end(60) == 143, "\n".join(chain.said())
+        _, left = psutil.wait_procs(under, timeout=10)
+        assert not left
+    finally:
+        if chain.process is not None and chain.process.poll() is None:
+            chain.kill_tree()
+    assert Checkpoints(chain.folder, keep=2).newest()[0] is not None
+    said = runs.audit(chain.folder)
+    assert (said["lost"], said["trained_twice"], said["dropped"]) == (0, 0, {})
 
 
 def test_after_all_of_this_no_process_is_left() -> None:

@@ -11,7 +11,6 @@ import pytest
 from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.test_failures import Chain
-from tests.e2e.test_group_signals import signal_all
 from tests.listening import listeners, outside
 from tests.vllm.test_e2e import VLLM
 
@@ -26,7 +25,7 @@ def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: 
         found = listeners([process, *process.children(recursive=True)])
         assert any("VLLM::" in command for _, _, command in found), found
         assert outside(found) == []
-        under = signal_all(chain, signal.SIGTERM)
+        under = chain.signal_all(signal.SIGTERM)
         assert chain.end(60) == 143, "\n".join(chain.said())
         _, left = psutil.wait_procs(under, timeout=10)
         assert not left
