@@ -12,7 +12,6 @@ in one call. Otherwise it gets each completion as soon as it is finished.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -58,28 +57,13 @@ class Function:
             return self._scores(self.call(**self._columns(call)), call)
         return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
-    async def run_async(self, call: Call, limit: int) -> list[Score]:
-        """Return the scores of a coroutine function, with at most `limit` coroutines at a time.
-
-        Raise RewardError or the function's own error.
-        """
+    async def run_async(self, call: Call) -> list[Score]:
+        """Return a coroutine function's scores. Raise RewardError or the function's own error."""
         if self.style == "trl":
             return self._scores(await self.call(**self._columns(call)), call)
-        gate = asyncio.Semaphore(limit)
-
-        async def one(text: str) -> Score:
-            try:
-                async with gate:
-                    return self._score(await self.call(**self._row(call, text)), text)
-            except SystemExit as error:  # in a task it would end the worker's event loop
-                raise RewardError("exception", failure(error)) from error
-
-        tasks = [asyncio.ensure_future(one(text)) for text in call.completions]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return [
+            self._score(await self.call(**self._row(call, text)), text) for text in call.completions
+        ]
 
     def _score(self, value: Any, text: str) -> Score:
         """Return the score of one response, with the answer that the response gives."""

@@ -144,20 +144,9 @@ class Judge:
         )
         return cls(key, config, client, secret)
 
-    async def run_async(self, call: Call, limit: int) -> list[Score]:
+    async def run_async(self, call: Call) -> list[Score]:
         """Return the scores of a call's completions, one request for each. Raise RewardError."""
-        gate = asyncio.Semaphore(limit)
-
-        async def one(text: str) -> Score:
-            async with gate:
-                return await self._judge(message_of(self.config, call, text))
-
-        tasks = [asyncio.ensure_future(one(text)) for text in call.completions]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return [await self._judge(message_of(self.config, call, text)) for text in call.completions]
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call of this method."""

@@ -161,7 +161,7 @@ async def _scored_async(function: Function | Judge, call: Call, job: Job) -> Rep
     deadline = asyncio.timeout(job.timeout_s)
     try:
         async with deadline:
-            return Reply(call.id, await function.run_async(call, job.room))
+            return Reply(call.id, await function.run_async(call))
     except RewardError as error:
         return refusal(call, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code

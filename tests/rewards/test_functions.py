@@ -70,9 +70,9 @@ def test_coroutine_functions_of_both_signatures(tmp_path: Path) -> None:
         tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1"
     )
     assert verl.is_async
-    assert asyncio.run(verl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+    assert asyncio.run(verl.run_async(call("a", "b"))) == [Score(1.0)] * 2
     trl = function(tmp_path, "async def f(completions, **columns): return [1] * len(completions)")
-    assert asyncio.run(trl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+    assert asyncio.run(trl.run_async(call("a", "b"))) == [Score(1.0)] * 2
 
 
 def test_a_function_without_pred_has_the_answers_that_its_responses_mark(tmp_path: Path) -> None:

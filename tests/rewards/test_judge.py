@@ -44,7 +44,7 @@ def asked(judge: Judge, *texts: str) -> Any:
 
     async def run() -> Any:
         async with judge.client:
-            return await judge.run_async(Call(1, "say nine", "d", "9", {}, {}, list(texts)), 8)
+            return await judge.run_async(Call(1, "say nine", "d", "9", {}, {}, list(texts)))
 
     return asyncio.run(run())
 
