@@ -14,7 +14,7 @@ from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
 from millrace.config.trainer_keys import TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
 
@@ -192,12 +192,7 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
             continue
         key, trainer = f"{section}.model", sides.trainer
         if trainer.runtime == "ray" and "cuda" in (part.model.device, trainer.device):
-            raise bad_value(
-                f"{key}.device",
-                part.model.device,
-                "Ray reserves the cluster's GPUs, and reward workers run on the driver's node",
-                f"{key}.device=cpu, or trainer.runtime=local",
-            )
+            raise on_ray(key, part.model.device)
         if part.model.share != "none" and sides.colocated:
             raise bad_value(
                 f"{key}.share",
@@ -206,6 +201,12 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
                 "model takes no turns",
                 f"{key}.share=none with GPUs of its own, {key}.device=cpu, or separate devices",
             )
+
+
+def on_ray(key: str, device: str) -> ConfigError:
+    """Return the error for a reward model that would use GPUs beside Ray."""
+    rule = "Ray reserves the cluster's GPUs, and reward workers run on the driver's node"
+    return bad_value(f"{key}.device", device, rule, f"{key}.device=cpu, or trainer.runtime=local")
 
 
 def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:

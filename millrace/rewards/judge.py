@@ -35,6 +35,7 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -132,6 +133,10 @@ class Judge:
             ) from None
         config = JudgeConfig.model_validate(spec)
         secret = os.environ.get(config.api_key_env, "").strip()
+        if not (secret.isascii() and secret.isprintable()):
+            rule = "the key in this environment variable has a line end, or another such character"
+            fix = f"export {config.api_key_env}=... with the key alone"
+            raise bad_value(f"{key}.api_key_env", config.api_key_env, rule, fix)
         if not secret and not config.base_url and "OPENAI_BASE_URL" not in os.environ:
             rule = "this environment variable has no key, and OpenAI's own endpoint needs one"
             fix = f"export {config.api_key_env}=..., or {key}.base_url of a local endpoint"
@@ -161,10 +166,19 @@ class Judge:
             self.figures["tokens_out"] += completion.usage.completion_tokens
         if not completion.choices:
             raise RewardError("bad_answer", "the endpoint's answer has no choices")
+        if completion.choices[0].finish_reason == "length":
+            raise RewardError("cut_off", self._too_short())
         answer = completion.choices[0].message.content
         if not answer:
             raise RewardError("no_score", "the judge's answer is empty")
         return Score(score_of(self.config, answer))
+
+    def _too_short(self) -> str:
+        """Return what ended the judge's answer, and the fix. Its score may be half a number."""
+        key, most = f"{self.key}.max_tokens", self.config.max_tokens
+        if most:
+            return f"the judge's answer ended at {key} = {most}. Fix: a larger {key}"
+        return f"the judge's answer ended at the endpoint's own limit. Fix: {key}=N, above that limit"
 
     async def _ask(self, message: str) -> _Completion:
         """Return the endpoint's answer. Try again after 429, 5xx, a time-out or a lost connection.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from millrace.config import Config, RewardConfig, RewardModelConfig
+from millrace.config.checks import on_ray
 from millrace.data import hub
 from millrace.errors import bad_value
 from millrace.pipeline import ownership
@@ -81,8 +82,15 @@ def _gpus_for(
     if not gpus:
         rule = "this machine has no GPU that millrace may use"
         raise bad_value(f"{key}.device", model.device, rule, f"{key}.device=cpu")
+    if config.trainer.runtime == "ray":
+        raise on_ray(key, model.device)
     if model.share != "none":
         shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
+        if not shared:
+            needed = _gpus_of_both_sides(config)
+            rule = f"trainer and rollouts need {needed} GPUs, and this machine has {len(gpus)}"
+            fix = f"trainer.device=cpu with {key}.share=none, or more GPUs"
+            raise bad_value(f"{key}.share", model.share, rule, fix)
         return [shared[worker % len(shared)] for worker in range(count)]
     if count > len(free):
         rule = (
