@@ -178,7 +178,9 @@ class Judge:
         key, most = f"{self.key}.max_tokens", self.config.max_tokens
         if most:
             return f"the judge's answer ended at {key} = {most}. Fix: a larger {key}"
-        return f"the judge's answer ended at the endpoint's own limit. Fix: {key}=N, above that limit"
+        return (
+            f"the judge's answer ended at the endpoint's own limit. Fix: {key}=N, above that limit"
+        )
 
     async def _ask(self, message: str) -> _Completion:
         """Return the endpoint's answer. Try again after 429, 5xx, a time-out or a lost connection.
