@@ -48,6 +48,7 @@ def check(config: Config) -> None:
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
     _check_reward_devices(c.reward, c.sides)
+    _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_trust(c)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
@@ -201,6 +202,20 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
                 "model takes no turns",
                 f"{key}.share=none with GPUs of its own, {key}.device=cpu, or separate devices",
             )
+
+
+def _check_components(reward: RewardConfig, algorithm: AlgorithmConfig) -> None:
+    """Refuse the name of a component that no part of reward.mix has."""
+    known = {"overlong_reward", *reward.mix}
+    gdpo, groups = algorithm.adv_estimator == "gdpo", algorithm.filter_groups
+    used = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys if gdpo]
+    if groups.enable and groups.metric not in ("score", "reward"):
+        used.append(("algorithm.filter_groups.metric", groups.metric))
+    for key, name in used:
+        if reward.mix and name.partition("/")[0] not in known:
+            parts = ", ".join(reward.mix)
+            rule = f"the parts of reward.mix are {parts}"
+            raise bad_value(key, name, rule, f"one of {parts}, or PART/COMPONENT")
 
 
 def on_ray(key: str, device: str) -> ConfigError:
