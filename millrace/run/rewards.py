@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from millrace.config import Config, RewardConfig, RewardModelConfig
@@ -38,19 +40,26 @@ def make_reward(config: Config) -> RunReward:
     return RunReward(_with_models(config.reward, placed), environments)
 
 
-def open_caches(reward: RunReward, run: Path) -> None:
+def open_caches(
+    reward: RunReward, run: Path, note: Callable[[str], object] = warnings.warn
+) -> None:
     """Open the caches of judges, in the run's folder unless a key names another one.
 
-    Raise ConfigError if a folder is not millrace's own, or cannot be used.
+    `note` gets a message if a cache fails later. Raise ConfigError if a folder is not millrace's
+    own, or cannot be used.
     """
     for judge, chosen in reward.caches().items():
         folder = Path(chosen) if chosen else run / "judge"
+        key = f"{judge.job.key}.cache_dir"
         if chosen:
-            ownership.claim(folder, f"{judge.job.key}.cache_dir")
+            ownership.claim(folder, key)
         elif not folder.is_dir() or folder.is_symlink():  # a link is replaced and not followed
-            ownership.remove(folder)
-            folder.mkdir()
-        judge.open_cache(folder)
+            try:
+                ownership.remove(folder)
+                folder.mkdir()
+            except OSError as error:
+                raise ownership.unwritable(folder, error, key) from None
+        judge.open_cache(folder, note)
 
 
 def _check_path(key: str, path: str) -> None:

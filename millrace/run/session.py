@@ -59,7 +59,7 @@ async def open_session(
             progress.note(note)
         try:
             if rollout:
-                open_caches(reward, run.path)
+                open_caches(reward, run.path, progress.note)
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 check_end(config, len(problems.train), run.resume_from)
