@@ -34,6 +34,9 @@ from millrace.rewards.wire import Call
 from millrace.types import Score
 
 _KEY = "reward.function"
+_TEXTS = str | bytes | bytearray | memoryview
+_NO_NUMBERS = tuple("USOcmM")
+"""NumPy's kinds of text, objects, complex numbers and times. float() accepts some of them."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -75,7 +78,7 @@ class Function:
     def _scores(self, values: Any, call: Call) -> list[Score]:
         """Return TRL's list as Scores."""
         n = len(call.completions)
-        if isinstance(values, str | dict) or not isinstance(values, Sequence):
+        if isinstance(values, _TEXTS | dict) or not isinstance(values, Sequence):
             raise RewardError(
                 "not_a_list",
                 f"returned a {type(values).__name__}; return a list with a number for each "
@@ -238,9 +241,9 @@ def to_score(value: Any) -> Score:
         return Score(_number(value, "the score"))
     if "score" not in value:
         raise RewardError(
-            "no_score", f'a dict without "score": it has {", ".join(map(str, value))}'
+            "no_score", f'a dict without "score": it has {", ".join(map(str, value)) or "nothing"}'
         )
-    rest = {str(k): v for k, v in value.items() if k not in ("score", "pred")}
+    rest = {sendable(str(k)): v for k, v in value.items() if k not in ("score", "pred")}
     extra = {k: _number(v, k) for k, v in rest.items() if isinstance(v, SupportsFloat)}
     score = Score(_number(value["score"], "the score"), extra)
     if "pred" not in value:
@@ -249,11 +252,16 @@ def to_score(value: Any) -> Score:
 
 
 def _number(value: Any, what: str) -> float:
-    if not isinstance(value, SupportsFloat):
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if not isinstance(value, SupportsFloat) or isinstance(value, _TEXTS) or kind in _NO_NUMBERS:
         raise RewardError(
             "not_a_number", f"{what} is {value!r:.80}, a {type(value).__name__}; return a number"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        shown = f"{value!r:.80}, a {type(value).__name__}"
+        raise RewardError("not_a_number", f"{what} is {shown}: {error}; return a number") from error
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
     return number

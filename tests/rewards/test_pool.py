@@ -25,6 +25,7 @@ from millrace.types import Prompt, Score, tokens_of
 
 CODE = """
 import asyncio, ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+import millrace.errors
 
 def act(text):
     verb, _, rest = text.partition(" ")
@@ -43,6 +44,11 @@ def act(text):
     if verb == "torch": return "torch" in sys.modules
     if verb == "child": return subprocess.Popen(["sleep", "100"]).pid
     if verb == "none": return None
+    if verb == "cancel": raise asyncio.CancelledError
+    if verb == "interrupt": raise KeyboardInterrupt
+    if verb == "reasonless": raise millrace.errors.RewardError("", "why")
+    if verb == "surrogate": raise millrace.errors.RewardError("\\ud800", "why")
+    if verb == "key": return {"score": 5, "\\ud800": 1.0}
     if verb == "signal":
         for number in (signal.SIGTERM, signal.SIGINT): os.kill(os.getpid(), number)
         time.sleep(0.05)
@@ -164,6 +170,10 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, na
                 match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError",
             ):
                 await pool.score(prompt(), ["raise x"])
+            verbs = ("cancel", "interrupt", "reasonless", "surrogate", "key", "pid")
+            *reasons, surrogate, key, after = await outcomes(pool, *verbs)
+            assert reasons == ["exception"] * 3 and (surrogate, key) == ("\\ud800", 5)
+            assert [after] == await outcomes(pool, "pid")  # no worker died
             with pytest.raises(RewardError, match="not_sendable"):
                 await pool.score(prompt(bad=object()), ["a"])
 
