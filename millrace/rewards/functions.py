@@ -146,17 +146,17 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
         if where.endswith(".py")
         else _import(spec, lambda: importlib.import_module(where))
     )
-    found = vars(module).get(name)
-    if not callable(found):
+    function = vars(module).get(name)
+    if not callable(function):
         callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         problem = "is not a function" if name in vars(module) else f"has no {name!r}"
         raise bad_value(_KEY, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
-    return _function(spec, found)
+    return _function(spec, function)
 
 
-def _function(spec: str, found: Callable[..., Any]) -> Function:
+def _function(spec: str, function: Callable[..., Any]) -> Function:
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions that are written in C
         raise bad_value(
             _KEY, spec, "has no signature that can be read", "a Python function around it"
@@ -183,16 +183,16 @@ def _function(spec: str, found: Callable[..., Any]) -> Function:
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
-    whole_group = bool(getattr(found, "whole_group", False))
+    whole_group = bool(getattr(function, "whole_group", False))
     if style == "verl" and whole_group:
         rule = "asks for whole groups (whole_group = True), but takes one solution_str"
         raise bad_value(_KEY, spec, rule, "the signature f(prompts, completions, **columns)")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
-        vars(type(found)).get("__call__")
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        vars(type(function)).get("__call__")
     )
     wanted = None if takes_all else frozenset(names)
-    return Function(found, style, is_async, wanted, whole_group)
+    return Function(function, style, is_async, wanted, whole_group)
 
 
 def _import_path(spec: str, where: str) -> ModuleType:
@@ -260,8 +260,8 @@ def _number(value: Any, what: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        shown = f"{value!r:.80}, a {type(value).__name__}"
-        raise RewardError("not_a_number", f"{what} is {shown}: {error}; return a number") from error
+        given = f"{value!r:.80}, a {type(value).__name__}"
+        raise RewardError("not_a_number", f"{what} is {given}: {error}; return a number") from error
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
     return number

@@ -68,7 +68,7 @@ def message_of(config: JudgeConfig, call: Call, completion: str) -> str:
         "ground_truth": str(call.ground_truth),
         "data_source": call.data_source,
     }
-    return _FIELD.sub(lambda found: values[found[1]], config.template)
+    return _FIELD.sub(lambda match: values[match[1]], config.template)
 
 
 def score_of(config: JudgeConfig, answer: str) -> float:
@@ -96,12 +96,12 @@ def _match_of(config: JudgeConfig, answer: str) -> str:
 
 def _field_of(config: JudgeConfig, answer: str) -> Any:
     try:
-        found, _ = json.JSONDecoder().raw_decode(answer, answer.index("{"))
+        fields, _ = json.JSONDecoder().raw_decode(answer, answer.index("{"))
     except ValueError:
         raise RewardError("no_score", f"no JSON object in {answer!r:.200}") from None
-    if config.json_field not in found:
+    if config.json_field not in fields:
         raise RewardError("no_score", f"no field {config.json_field!r} in {answer!r:.200}")
-    value = found[config.json_field]
+    value = fields[config.json_field]
     return "true or false" if isinstance(value, bool) else value
 
 
@@ -238,8 +238,8 @@ class Judge:
 
     def _safe(self, text: object) -> str:
         """Return the first 200 characters, without the API key."""
-        shown = str(text).replace(self.api_key, "***") if self.api_key else str(text)
-        return shown[:200]
+        safe = str(text).replace(self.api_key, "***") if self.api_key else str(text)
+        return safe[:200]
 
 
 class _TryAgain(Exception):
