@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from millrace.config import Config
+from millrace.config import Config, RewardConfig
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
 from millrace.pipeline.checkpoint import read_ledger
@@ -277,7 +277,9 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
     scores = [t.score for sample in samples for t in sample.trajectories if t.score is not None]
     keys = config.algorithm.gdpo_reward_keys
     missing = sorted({key for key in keys for score in scores if key not in score.extra})
-    if not scores or not (missing if keys else _components(config) != _components(before)):
+    if not scores or not (
+        missing if keys else _components(config.reward) != _components(before.reward)
+    ):
         return
     names = ", ".join(sorted({name for score in scores for name in score.extra})) or "none"
     rule = f"finished samples of the checkpoint {checkpoint} have the components {names}, " + (
@@ -287,10 +289,10 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
     raise bad_value("algorithm.gdpo_reward_keys", list(keys), rule, fix)
 
 
-def _components(config: Config) -> Any:
+def _components(reward: RewardConfig) -> Any:
     """Return the keys that decide which components a score has."""
     parts = {
         section: (part.function, part.model.path, part.judge.model)
-        for section, part in config.reward.parts.items()
+        for section, part in reward.parts.items()
     }
-    return parts, config.reward.overlong_buffer.enable
+    return parts, reward.overlong_buffer.enable
