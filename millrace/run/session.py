@@ -49,6 +49,7 @@ async def open_session(
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config, scored=rollout)
     reward = await abandonable(make_reward, config)
+    reward.note = progress.note
     try:
         if rollout:
             await reward.start()

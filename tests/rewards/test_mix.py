@@ -71,8 +71,13 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_a_component(mix: dict[st
 
 
 def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -> None:
+    notes: list[str] = []
+
     async def work(reward: RunReward) -> dict[str, float]:
+        reward.note = notes.append
         with pytest.raises(RewardError, match=r"^length/exception: KeyError: 'boom'"):
+            await reward.score(PROMPT, ["boom"])
+        with pytest.raises(RewardError):  # counted, without a second note
             await reward.score(PROMPT, ["boom"])
         no_truth = Prompt(0, tokens_of([1]), "p", "d", None)
         with pytest.raises(RewardError, match=r"^right/no_ground_truth"):
@@ -81,11 +86,13 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
         return reward.take_figures()
 
     assert run_with(mix, work) == {
-        "reward/length/failures": 1,
-        "reward/length/failures/exception": 1,
+        "reward/length/failures": 2,
+        "reward/length/failures/exception": 2,
         "reward/right/failures": 1,
         "reward/right/failures/no_ground_truth": 1,
     }
+    said = "reward length failed, as counted in reward/length/failures: exception: KeyError"
+    assert notes[0].startswith(said) and len(notes) == 2
 
 
 def test_one_plain_reward_stays_as_it_is(mix: dict[str, Any]) -> None:
