@@ -14,7 +14,7 @@ from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
 from millrace.config.trainer_keys import TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
 
@@ -48,6 +48,7 @@ def check(config: Config) -> None:
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
     _check_reward_devices(c.reward, c.sides)
+    _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_trust(c)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
@@ -192,12 +193,7 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
             continue
         key, trainer = f"{section}.model", sides.trainer
         if trainer.runtime == "ray" and "cuda" in (part.model.device, trainer.device):
-            raise bad_value(
-                f"{key}.device",
-                part.model.device,
-                "Ray reserves the cluster's GPUs, and reward workers run on the driver's node",
-                f"{key}.device=cpu, or trainer.runtime=local",
-            )
+            raise on_ray(key, part.model.device)
         if part.model.share != "none" and sides.colocated:
             raise bad_value(
                 f"{key}.share",
@@ -206,6 +202,26 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
                 "model takes no turns",
                 f"{key}.share=none with GPUs of its own, {key}.device=cpu, or separate devices",
             )
+
+
+def _check_components(reward: RewardConfig, algorithm: AlgorithmConfig) -> None:
+    """Refuse the name of a component that no part of reward.mix has."""
+    known = {"overlong_reward", *reward.mix}
+    gdpo, groups = algorithm.adv_estimator == "gdpo", algorithm.filter_groups
+    used = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys if gdpo]
+    if groups.enable and groups.metric not in ("score", "reward"):
+        used.append(("algorithm.filter_groups.metric", groups.metric))
+    for key, name in used:
+        if reward.mix and name.partition("/")[0] not in known:
+            parts = ", ".join(reward.mix)
+            rule = f"the parts of reward.mix are {parts}"
+            raise bad_value(key, name, rule, f"one of {parts}, or PART/COMPONENT")
+
+
+def on_ray(key: str, device: str) -> ConfigError:
+    """Return the error for a reward model that would use GPUs beside Ray."""
+    rule = "Ray reserves the cluster's GPUs, and reward workers run on the driver's node"
+    return bad_value(f"{key}.device", device, rule, f"{key}.device=cpu, or trainer.runtime=local")
 
 
 def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:

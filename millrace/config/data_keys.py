@@ -67,9 +67,13 @@ class RewardConfig(OneReward):
     """Several rewards by name, each with a weight and the keys of a reward.
 
     The score is their weighted sum. Empty uses the one reward that the keys above describe.
+    reward.mix={} removes all inherited parts.
     """
     max_error_share: float = Field(0.2, ge=0, le=1)
-    """The run fails if reward errors dropped more than this share of the last 50 samples."""
+    """The run fails if reward errors dropped more than this share of the last 50 samples.
+
+    In a validation, it is a share of the responses, where fewer than 50 count as 50.
+    """
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Penalty for long responses."""
 

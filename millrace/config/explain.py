@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import types
 import typing
@@ -151,7 +152,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return value if value else '""'
+        return json.dumps(value) if not value or "\n" in value else value
     return (
         str(list(value))
         if isinstance(value, tuple)

@@ -135,11 +135,15 @@ def expand(settings: Iterable[Setting], notes: list[Note]) -> Tree:
     return nest(ours)
 
 
+class Fresh(dict[str, Any]):
+    """A mapping with free names, such as reward.mix, that replaces that of earlier layers."""
+
+
 def nest(settings: Iterable[Setting]) -> Tree:
-    """Return settings as a tree. Later settings win."""
+    """Return settings as a tree. Later settings win. `{}` empties a mapping with free names."""
     expanded: Tree = {}
     for path, value in settings:
-        nested: Any = value
+        nested: Any = Fresh() if value == {} and _fields().get(path) else value
         for part in reversed(path.split(".")):
             nested = {part: nested}
         merge(expanded, nested)
@@ -174,11 +178,14 @@ def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
 def merge(into: Tree, layer: Tree) -> None:
     """Merge `layer` into `into`, in place. Keys of `layer` win."""
     for key, value in layer.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
+        mapping = isinstance(value, dict) and not isinstance(value, Fresh)
+        if mapping and isinstance(into.get(key), dict):
             merge(into[key], value)
         else:
             into[key] = _copy(value)
 
 
 def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return (
+        type(value)({k: _copy(v) for k, v in value.items()}) if isinstance(value, dict) else value
+    )

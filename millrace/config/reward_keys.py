@@ -45,7 +45,10 @@ class RewardModelConfig(Section):
     function_to_apply: Literal["none", "sigmoid", "softmax"] = "none"
     """Function on the logits, as in the pipelines of transformers. softmax needs several labels."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers. auto means GPUs, if trainer.device and this machine have them."""
+    """Device of the workers. auto means GPUs, if trainer.device and this machine have them.
+
+    With trainer.runtime=ray the workers use the CPU alone, and auto is refused on a node with GPUs.
+    """
     share: Literal["none", "trainer", "rollout"] = "none"
     """Whose GPUs the workers use. none gives each worker a GPU of its own.
 

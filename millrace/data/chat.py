@@ -68,8 +68,8 @@ class Chat:
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
-        found = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
-        return re.compile("|".join(re.escape(t) for t in found)) if found else None
+        special = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        return re.compile("|".join(re.escape(t) for t in special)) if special else None
 
     def _template(self, messages: Messages) -> str:
         rendered: Any = self.tokenizer.apply_chat_template(
@@ -88,7 +88,7 @@ class Chat:
         )
         pieces = re.split("(\ue000\\d+\ue001)", text)
         if pieces[1::2] != marks:
-            found = next(
+            token = next(
                 s[0]
                 for m in messages
                 if self._special and (s := self._special.search(m["content"]))
@@ -96,7 +96,7 @@ class Chat:
             rule = (
                 "is the text of a special token, and the chat template does not keep messages whole"
             )
-            raise bad_row(where, found, rule, "delete it from the message, or use a string prompt")
+            raise bad_row(where, token, rule, "delete it from the message, or use a string prompt")
         tokens = tokens_of()
         for n, piece in enumerate(pieces):
             if n % 2:

@@ -40,18 +40,18 @@ class Demonstrations:
 
     def __getitem__(self, i: int) -> Demonstration:
         at, rng = i % len(self.rows), Random(f"demonstration|{self.seed}|{i}")
-        shown = problem(self.rows, at, prompt_key=self.prompt_key, need_ground_truth=True)
+        entry = problem(self.rows, at, prompt_key=self.prompt_key, need_ground_truth=True)
         if rng.random() >= self.messiness:
-            return Demonstration(shown, shown.answer, messy=False)
-        return Demonstration(shown, self._corrupt(rng, at, shown), messy=True)
+            return Demonstration(entry, entry.answer, messy=False)
+        return Demonstration(entry, self._corrupt(rng, at, entry), messy=True)
 
-    def _corrupt(self, rng: Random, at: int, shown: Problem) -> str:
+    def _corrupt(self, rng: Random, at: int, entry: Problem) -> str:
         part, _ = self.rows.locate(at)
         if part.task is not None:
-            return part.task.corrupt(rng, shown.text, shown.answer)
-        return corrupt_answer(rng, shown.answer, self._other(rng, shown).answer)
+            return part.task.corrupt(rng, entry.text, entry.answer)
+        return corrupt_answer(rng, entry.answer, self._other(rng, entry).answer)
 
-    def _other(self, rng: Random, shown: Problem) -> Problem:
+    def _other(self, rng: Random, entry: Problem) -> Problem:
         """Return another row, if possible of the same data source.
 
         Its answer is wrong for this row, but has the right form.
@@ -59,6 +59,6 @@ class Demonstrations:
         for _ in range(_TRIES):
             at = rng.randrange(len(self.rows))
             part, place = self.rows.locate(at)
-            if (part.get(place).get("data_source") or part.name) == shown.data_source:
+            if (part.get(place).get("data_source") or part.name) == entry.data_source:
                 break
         return problem(self.rows, at, prompt_key=self.prompt_key)

@@ -59,10 +59,10 @@ def model_config(name: str) -> dict[str, Any]:
     import huggingface_hub as hub
 
     try:
-        found = json.loads(Path(hub.hf_hub_download(name, "config.json")).read_bytes())
+        config = json.loads(Path(hub.hf_hub_download(name, "config.json")).read_bytes())
     except Exception:  # noqa: BLE001 - transformers tries again and reports the error
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _stay_offline() -> None:

@@ -71,14 +71,14 @@ class PromptStream:
                 else part.size
             )
             for i in range(at, min(end, at + checked)):
-                shown = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
-                tokens = _tokens(rows, chat, i, shown)[1]
+                entry = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+                tokens = _tokens(rows, chat, i, entry)[1]
                 if len(tokens) <= max_prompt_length or (
                     part.generated and part.size > _COUNTED and filter_overlong
                 ):
                     kept.append(i)
                 elif not filter_overlong:
-                    raise _too_long(rows, i, shown, len(tokens), max_prompt_length)
+                    raise _too_long(rows, i, entry, len(tokens), max_prompt_length)
             kept.extend(range(min(end, at + checked), end))
             at = end
         if not kept:
@@ -114,9 +114,9 @@ class PromptStream:
         row = self.kept[
             shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at
         ]
-        row, shown, text, tokens = self._fitting(row)
+        row, entry, text, tokens = self._fitting(row)
         return Prompt(
-            i, tokens, text, shown.data_source, shown.ground_truth, shown.extra_info, shown.columns
+            i, tokens, text, entry.data_source, entry.ground_truth, entry.extra_info, entry.columns
         )
 
     def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
@@ -126,11 +126,11 @@ class PromptStream:
         """
         for tried in range(row, row + (1000 if self.filter_overlong else 1)):
             at = tried % len(self.rows)
-            shown = problem(self.rows, at, prompt_key=self.prompt_key)
-            text, tokens = _tokens(self.rows, self.chat, at, shown)
+            entry = problem(self.rows, at, prompt_key=self.prompt_key)
+            text, tokens = _tokens(self.rows, self.chat, at, entry)
             if len(tokens) <= self.max_prompt_length:
-                return at, shown, text, tokens
-        raise _too_long(self.rows, at, shown, len(tokens), self.max_prompt_length)
+                return at, entry, text, tokens
+        raise _too_long(self.rows, at, entry, len(tokens), self.max_prompt_length)
 
 
 def shuffled(i: int, n: int, key: str) -> int:
@@ -154,28 +154,28 @@ def shuffled(i: int, n: int, key: str) -> int:
             return i
 
 
-def _tokens(rows: Rows, chat: Chat, i: int, shown: Problem) -> tuple[str, Tokens]:
-    text, tokens = chat.render(shown, rows.describe(i))
+def _tokens(rows: Rows, chat: Chat, i: int, entry: Problem) -> tuple[str, Tokens]:
+    text, tokens = chat.render(entry, rows.describe(i))
     if chat.unk_id is not None and chat.unk_id in tokens:
         unknown = next((c for c in text if chat.unk_id in chat.encode(c)), "")
         rule = f"has a character that the tokenizer does not know: {unknown!r}"
         raise bad_row(
             rows.describe(i),
-            shown.text,
+            entry.text,
             rule,
             "a row without it; for a model made on the spot, model.tokenizer=bpe",
         )
     if not tokens:
         raise bad_row(
             rows.describe(i),
-            shown.text,
+            entry.text,
             "becomes no token at all",
             "another chat template or prompt",
         )
     return text, tokens
 
 
-def _too_long(rows: Rows, i: int, shown: Problem, length: int, limit: int) -> DataError:
+def _too_long(rows: Rows, i: int, entry: Problem, length: int, limit: int) -> DataError:
     rule = f"the prompt has {length} tokens, and rollout.max_prompt_length is {limit}"
     fix = f"rollout.max_prompt_length={length} or more, or data.filter_overlong_prompts=true"
-    return bad_row(rows.describe(i), shown.text, rule, fix)
+    return bad_row(rows.describe(i), entry.text, rule, fix)

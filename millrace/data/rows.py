@@ -107,12 +107,12 @@ def check_rows(
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         for i in range(at, at + 1 if part.generated else end):
-            shown = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
-            found = refusal(shown.data_source, shown.extra_info) if refusal is not None else None
-            if found is not None:
+            entry = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+            reason = refusal(entry.data_source, entry.extra_info) if refusal is not None else None
+            if reason is not None:
                 row, where = part.get(i - at), f"{rows.describe(i)}, data_source"
                 named = "" if row.get("data_source") else " (no such column: the source's name)"
-                raise bad_row(f"{where}{named}", shown.data_source, *found)
+                raise bad_row(f"{where}{named}", entry.data_source, *reason)
         at = end
 
 
@@ -214,12 +214,12 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 def _checked(where: str, text: str, required: bool = True) -> str:
     if required and not text.strip():
         raise bad_row(where, text, "is empty", "a problem in words; or delete the row")
-    found = _UNWRITABLE.search(text)
-    if found:
-        kind = "a NUL" if found[0] == "\x00" else "half of a surrogate pair"
-        shown = text[max(0, found.start() - 20) : found.end() + 20]
+    match = _UNWRITABLE.search(text)
+    if match:
+        kind = "a NUL" if match[0] == "\x00" else "half of a surrogate pair"
+        around = text[max(0, match.start() - 20) : match.end() + 20]
         raise bad_row(
-            where, shown, f"has {kind} at character {found.start()}", "delete the character"
+            where, around, f"has {kind} at character {match.start()}", "delete the character"
         )
     return text
 
@@ -239,12 +239,12 @@ def _struct(where: str, row: Row, column: str) -> dict[str, Any]:
 
 
 def _ground_truth(where: str, row: Row) -> Any:
-    found = _struct(where, row, "reward_model").get("ground_truth")
+    truth = _struct(where, row, "reward_model").get("ground_truth")
     for column in ("ground_truth", "answer", "solution"):
-        found = row.get(column) if found is None else found
-    if isinstance(found, str):
-        _checked(f"{where}, ground truth", found, required=False)
-    return found
+        truth = row.get(column) if truth is None else truth
+    if isinstance(truth, str):
+        _checked(f"{where}, ground truth", truth, required=False)
+    return truth
 
 
 def _text(truth: Any) -> str:

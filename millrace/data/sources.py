@@ -138,7 +138,7 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
         return _reasoning_gym(key, spec, seed, split)
     if path.suffix in READERS:
         return _file(key, spec, path)
-    found = _HUB.fullmatch(spec)
+    match = _HUB.fullmatch(spec)
     if path.suffix in _OTHER_FILES or path.exists() or spec[:1] in "/.~":
         raise bad_value(
             key,
@@ -146,7 +146,7 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
             f"a source is {_KINDS}; {path.suffix or 'no extension'} is none",
             "convert it to .jsonl",
         )
-    if found is None:
+    if match is None:
         close = difflib.get_close_matches(spec.partition(":")[0], ["task", "reasoning_gym"], n=1)
         fix = (
             f"{close[0]}:{spec.partition(':')[2]}"
@@ -154,7 +154,7 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
             else "write one of these forms"
         )
         raise bad_value(key, spec, f"a source is {_KINDS}", fix)
-    return _hub(key, spec, found["path"], found["config"], found["split"], split)
+    return _hub(key, spec, match["path"], match["config"], match["split"], split)
 
 
 def _file(key: str, spec: str, path: Path) -> Part:
@@ -167,8 +167,8 @@ def _file(key: str, spec: str, path: Path) -> Part:
             )
         names = [p.name for p in folder.iterdir() if p.suffix in READERS]
         fix = nearest(path.name, names, f"{folder}/{{}}") if names else anywhere
-        shown = ", ".join(sorted(names)[:8]) or "no data file"
-        raise bad_value(key, spec, f"no such file; {folder.resolve()} has {shown}", fix)
+        inside = ", ".join(sorted(names)[:8]) or "no data file"
+        raise bad_value(key, spec, f"no such file; {folder.resolve()} has {inside}", fix)
     size, get, numbers = READERS[path.suffix](path)
     return Part(path.name, path.stem, size, get, numbers=numbers)
 

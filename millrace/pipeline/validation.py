@@ -24,6 +24,9 @@ The streams of validation are the same at every version.
 """
 
 
+_FEW = 50
+"""A smaller validation may have as many failures as one of this many responses."""
+
 OnScored = Callable[[int, int], None]
 """Called with the number of scored responses and the number of all responses."""
 
@@ -80,12 +83,14 @@ class Tally:
 
     def failed(self, error: RewardError) -> None:
         self.errors += 1
-        if self.errors > self.max_error_share * self.total:
+        share, least = self.max_error_share, max(self.total, _FEW)
+        most = min(share * least, self.total - (share < 1))  # If all fail, there is no result.
+        if self.errors > most:
             raise RewardError(
                 error.reason,
-                f"{self.errors} of the {self.total} responses of a validation had no score, more "
-                f"than reward.max_error_share = {self.max_error_share:g} of them. "
-                f"The last error: {error}",
+                f"{self.errors} of the {self.total} responses of a validation had no score. At "
+                f"most {int(most)} may fail: reward.max_error_share = {share:g} of {least}, and "
+                f"never all. The last error: {error}",
             ) from error
         self.scored()
 
@@ -109,7 +114,8 @@ class Validator:
     async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
         """Validate the live weights. They must stay those of `version` until this returns.
 
-        Raises RewardError once more than `max_error_share` of all responses have no score.
+        Raises RewardError once more than `max_error_share` of the responses have no score, where
+        fewer than 50 count as 50, or once all have none.
         """
         asked = [(p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)]
         sampled = len(asked)

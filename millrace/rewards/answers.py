@@ -67,8 +67,8 @@ def formula_text(parsed: list[Any]) -> str | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.findall(text)
-    return found[-1] if found else None
+    matches = pattern.findall(text)
+    return matches[-1] if matches else None
 
 
 def _tag(text: str) -> str | None:
@@ -80,8 +80,8 @@ def _tag(text: str) -> str | None:
 
 
 def _hashes(text: str) -> str | None:
-    found = _last(_HASHES, text[-END:])
-    return None if found is None else found.replace(",", "")
+    number = _last(_HASHES, text[-END:])
+    return None if number is None else number.replace(",", "")
 
 
 def _number(text: str) -> str | None:
@@ -114,8 +114,8 @@ def _braces(text: str, start: int) -> str | None:
 
 
 def _answer_line(text: str) -> str | None:
-    found = _last(_ANSWER_LINE, text[-END:])
-    return None if found is None else minerva(found)
+    answer = _last(_ANSWER_LINE, text[-END:])
+    return None if answer is None else minerva(answer)
 
 
 def _formula(text: str) -> str | None:
@@ -123,8 +123,8 @@ def _formula(text: str) -> str | None:
 
 
 def _any(text: str) -> str | None:
-    found = (read(text) for read in (_tag, _boxed, _hashes, _answer_line))
-    return next((answer for answer in found if answer is not None), None)
+    answers = (read(text) for read in (_tag, _boxed, _hashes, _answer_line))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 _FORMS: dict[Form, Callable[[str], str | None]] = {

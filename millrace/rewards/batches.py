@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.errors import RewardError
@@ -37,27 +37,17 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A call, and the scores of its completions so far."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Text:
+    """A call, and its completion as tokens."""
 
     call: Call
-    scores: dict[int, float] = field(default_factory=dict)
-    answered: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """One completion of a call."""
-
-    of: _Waiting
-    at: int
     tokens: list[int]
 
 
 def serve_batches(connection: socket.socket, scorer: Scorer) -> None:
     """Answer calls until the socket closes."""
-    frames, waiting = Frames(), list[_Item]()
+    frames, waiting = Frames(), list[_Text]()
     while True:
         calls = _receive(connection, frames, wait=not waiting)
         if calls is None:
@@ -66,7 +56,7 @@ def serve_batches(connection: socket.socket, scorer: Scorer) -> None:
             waiting += _encoded(connection, scorer, call)
         taken = whole_batches(len(waiting), scorer.batch_size)
         round_, waiting = waiting[:taken], waiting[taken:]
-        for batch in plan([len(item.tokens) for item in round_], scorer.batch_size):
+        for batch in plan([len(text.tokens) for text in round_], scorer.batch_size):
             _score(connection, scorer, [round_[i] for i in batch])
 
 
@@ -99,53 +89,34 @@ def _receive(connection: socket.socket, frames: Frames, *, wait: bool) -> list[C
     return calls
 
 
-def _encoded(connection: socket.socket, scorer: Scorer, call: Call) -> Iterator[_Item]:
-    """Yield the completions of a call as tokens. If one cannot be scored, refuse the call."""
-    waiting = _Waiting(call)
+def _encoded(connection: socket.socket, scorer: Scorer, call: Call) -> list[_Text]:
+    """Return the call's completion as tokens. If it cannot be scored, refuse the call."""
+    (completion,) = call.completions
     try:
-        tokens = [scorer.encode(call, text) for text in call.completions]
-    except RewardError as error:
-        connection.sendall(frame(refusal(call, error)))
-        return
+        return [_Text(call, scorer.encode(call, completion))]
     except Exception as error:  # noqa: BLE001 - the boundary to a model's own code
-        connection.sendall(frame(Reply(call.id, reason="exception", detail=failure(error))))
-        return
-    yield from (_Item(waiting, at, ids) for at, ids in enumerate(tokens))
+        connection.sendall(frame(_failed(call, error)))
+        return []
 
 
-def _score(connection: socket.socket, scorer: Scorer, batch: Sequence[_Item]) -> None:
-    """Score one batch, and answer every call that is complete with it or that fails."""
-    batch = [item for item in batch if not item.of.answered]
-    if not batch:
-        return
+def _score(connection: socket.socket, scorer: Scorer, batch: Sequence[_Text]) -> None:
+    """Score one batch, and answer its calls."""
     try:
-        values = scorer.score([item.tokens for item in batch])
-    except RewardError as error:
-        _fail(connection, batch, error)
-        return
+        values = scorer.score([text.tokens for text in batch])
+        replies = [_reply(text.call, value) for text, value in zip(batch, values, strict=True)]
     except Exception as error:  # noqa: BLE001 - the boundary to a model's own code
-        _fail(connection, batch, RewardError("exception", failure(error)))
-        return
-    replies = bytearray()
-    for item, value in zip(batch, values, strict=True):
-        waiting = item.of
-        waiting.scores[item.at] = value
-        if len(waiting.scores) == len(waiting.call.completions):
-            replies += frame(_reply(waiting))
-    connection.sendall(replies)
+        replies = [_failed(text.call, error) for text in batch]
+    connection.sendall(b"".join(map(frame, replies)))
 
 
-def _reply(waiting: _Waiting) -> Reply:
-    waiting.answered = True
+def _reply(call: Call, value: float) -> Reply:
     try:
-        scores = [to_score(waiting.scores[at]) for at in range(len(waiting.scores))]
+        return Reply(call.id, [to_score(value)])
     except RewardError as error:
-        return refusal(waiting.call, error)
-    return Reply(waiting.call.id, scores)
+        return refusal(call, error)
 
 
-def _fail(connection: socket.socket, batch: Sequence[_Item], error: RewardError) -> None:
-    for item in batch:
-        if not item.of.answered:
-            item.of.answered = True
-            connection.sendall(frame(refusal(item.of.call, error)))
+def _failed(call: Call, error: Exception) -> Reply:
+    if isinstance(error, RewardError):
+        return refusal(call, error)
+    return Reply(call.id, reason="exception", detail=failure(error))

@@ -12,7 +12,6 @@ in one call. Otherwise it gets each completion as soon as it is finished.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -35,6 +34,9 @@ from millrace.rewards.wire import Call
 from millrace.types import Score
 
 _KEY = "reward.function"
+_TEXTS = str | bytes | bytearray | memoryview
+_NO_NUMBERS = tuple("USOcmM")
+"""NumPy's kinds of text, objects, complex numbers and times. float() accepts some of them."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -58,28 +60,13 @@ class Function:
             return self._scores(self.call(**self._columns(call)), call)
         return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
-    async def run_async(self, call: Call, limit: int) -> list[Score]:
-        """Return the scores of a coroutine function, with at most `limit` coroutines at a time.
-
-        Raise RewardError or the function's own error.
-        """
+    async def run_async(self, call: Call) -> list[Score]:
+        """Return a coroutine function's scores. Raise RewardError or the function's own error."""
         if self.style == "trl":
             return self._scores(await self.call(**self._columns(call)), call)
-        gate = asyncio.Semaphore(limit)
-
-        async def one(text: str) -> Score:
-            try:
-                async with gate:
-                    return self._score(await self.call(**self._row(call, text)), text)
-            except SystemExit as error:  # in a task it would end the worker's event loop
-                raise RewardError("exception", failure(error)) from error
-
-        tasks = [asyncio.ensure_future(one(text)) for text in call.completions]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return [
+            self._score(await self.call(**self._row(call, text)), text) for text in call.completions
+        ]
 
     def _score(self, value: Any, text: str) -> Score:
         """Return the score of one response, with the answer that the response gives."""
@@ -91,7 +78,7 @@ class Function:
     def _scores(self, values: Any, call: Call) -> list[Score]:
         """Return TRL's list as Scores."""
         n = len(call.completions)
-        if isinstance(values, str | dict) or not isinstance(values, Sequence):
+        if isinstance(values, _TEXTS | dict) or not isinstance(values, Sequence):
             raise RewardError(
                 "not_a_list",
                 f"returned a {type(values).__name__}; return a list with a number for each "
@@ -159,17 +146,17 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
         if where.endswith(".py")
         else _import(spec, lambda: importlib.import_module(where))
     )
-    found = vars(module).get(name)
-    if not callable(found):
+    function = vars(module).get(name)
+    if not callable(function):
         callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         problem = "is not a function" if name in vars(module) else f"has no {name!r}"
         raise bad_value(_KEY, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
-    return _function(spec, found)
+    return _function(spec, function)
 
 
-def _function(spec: str, found: Callable[..., Any]) -> Function:
+def _function(spec: str, function: Callable[..., Any]) -> Function:
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions that are written in C
         raise bad_value(
             _KEY, spec, "has no signature that can be read", "a Python function around it"
@@ -196,16 +183,16 @@ def _function(spec: str, found: Callable[..., Any]) -> Function:
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
-    whole_group = bool(getattr(found, "whole_group", False))
+    whole_group = bool(getattr(function, "whole_group", False))
     if style == "verl" and whole_group:
         rule = "asks for whole groups (whole_group = True), but takes one solution_str"
         raise bad_value(_KEY, spec, rule, "the signature f(prompts, completions, **columns)")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
-        vars(type(found)).get("__call__")
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        vars(type(function)).get("__call__")
     )
     wanted = None if takes_all else frozenset(names)
-    return Function(found, style, is_async, wanted, whole_group)
+    return Function(function, style, is_async, wanted, whole_group)
 
 
 def _import_path(spec: str, where: str) -> ModuleType:
@@ -254,9 +241,9 @@ def to_score(value: Any) -> Score:
         return Score(_number(value, "the score"))
     if "score" not in value:
         raise RewardError(
-            "no_score", f'a dict without "score": it has {", ".join(map(str, value))}'
+            "no_score", f'a dict without "score": it has {", ".join(map(str, value)) or "nothing"}'
         )
-    rest = {str(k): v for k, v in value.items() if k not in ("score", "pred")}
+    rest = {sendable(str(k)): v for k, v in value.items() if k not in ("score", "pred")}
     extra = {k: _number(v, k) for k, v in rest.items() if isinstance(v, SupportsFloat)}
     score = Score(_number(value["score"], "the score"), extra)
     if "pred" not in value:
@@ -265,11 +252,16 @@ def to_score(value: Any) -> Score:
 
 
 def _number(value: Any, what: str) -> float:
-    if not isinstance(value, SupportsFloat):
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if not isinstance(value, SupportsFloat) or isinstance(value, _TEXTS) or kind in _NO_NUMBERS:
         raise RewardError(
             "not_a_number", f"{what} is {value!r:.80}, a {type(value).__name__}; return a number"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        given = f"{value!r:.80}, a {type(value).__name__}"
+        raise RewardError("not_a_number", f"{what} is {given}: {error}; return a number") from error
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
     return number

@@ -35,6 +35,7 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -67,7 +68,7 @@ def message_of(config: JudgeConfig, call: Call, completion: str) -> str:
         "ground_truth": str(call.ground_truth),
         "data_source": call.data_source,
     }
-    return _FIELD.sub(lambda found: values[found[1]], config.template)
+    return _FIELD.sub(lambda match: values[match[1]], config.template)
 
 
 def score_of(config: JudgeConfig, answer: str) -> float:
@@ -95,12 +96,12 @@ def _match_of(config: JudgeConfig, answer: str) -> str:
 
 def _field_of(config: JudgeConfig, answer: str) -> Any:
     try:
-        found, _ = json.JSONDecoder().raw_decode(answer, answer.index("{"))
+        fields, _ = json.JSONDecoder().raw_decode(answer, answer.index("{"))
     except ValueError:
         raise RewardError("no_score", f"no JSON object in {answer!r:.200}") from None
-    if config.json_field not in found:
+    if config.json_field not in fields:
         raise RewardError("no_score", f"no field {config.json_field!r} in {answer!r:.200}")
-    value = found[config.json_field]
+    value = fields[config.json_field]
     return "true or false" if isinstance(value, bool) else value
 
 
@@ -132,6 +133,10 @@ class Judge:
             ) from None
         config = JudgeConfig.model_validate(spec)
         secret = os.environ.get(config.api_key_env, "").strip()
+        if not (secret.isascii() and secret.isprintable()):
+            rule = "the key in this environment variable has a line end, or another such character"
+            fix = f"export {config.api_key_env}=... with the key alone"
+            raise bad_value(f"{key}.api_key_env", config.api_key_env, rule, fix)
         if not secret and not config.base_url and "OPENAI_BASE_URL" not in os.environ:
             rule = "this environment variable has no key, and OpenAI's own endpoint needs one"
             fix = f"export {config.api_key_env}=..., or {key}.base_url of a local endpoint"
@@ -144,20 +149,9 @@ class Judge:
         )
         return cls(key, config, client, secret)
 
-    async def run_async(self, call: Call, limit: int) -> list[Score]:
+    async def run_async(self, call: Call) -> list[Score]:
         """Return the scores of a call's completions, one request for each. Raise RewardError."""
-        gate = asyncio.Semaphore(limit)
-
-        async def one(text: str) -> Score:
-            async with gate:
-                return await self._judge(message_of(self.config, call, text))
-
-        tasks = [asyncio.ensure_future(one(text)) for text in call.completions]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return [await self._judge(message_of(self.config, call, text)) for text in call.completions]
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call of this method."""
@@ -172,10 +166,21 @@ class Judge:
             self.figures["tokens_out"] += completion.usage.completion_tokens
         if not completion.choices:
             raise RewardError("bad_answer", "the endpoint's answer has no choices")
+        if completion.choices[0].finish_reason == "length":
+            raise RewardError("cut_off", self._too_short())
         answer = completion.choices[0].message.content
         if not answer:
             raise RewardError("no_score", "the judge's answer is empty")
         return Score(score_of(self.config, answer))
+
+    def _too_short(self) -> str:
+        """Return what ended the judge's answer, and the fix. Its score may be half a number."""
+        key, most = f"{self.key}.max_tokens", self.config.max_tokens
+        if most:
+            return f"the judge's answer ended at {key} = {most}. Fix: a larger {key}"
+        return (
+            f"the judge's answer ended at the endpoint's own limit. Fix: {key}=N, above that limit"
+        )
 
     async def _ask(self, message: str) -> _Completion:
         """Return the endpoint's answer. Try again after 429, 5xx, a time-out or a lost connection.
@@ -233,8 +238,8 @@ class Judge:
 
     def _safe(self, text: object) -> str:
         """Return the first 200 characters, without the API key."""
-        shown = str(text).replace(self.api_key, "***") if self.api_key else str(text)
-        return shown[:200]
+        safe = str(text).replace(self.api_key, "***") if self.api_key else str(text)
+        return safe[:200]
 
 
 class _TryAgain(Exception):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from millrace.config import JudgeConfig
 from millrace.errors import bad_value
@@ -29,8 +32,9 @@ _DECIDE = (
 class ScoreCache:
     """Scores by key, in memory and in a file with one JSON object on each line.
 
-    A new score is appended at once, so a killed run keeps it. The file is rewritten once it has
-    twice as many lines as the cache has room. A line that is no valid score is ignored.
+    A new score is appended at once, so a killed run keeps it. The file is rewritten with the newest
+    scores once this process has seen twice as many lines as the cache has room. Runs may share a
+    file: each locks it to write. A line that is no valid score is ignored.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -38,45 +42,61 @@ class ScoreCache:
         self._size = size
         self._scores: dict[str, float] = {}
         self._lines = 0
-        self._file: IO[str] | None = None
+        self._file: int | None = None
+        """The descriptor of the file, while it is open."""
 
     def open(self) -> None:
         """Read the file, and make it if it is missing. Raise OSError, also if it is a link."""
-        with self._opened(os.O_RDONLY | os.O_CREAT) as lines:
-            for line in lines:
-                self._lines += 1
-                self._read(line)
-        self._file = self._opened(os.O_WRONLY | os.O_APPEND)
-        self._rewrite_if_long()
+        with self._locked() as file:
+            if not self._read():
+                _write(file, b"\n")  # a process was killed in the middle of the last line
+            self._rewrite_if_long()
 
     def get(self, key: str) -> float | None:
         return self._scores.get(key)
 
     def put(self, key: str, score: float) -> None:
-        """Keep a score. The oldest one leaves a full cache."""
-        assert self._file is not None, "the cache is open"
+        """Keep a score. The oldest one leaves a full cache. Raise OSError if it is not on disk."""
         self._keep(key, score)
-        self._lines += 1
-        self._file.write(json.dumps([key, score]) + "\n")
-        self._file.flush()
-        self._rewrite_if_long()
+        with self._locked() as file:
+            _write(file, json.dumps([key, score]).encode() + b"\n")
+            self._lines += 1
+            self._rewrite_if_long()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
-    def _opened(self, flags: int) -> IO[str]:
-        descriptor = os.open(self._path, flags | os.O_NOFOLLOW, 0o600)
-        mode = "a" if flags & os.O_APPEND else "r"
-        return os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
-
-    def _read(self, line: str) -> None:
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Lock the file and yield its descriptor. Another run may have replaced it since."""
+        while True:
+            if self._file is None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._file = os.open(self._path, flags, 0o600)
+            with suppress(OSError):  # Some file systems have no locks.
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._file), os.lstat(self._path)):
+                    break
+            self.close()
         try:
-            key, score = json.loads(line)
-            self._keep(str(key), float(score))
-        except (ValueError, TypeError):  # the process was killed in the middle of a line
-            return
+            yield self._file
+        finally:
+            if self._file is not None:
+                with suppress(OSError):
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _read(self) -> bool:
+        """Take the scores of the file. Return whether its last line has an end."""
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        self._lines = len(lines)
+        for line in lines:
+            with suppress(ValueError, TypeError):
+                key, score = json.loads(line)
+                self._keep(str(key), float(score))
+        return not lines or lines[-1].endswith(b"\n")
 
     def _keep(self, key: str, score: float) -> None:
         self._scores.pop(key, None)
@@ -86,15 +106,22 @@ class ScoreCache:
             del self._scores[next(iter(self._scores))]
 
     def _rewrite_if_long(self) -> None:
+        """Replace a long file by one with the newest scores, those of other runs too."""
         if self._lines <= 2 * self._size:
             return
+        self._read()
         new = self._path.with_name(f".{self._path.name}.new")
         new.unlink(missing_ok=True)
         new.write_text("".join(json.dumps(entry) + "\n" for entry in self._scores.items()))
         new.replace(self._path)
         self.close()
-        self._file = self._opened(os.O_WRONLY | os.O_APPEND)
         self._lines = len(self._scores)
+
+
+def _write(file: int, line: bytes) -> None:
+    """Append a line by one system call, so that no other process writes into it."""
+    if os.write(file, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class CachedJudge:
@@ -109,6 +136,8 @@ class CachedJudge:
         self._pool = pool
         self._config = config
         self._cache: ScoreCache | None = None
+        self._note: Callable[[str], object] | None = None
+        """Called once, if a score cannot be written."""
         self._under_way: dict[str, asyncio.Future[list[Score]]] = {}
 
     @property
@@ -119,8 +148,11 @@ class CachedJudge:
     async def start(self) -> None:
         await self._pool.start()
 
-    def open_cache(self, folder: Path) -> None:
-        """Read the cache in a folder that millrace made. Raise ConfigError if this fails."""
+    def open_cache(self, folder: Path, note: Callable[[str], object] = warnings.warn) -> None:
+        """Read the cache in a folder that millrace made. Raise ConfigError if this fails.
+
+        `note` gets a message if a score cannot be written later.
+        """
         cache = ScoreCache(folder / f"{self.job.name}.jsonl", self._config.cache_size)
         try:
             cache.open()
@@ -128,7 +160,7 @@ class CachedJudge:
             key, rule = f"{self.job.key}.cache_dir", f"cannot be used: {error.strerror or error}"
             fix = "a folder that can be written to, and whose files are no links"
             raise bad_value(key, str(folder), rule, fix) from None
-        self._cache = cache
+        self._cache, self._note = cache, note
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
         """Return one Score for each completion. Only those that are not in the cache are judged."""
@@ -164,8 +196,21 @@ class CachedJudge:
             (score,) = await future
         finally:
             del self._under_way[key]
-        cache.put(key, score.value)
+        self._save(cache, key, score.value)
         return score
+
+    def _save(self, cache: ScoreCache, key: str, score: float) -> None:
+        """Keep a score. If the disk refuses it, count this. The run continues without it."""
+        try:
+            cache.put(key, score)
+        except OSError as error:
+            self.figures["cache_errors"] += 1
+            if self._note is not None:
+                self._note(
+                    f"{self.job.key}.cache: a score cannot be written to the cache "
+                    f"({error.strerror or error}), so a later run asks the judge for it again"
+                )
+                self._note = None
 
     async def close(self) -> None:
         await self._pool.close()

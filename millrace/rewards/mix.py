@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from millrace.config import RewardConfig
 from millrace.errors import RewardError
@@ -33,6 +33,9 @@ class RunReward:
         """Make the pools. `environments` has variables for each worker, by section."""
         self._config = config
         self.parts: dict[str, Part] = {}
+        self.note: Callable[[str], object] | None = None
+        """Called with the first failure of each part and reason."""
+        self._noted: set[str] = set()
         self._failures: Counter[str] = Counter()
         for section, one in config.parts.items():
             pool = RewardPool(one, section, (environments or {}).get(section, ()))
@@ -112,8 +115,11 @@ class RunReward:
         """Count a failure. Return the error, with the part's name in a mix."""
         if not isinstance(error, RewardError):
             return error
-        self._failures[f"reward/{name}/failures"] += 1
-        self._failures[f"reward/{name}/failures/{error.reason}"] += 1
+        total, reason = f"reward/{name}/failures", f"reward/{name}/failures/{error.reason}"
+        self._failures.update((total, reason))
+        if self.note is not None and reason not in self._noted:
+            self._noted.add(reason)
+            self.note(f"reward {name} failed, as counted in {total}: {error}")
         if not self._config.mix:
             return error
         detail = str(error).removeprefix(f"{error.reason}: ")

@@ -132,7 +132,7 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the driver shows the progress
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
             config.path,
             dtype=DTYPES[config.dtype],
             trust_remote_code=config.trust_remote_code,
@@ -142,7 +142,7 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
         where = f" (from {Path.cwd()})" if not Path(config.path).exists() else ""
         rule = f"no sequence classifier can be loaded from it{where}: {str(error).splitlines()[0]}"
         raise _no_classifier(key, config, rule) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         rule = f"it has no weights for {', '.join(missing[:3])}, so their values would be random"
         raise _no_classifier(key, config, rule)
     return model

@@ -73,10 +73,20 @@ class RewardPool:
         Raise RewardError if the function raised, returned no number, exceeded its time limit
         or killed its worker. Raise WorkerError if all workers die, or if the pool is closed.
         """
-        if not self._keepers or self._failed is not None:
+        if not self._settled.is_set() or self._failed is not None:
             await self.start()
-        if not completions:
-            return []
+        if len(completions) == 1 or (self.whole_group and completions):
+            return await self._call(prompt, completions)
+        # Each completion is a call of its own, with the whole time limit.
+        answers = await asyncio.gather(
+            *(self._call(prompt, [text]) for text in completions), return_exceptions=True
+        )
+        if failures := [a for a in answers if isinstance(a, BaseException)]:
+            raise min(failures, key=lambda error: isinstance(error, RewardError))
+        return [score for a in answers if isinstance(a, list) for score in a]
+
+    async def _call(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        """Return the scores of one call of the function."""
         self._calls += 1
         call = Call(
             self._calls,
@@ -93,8 +103,7 @@ class RewardPool:
             raise RewardError(
                 "not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}"
             ) from error
-        coroutines = 1 if self.whole_group else len(completions)
-        pending = Pending(call.id, payload, coroutines, asyncio.get_running_loop().create_future())
+        pending = Pending(call.id, payload, asyncio.get_running_loop().create_future())
         self._queue.append(pending)
         self._wake()
         return await pending.answer
@@ -191,7 +200,7 @@ class RewardPool:
                 open_workers = [w for w in self.workers if w.room(pending)]
                 if not open_workers:
                     break
-                worker = min(open_workers, key=lambda w: w.load)
+                worker = min(open_workers, key=lambda w: len(w.running))
                 worker.take(pending)
                 batches.setdefault(worker, []).append(pending)
             self._queue.popleft()

@@ -33,8 +33,6 @@ class Pending:
     id: int
     payload: bytes
     """The Call, packed."""
-    size: int
-    """The number of coroutines that a coroutine function needs for the call."""
     answer: asyncio.Future[list[Score]]
     sent_at: float = 0.0
     alone: bool = False
@@ -62,7 +60,6 @@ class WorkerProcess(asyncio.Protocol):
         self.on_reply = on_reply
         self.hello: Hello | None = None
         self.running: dict[int, Pending] = {}
-        self.load = 0
         self.condemned: int | None = None
         self.overdue = False
         self.dead = asyncio.Event()
@@ -123,14 +120,13 @@ class WorkerProcess(asyncio.Protocol):
         if pending.alone or any(p.alone for p in self.running.values()):
             return False
         if self._together:
-            return self.load + pending.size <= self.job.room
+            return len(self.running) < self.job.room
         return len(self.running) < min(max(2, _AHEAD_S / max(self._mean_s, 1e-6)), _MOST_AHEAD)
 
     def take(self, pending: Pending) -> None:
         """Assign the call to this worker. `send` then transmits it."""
         pending.sent_at = self._loop.time()
         self.running[pending.id] = pending
-        self.load += pending.size
 
     def send(self, batch: Sequence[Pending]) -> None:
         """Send assigned calls as one frame."""
@@ -187,7 +183,6 @@ class WorkerProcess(asyncio.Protocol):
                 reply = reply_decoder.decode(payload)
                 self._mean_s += 0.2 * (now - self._started_at() - self._mean_s)
                 pending = self.running.pop(reply.id)
-                self.load -= pending.size
                 self.on_reply(pending, reply)
             self._moved_at = now
         self._watch()

@@ -84,8 +84,8 @@ def math_dapo(
 def _solution(ground_truth: Any, mark: str, form: Form) -> str:
     """Return the answer of a ground truth, which may be a whole solution with a mark."""
     truth = str(ground_truth)
-    found = extract(truth, form) if mark in truth else None
-    return truth if found is None else found
+    answer = extract(truth, form) if mark in truth else None
+    return truth if answer is None else answer
 
 
 def _scored(right: bool, answer: str | None, *, wrong: float) -> dict[str, Any]:

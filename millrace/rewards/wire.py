@@ -63,7 +63,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 def refusal(call: Call, error: RewardError) -> Reply:
     """Return the reply to a call that has no score."""
     detail = sendable(str(error).removeprefix(f"{error.reason}: "))
-    return Reply(call.id, reason=error.reason, detail=detail)
+    return Reply(call.id, reason=sendable(error.reason) or "exception", detail=detail)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

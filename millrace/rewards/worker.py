@@ -133,7 +133,7 @@ def _answer(function: Function, call: Call) -> Reply:
         return Reply(call.id, function.run(call))
     except RewardError as error:
         return refusal(call, error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
+    except BaseException as error:  # noqa: BLE001 - the boundary to user code
         return Reply(call.id, reason="exception", detail=failure(error))
 
 
@@ -161,10 +161,10 @@ async def _scored_async(function: Function | Judge, call: Call, job: Job) -> Rep
     deadline = asyncio.timeout(job.timeout_s)
     try:
         async with deadline:
-            return Reply(call.id, await function.run_async(call, job.room))
+            return Reply(call.id, await function.run_async(call))
     except RewardError as error:
         return refusal(call, error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to user code
+    except BaseException as error:  # noqa: BLE001 - the boundary to user code
         if deadline.expired():
             detail = f"the call ran past {job.key}.timeout_s = {job.timeout_s:g}"
             return Reply(call.id, reason="timeout", detail=detail)

@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from millrace.config import Config
+from millrace.config import Config, RewardConfig
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
+from millrace.pipeline.checkpoint import read_ledger
 
 
 def _never(now: Config, before: Config) -> bool:
@@ -176,6 +177,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_architecture(config, before, checkpoint)
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
+    _check_components(config, before, checkpoint)
     changed = _changed(PAST, config, before)
     return [f"{key} = {config.value_of(key)!r}: {rule.why}" for rule, key in changed]
 
@@ -262,3 +264,35 @@ def _check_reference(config: Config, before: Config, checkpoint: Path) -> None:
         raise bad_value(
             key, config.needs_reference, rule, "the KL settings of that run, or a new run"
         )
+
+
+def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
+    """Raise ConfigError if gdpo would train samples in flight by the components of another reward.
+
+    The finished samples of the checkpoint have the scores of the reward before.
+    """
+    if config.algorithm.adv_estimator != "gdpo":
+        return
+    samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
+    scores = [t.score for sample in samples for t in sample.trajectories if t.score is not None]
+    keys = config.algorithm.gdpo_reward_keys
+    missing = sorted({key for key in keys for score in scores if key not in score.extra})
+    if not scores or not (
+        missing if keys else _components(config.reward) != _components(before.reward)
+    ):
+        return
+    names = ", ".join(sorted({name for score in scores for name in score.extra})) or "none"
+    rule = f"finished samples of the checkpoint {checkpoint} have the components {names}, " + (
+        f"without {', '.join(missing)}" if missing else "of another reward"
+    )
+    fix = "components that both rewards have, the reward of the checkpoint, or a new run"
+    raise bad_value("algorithm.gdpo_reward_keys", list(keys), rule, fix)
+
+
+def _components(reward: RewardConfig) -> Any:
+    """Return the keys that decide which components a score has."""
+    parts = {
+        section: (part.function, part.model.path, part.judge.model)
+        for section, part in reward.parts.items()
+    }
+    return parts, reward.overlong_buffer.enable

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from millrace.config import Config, RewardConfig, RewardModelConfig
+from millrace.config.checks import on_ray
 from millrace.data import hub
 from millrace.errors import bad_value
 from millrace.pipeline import ownership
@@ -37,19 +40,26 @@ def make_reward(config: Config) -> RunReward:
     return RunReward(_with_models(config.reward, placed), environments)
 
 
-def open_caches(reward: RunReward, run: Path) -> None:
+def open_caches(
+    reward: RunReward, run: Path, note: Callable[[str], object] = warnings.warn
+) -> None:
     """Open the caches of judges, in the run's folder unless a key names another one.
 
-    Raise ConfigError if a folder is not millrace's own, or cannot be used.
+    `note` gets a message if a cache fails later. Raise ConfigError if a folder is not millrace's
+    own, or cannot be used.
     """
     for judge, chosen in reward.caches().items():
         folder = Path(chosen) if chosen else run / "judge"
+        key = f"{judge.job.key}.cache_dir"
         if chosen:
-            ownership.claim(folder, f"{judge.job.key}.cache_dir")
+            ownership.claim(folder, key)
         elif not folder.is_dir() or folder.is_symlink():  # a link is replaced and not followed
-            ownership.remove(folder)
-            folder.mkdir()
-        judge.open_cache(folder)
+            try:
+                ownership.remove(folder)
+                folder.mkdir()
+            except OSError as error:
+                raise ownership.unwritable(folder, error, key) from None
+        judge.open_cache(folder, note)
 
 
 def _check_path(key: str, path: str) -> None:
@@ -81,8 +91,15 @@ def _gpus_for(
     if not gpus:
         rule = "this machine has no GPU that millrace may use"
         raise bad_value(f"{key}.device", model.device, rule, f"{key}.device=cpu")
+    if config.trainer.runtime == "ray":
+        raise on_ray(key, model.device)
     if model.share != "none":
         shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
+        if not shared:
+            needed = _gpus_of_both_sides(config)
+            rule = f"trainer and rollouts need {needed} GPUs, and this machine has {len(gpus)}"
+            fix = f"trainer.device=cpu with {key}.share=none, or more GPUs"
+            raise bad_value(f"{key}.share", model.share, rule, fix)
         return [shared[worker % len(shared)] for worker in range(count)]
     if count > len(free):
         rule = (

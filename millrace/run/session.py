@@ -49,6 +49,7 @@ async def open_session(
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config, scored=rollout)
     reward = await abandonable(make_reward, config)
+    reward.note = progress.note
     try:
         if rollout:
             await reward.start()
@@ -59,7 +60,7 @@ async def open_session(
             progress.note(note)
         try:
             if rollout:
-                open_caches(reward, run.path)
+                open_caches(reward, run.path, progress.note)
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if trains and run.resume_from is not None:
                 check_end(config, len(problems.train), run.resume_from)

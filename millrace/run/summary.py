@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def show(console: Console, outcome: Outcome) -> None:
     say(f"run         {outcome.run_dir}")
     say(f"checkpoint  {outcome.checkpoint}")
     if outcome.last is not None:
-        say(f"complete: held-out accuracy {shown(outcome.last.values, ', ')}")
+        say(f"complete: held-out scores {shown(outcome.last.values, ', ')}")
     elif outcome.complete:
         say("complete")
     else:
@@ -91,5 +92,6 @@ def _response(transcript: Transcript | None) -> Text:
     if transcript is None:
         return Text("-")
     answer = "no answer" if transcript.answer is None else f"answer {transcript.answer}"
-    found = "" if transcript.answer == transcript.response.strip() else f"{answer}, "
-    return Text(f"{transcript.response}  ({found}{transcript.score:g})")
+    answer = "" if transcript.answer == transcript.response.strip() else f"{answer}, "
+    score = "no score" if math.isnan(transcript.score) else f"{transcript.score:g}"
+    return Text(f"{transcript.response}  ({answer}{score})")

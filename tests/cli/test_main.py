@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -291,10 +292,13 @@ def test_the_warm_up_alone_needs_no_scorer(run: Callable[..., Any], tmp_path: Pa
 def test_what_models_and_folders_are_called_is_no_markup() -> None:
     """A run whose model or folder has [/b] in its name ends like any other run."""
     odd = "[/b] \\[x = 0\\] [red]"
-    result = Result(1, {f"val/{odd}/mean@1": 0.5}, (Transcript(odd, odd, odd, 1.0, odd, odd),))
+    failed = Transcript("p", "r", "a", math.nan, "d", "t")
+    transcripts = (Transcript(odd, odd, odd, 1.0, odd, odd), failed)
+    result = Result(1, {f"val/{odd}/mean@1": 0.5}, transcripts)
     console = Console(file=io.StringIO(), width=300)
     summary.show(console, Outcome(Path(odd), "m", 1, 1, 1, 1.0, result, result, True, Path(odd)))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "r  (answer a, no score)" in printed
     assert printed.count(odd) == 8 and f"run         {odd}\n" in printed
 
 

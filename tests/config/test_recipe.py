@@ -185,6 +185,27 @@ def test_later_layers_win_key_by_key(write: Callable[..., Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ["a", "b"]),
+        (["reward.mix={}"], []),
+        (["reward.mix={}", "reward.mix.c.function=math"], ["c"]),
+        (["reward.mix.c.function=math", "reward.mix={}"], []),
+        (["reward.mix.c.function=math"], ["a", "b", "c"]),
+    ],
+)
+def test_an_empty_mapping_of_free_names_replaces_the_inherited_one(
+    write: Callable[..., Any], overrides: list[str], parts: list[str]
+) -> None:
+    path = write("inherits: quickstart\nreward: {mix: {a: {function: exact}, b: {weight: 2}}}")
+    assert list(recipe.load(path, overrides).reward.mix) == parts
+    child = write(f"inherits: {path}\nreward: {{mix: {{}}}}", "child.yaml")
+    assert not recipe.load(child).reward.mix
+    kept = recipe.load(path, overrides, ["reward.mix.d.function=gsm8k"])
+    assert list(kept.reward.mix) == [*parts, "d"]
+
+
 def test_inherits_is_a_path_from_the_recipe(write: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write("rollout: {n: 3}", "parent.yaml")
@@ -349,6 +370,12 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any
             assert " = " in line and ". Fix: " in line and line.endswith("."), line
         return
     assert config.derived(100).window >= 1
+
+
+def test_a_default_of_several_lines_is_shown_in_one() -> None:
+    with pytest.raises(ConfigError, match=r'for example "Grade the .*\\n') as caught:
+        recipe.load("quickstart", ["reward.judge.template=null"])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_key_that_breaks_a_line_is_shown_escaped() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from millrace.errors import RewardError
-from millrace.pipeline.validation import Response, Validator, summarise
+from millrace.pipeline.validation import Response, Tally, Validator, summarise
 from millrace.ports import RolloutStats
 from millrace.types import (
     Prompt,
@@ -250,16 +250,32 @@ def test_without_greedy_there_is_no_such_value() -> None:
 
 
 def test_a_validation_without_scores_ends_and_says_why() -> None:
-    """Three of twelve responses have no score."""
+    """Three of twelve responses have no score. Twelve may fail like fifty."""
     told: list[tuple[int, int]] = []
     strict, lenient = (
-        replace(validator(Engine()), max_error_share=0.2),
-        replace(validator(Engine()), max_error_share=0.25),
+        replace(validator(Engine()), max_error_share=0.05),
+        replace(validator(Engine()), max_error_share=0.06),
     )
     with pytest.raises(
         RewardError,
-        match=r"3 of the 12 responses .* reward.max_error_share = 0.2 of them. The last error: timeout",
+        match=r"3 of the 12 responses .* At most 2 may fail: reward.max_error_share = 0.05 of 50, "
+        r"and never all. The last error: timeout",
     ):
         asyncio.run(strict.run(0))
     asyncio.run(lenient.run(0, lambda done, total: told.append((done, total))))
     assert told == [(k, 12) for k in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("total", "share", "most"),
+    [(4, 0.2, 3), (1, 0.2, 0), (49, 0.2, 10), (1000, 0.2, 200), (12, 0.0, 0), (4, 1.0, 4)],
+)
+def test_a_small_validation_may_have_as_many_failures_as_one_of_fifty(
+    total: int, share: float, most: int
+) -> None:
+    tally = Tally(total, share, None)
+    for _ in range(most):
+        tally.failed(RewardError("timeout", "late"))
+    if most < total:
+        with pytest.raises(RewardError, match=f"At most {most} may fail"):
+            tally.failed(RewardError("timeout", "late"))

@@ -17,7 +17,7 @@ from typing import Any
 Answer = tuple[int, dict[str, str], str]
 
 
-def completion(content: str | None) -> str:
+def completion(content: str | None, finish_reason: str = "stop") -> str:
     """Return the body of a chat completion."""
     return json.dumps(
         {
@@ -28,7 +28,7 @@ def completion(content: str | None) -> str:
             "choices": [
                 {
                     "index": 0,
-                    "finish_reason": "stop",
+                    "finish_reason": finish_reason,
                     "message": {"role": "assistant", "content": content},
                 }
             ],
@@ -84,6 +84,7 @@ class Endpoint:
             "silent": (*ok, completion("I would rather not say")),
             "huge": (*ok, completion("SCORE: 11")),
             "json": (*ok, completion('```json\n{"why": "so", "grade": 4.5}\n```')),
+            "cut": (*ok, completion("SCORE: 1", "length")),
             "truth": (*ok, completion('{"grade": true}')),
         }
         if word == "slow":

@@ -50,16 +50,16 @@ class Lengths:
         return [float("nan") if len(tokens) == 5 else float(len(tokens)) for tokens in batch]
 
 
-def answers(scorer: Lengths, *calls: list[str]) -> dict[int, Reply]:
+def answers(scorer: Lengths, *texts: str) -> dict[int, Reply]:
     """Send all calls in one frame. Return the replies by the call's number, from 0."""
     ours, theirs = socket.socketpair()
     server = threading.Thread(target=serve_batches, args=(theirs, scorer))
     server.start()
-    asked = [Call(i, "p", "d", None, {}, {}, texts) for i, texts in enumerate(calls)]
+    asked = [Call(i, "p", "d", None, {}, {}, [text]) for i, text in enumerate(texts)]
     ours.sendall(frame(asked))
     assert len(pack(asked)) < 1 << 16  # one read
     frames, replies = Frames(), dict[int, Reply]()
-    while len(replies) < len(calls):
+    while len(replies) < len(texts):
         for payload in frames.feed(ours.recv(1 << 16)):
             reply = reply_decoder.decode(payload)
             assert reply.id not in replies
@@ -73,21 +73,14 @@ def answers(scorer: Lengths, *calls: list[str]) -> dict[int, Reply]:
 
 def test_calls_that_wait_together_share_batches_of_similar_lengths() -> None:
     scorer = Lengths()
-    found = answers(scorer, *(["x" * n] for n in (1, 9, 2, 8, 3, 10, 4, 11, 6)))
-    assert [found[i].scores[0].value for i in range(9)] == [1, 9, 2, 8, 3, 10, 4, 11, 6]
+    replies = answers(scorer, *("x" * n for n in (1, 9, 2, 8, 3, 10, 4, 11, 6)))
+    assert [replies[i].scores[0].value for i in range(9)] == [1, 9, 2, 8, 3, 10, 4, 11, 6]
     assert scorer.seen == [[11, 10, 9, 8], [4, 3, 2, 1], [6]]
 
 
-def test_a_call_with_several_completions_is_answered_when_all_are_scored() -> None:
-    found = answers(Lengths(), ["x" * n for n in (1, 20, 2, 19, 3, 18)], ["x" * 12])
-    assert [score.value for score in found[0].scores] == [1, 20, 2, 19, 3, 18]
-    assert found[1].scores[0].value == 12
-
-
-def test_a_failure_is_the_failure_of_its_own_calls() -> None:
-    found = answers(
-        Lengths(batch_size=2), ["x"], ["x" * 5], ["x" * 8], ["x" * 7, "x" * 2], ["refuse", "x"]
-    )
-    assert [found[i].reason for i in range(5)] == ["", "not_finite", "exception", "exception", "too_long"]  # fmt: skip
-    assert found[0].scores[0].value == 1
-    assert "ValueError: seven" in found[3].detail
+def test_a_failure_is_the_failure_of_its_own_batch() -> None:
+    replies = answers(Lengths(batch_size=2), "x", "x" * 5, "x" * 8, "x" * 7, "x" * 2, "refuse")
+    reasons = ["", "not_finite", "exception", "exception", "", "too_long"]
+    assert [replies[i].reason for i in range(6)] == reasons
+    assert [replies[i].scores[0].value for i in (0, 4)] == [1, 2]
+    assert "ValueError: seven" in replies[3].detail

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,9 +74,9 @@ def test_coroutine_functions_of_both_signatures(tmp_path: Path) -> None:
         tmp_path, "async def f(data_source, solution_str, ground_truth, extra_info): return 1"
     )
     assert verl.is_async
-    assert asyncio.run(verl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+    assert asyncio.run(verl.run_async(call("a", "b"))) == [Score(1.0)] * 2
     trl = function(tmp_path, "async def f(completions, **columns): return [1] * len(completions)")
-    assert asyncio.run(trl.run_async(call("a", "b"), 1)) == [Score(1.0)] * 2
+    assert asyncio.run(trl.run_async(call("a", "b"))) == [Score(1.0)] * 2
 
 
 def test_a_function_without_pred_has_the_answers_that_its_responses_mark(tmp_path: Path) -> None:
@@ -132,23 +136,42 @@ def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response
         {"reward": 1},
         {"score": None},
         {"score": 1, "x": math.nan},
+        b"0",
+        numpy.str_("0"),
+        numpy.bytes_(b"0"),
+        numpy.complex64(1j),
+        numpy.timedelta64(0),
+        numpy.array([0.0, 1.0]),
+        {"score": 1, "x": numpy.array([0.0, 1.0])},
+        torch.zeros(2),
+        torch.zeros((), dtype=torch.complex64) + 1j,
+        Decimal("NaN"),
+        Decimal("sNaN"),
+        10**400,
+        asyncio,
     ],
 )
 def test_what_is_no_number_is_an_error_never_a_zero(value: Any) -> None:
-    with pytest.raises(RewardError):
+    with pytest.raises(RewardError, match=r"not_a_number|not_finite|no_score"):
         to_score(value)
 
 
 def test_numbers_of_every_kind_are_scores() -> None:
-    import numpy
-
-    for value in (1, True, 1.0, numpy.float32(1), numpy.int64(1), {"score": True}):
+    scalars = (numpy.float32(1), numpy.int64(1), numpy.bool_(True), numpy.array(1.0))
+    others = (torch.ones(()), torch.ones(1, dtype=torch.bfloat16), Decimal(1), Fraction(1))
+    for value in (1, True, 1.0, {"score": True}, *scalars, *others):
         assert to_score(value) == Score(1.0)
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("[1.0]", "wrong_length"), ("1.0", "not_a_list"), ("[1.0, None]", "not_a_number")],
+    [
+        ("[1.0]", "wrong_length"),
+        ("1.0", "not_a_list"),
+        ("b'01'", "not_a_list"),
+        ("memoryview(b'01')", "not_a_list"),
+        ("[1.0, None]", "not_a_number"),
+    ],
 )
 def test_a_bad_list_is_an_error(tmp_path: Path, body: Any, reason: Any) -> None:
     with pytest.raises(RewardError) as caught:

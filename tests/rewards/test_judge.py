@@ -44,7 +44,7 @@ def asked(judge: Judge, *texts: str) -> Any:
 
     async def run() -> Any:
         async with judge.client:
-            return await judge.run_async(Call(1, "say nine", "d", "9", {}, {}, list(texts)), 8)
+            return await judge.run_async(Call(1, "say nine", "d", "9", {}, {}, list(texts)))
 
     return asyncio.run(run())
 
@@ -85,6 +85,7 @@ def test_the_answer_is_the_score_and_the_tokens_are_counted(server: Endpoint) ->
         ("nothing", r"^bad_answer: .*no choices", 1),
         ("null", r"^no_score: .*empty", 1),
         ("silent", r"^no_score: .*rather not say", 1),
+        ("cut", r"^cut_off: .*max_tokens = 1024\. Fix: a larger reward\.judge\.max_tokens", 1),
         ("huge", r"^out_of_bounds: .*11, outside of 0 to 10", 1),
     ],
 )
@@ -164,6 +165,18 @@ def test_a_hosted_judge_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"reward\.judge\.api_key_env = 'OPENAI_API_KEY'"):
         Judge.load("reward.judge", JudgeConfig(model="m").model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("secret", ["sk-one\nsk-two", "sk-\x7f", "sk-caf\u00e9", "sk-a\tb"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    """The error of an HTTP client would show such a key, with its characters escaped."""
+    monkeypatch.setenv("MY_KEY", secret)
+    spec = JudgeConfig(model="m", api_key_env="MY_KEY", base_url="http://localhost:1/v1")
+    with pytest.raises(ConfigError, match=r"^reward\.judge\.api_key_env = 'MY_KEY'") as caught:
+        Judge.load("reward.judge", spec.model_dump(mode="json"))
+    assert "sk-" not in str(caught.value)
 
 
 def test_a_pool_of_judges_limits_requests_and_the_time_of_a_score(server: Endpoint) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +65,50 @@ def test_a_torn_line_or_a_wrong_value_is_ignored(tmp_path: Path) -> None:
     )
     cache = filled(path, 10)
     assert [cache.get(key) for key in "abcdef"] == [1.0, None, None, None, 3.0, None]
+    cache.put("g", 4.0)
     cache.close()
+    assert filled(path, 10).get("g") == 4.0  # on a line of its own
+
+
+def test_caches_that_share_a_file_lose_no_score_of_each_other(tmp_path: Path) -> None:
+    """The third score of either cache rewrites the file, and the other one goes on in the new."""
+    path = tmp_path / "judge.jsonl"
+    one, two = ScoreCache(path, 6), ScoreCache(path, 6)
+    one.open()
+    two.open()
+    for n in range(40):
+        (one, two)[n % 3 == 0].put(str(n), float(n))
+    again = filled(path, 6)
+    assert [n for n in range(40) if again.get(str(n)) == n] == list(range(34, 40))
+    assert len(path.read_text().splitlines()) <= 3 * 6
+    path.unlink()
+    one.put("new", 1.0)
+    assert filled(path, 6).get("new") == 1.0
+
+
+def test_two_processes_lose_no_score_of_each_other(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from millrace.rewards.judge_cache import ScoreCache
+cache = ScoreCache(Path(sys.argv[1]), 1000)
+cache.open()
+print(flush=True)
+sys.stdin.readline()
+for n in range(300): cache.put(f"{sys.argv[2]}{n}" * 20, 1.0)
+"""
+    path = tmp_path / "judge.jsonl"
+    arguments = [sys.executable, "-c", code, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*arguments, name], **pipes) for name in "ab"]
+    for process in processes:
+        process.stdout.readline()  # Both are ready.
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    keys = [json.loads(line)[0] for line in path.read_text().splitlines()]
+    assert sorted(keys) == sorted(f"{name}{n}" * 20 for name in "ab" for n in range(300))
 
 
 def config_of(server: Endpoint, **keys: Any) -> RewardConfig:
@@ -147,6 +194,49 @@ def test_equal_responses_under_way_share_one_request(server: Endpoint, tmp_path:
             await reward.close()
 
     asyncio.run(run())
+
+
+def test_a_full_disk_costs_a_note_and_no_score(
+    server: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    write = os.write
+    full = lambda fd, data: 1 if data.startswith(b'["') else write(fd, data)  # noqa: E731
+
+    async def run() -> None:
+        reward = RunReward(config_of(server))
+        try:
+            open_caches(reward, tmp_path, notes.append)
+            monkeypatch.setattr(os, "write", full)
+            for text in ("9", "99", "9"):  # The memory still has the first one.
+                assert (await reward.score(PROMPT, [text]))[0].value == len(text)
+            figures = reward.take_figures()
+            assert (figures["reward/judge/cache_errors"], figures["reward/judge/requests"]) == (
+                2,
+                2,
+            )
+        finally:
+            await reward.close()
+
+    asyncio.run(run())
+    assert notes == [
+        "reward.judge.cache: a score cannot be written to the cache (No space left on device), "
+        "so a later run asks the judge for it again"
+    ]
+
+
+def test_a_disk_that_cannot_be_written_is_refused_at_the_start(
+    server: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    match = r"reward\.judge\.cache_dir = .*Read-only file system\. Fix: a folder"
+    for module, name in ((Path, "mkdir"), (os, "open")):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=match):
+            patch.setattr(module, name, refuse)
+            open_caches(RunReward(config_of(server)), tmp_path)
+        (tmp_path / "judge").mkdir(exist_ok=True)
 
 
 def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path) -> None:

@@ -21,6 +21,22 @@ def length(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+GROUPS = """
+import asyncio, time
+
+def rank(completions): return [len(completions)] * len(completions)
+rank.whole_group = True
+
+def plain(completions):
+    time.sleep(min(0.7, float(completions[0])))
+    return [len(completions)]
+
+async def slow(completions):
+    await asyncio.sleep(float(completions[0]))
+    return [len(completions)]
+"""
+
+
 def run_with(keys: dict[str, Any], work: Any) -> Any:
     async def run() -> Any:
         reward = RunReward(RewardConfig.model_validate(keys))
@@ -55,8 +71,13 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_a_component(mix: dict[st
 
 
 def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -> None:
+    notes: list[str] = []
+
     async def work(reward: RunReward) -> dict[str, float]:
+        reward.note = notes.append
         with pytest.raises(RewardError, match=r"^length/exception: KeyError: 'boom'"):
+            await reward.score(PROMPT, ["boom"])
+        with pytest.raises(RewardError):  # counted, without a second note
             await reward.score(PROMPT, ["boom"])
         no_truth = Prompt(0, tokens_of([1]), "p", "d", None)
         with pytest.raises(RewardError, match=r"^right/no_ground_truth"):
@@ -65,11 +86,13 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
         return reward.take_figures()
 
     assert run_with(mix, work) == {
-        "reward/length/failures": 1,
-        "reward/length/failures/exception": 1,
+        "reward/length/failures": 2,
+        "reward/length/failures/exception": 2,
         "reward/right/failures": 1,
         "reward/right/failures/no_ground_truth": 1,
     }
+    said = "reward length failed, as counted in reward/length/failures: exception: KeyError"
+    assert notes[0].startswith(said) and len(notes) == 2
 
 
 def test_one_plain_reward_stays_as_it_is(mix: dict[str, Any]) -> None:
@@ -86,3 +109,25 @@ def test_a_wrong_function_is_named_with_its_part() -> None:
 
     with pytest.raises(ConfigError, match=r"^reward\.mix\.right\.function = 'exakt'.*exact"):
         run_with({"mix": {"right": {"function": "exakt"}, "also": {}}}, work)
+
+
+def test_beside_a_whole_group_each_completion_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+    """Two coroutines of 0.7 s run at once, in less than the deadline of 1.2 s. The third fails."""
+    (tmp_path / "mine.py").write_text(GROUPS)
+    part = {"timeout_s": 1.2}
+    mix = {
+        "group": {"function": f"{tmp_path}/mine.py:rank"},
+        "plain": {"function": f"{tmp_path}/mine.py:plain", **part},
+        "slow": {"function": f"{tmp_path}/mine.py:slow", **part},
+    }
+
+    async def work(reward: RunReward) -> list[Score]:
+        await reward.start()
+        assert reward.whole_group
+        scores = await reward.score(PROMPT, ["0.7", "0.7"])
+        with pytest.raises(RewardError, match=r"^slow/timeout: .*reward\.mix\.slow\.timeout_s"):
+            await reward.score(PROMPT, ["0.7", "9"])
+        return scores
+
+    parts = {"group": 2.0, "plain": 1.0, "slow": 1.0}
+    assert run_with({"mix": mix}, work) == [Score(4.0, parts, answer=None)] * 2

@@ -25,6 +25,7 @@ from millrace.types import Prompt, Score, tokens_of
 
 CODE = """
 import asyncio, ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+from millrace.errors import RewardError
 
 def act(text):
     verb, _, rest = text.partition(" ")
@@ -43,6 +44,9 @@ def act(text):
     if verb == "torch": return "torch" in sys.modules
     if verb == "child": return subprocess.Popen(["sleep", "100"]).pid
     if verb == "none": return None
+    if verb == "cancel": raise asyncio.CancelledError
+    if verb == "reason": raise RewardError(rest.replace("?", "\\ud800"), "why")
+    if verb == "key": return {"score": 5, "\\ud800": 1.0}
     if verb == "signal":
         for number in (signal.SIGTERM, signal.SIGINT): os.kill(os.getpid(), number)
         time.sleep(0.05)
@@ -126,9 +130,8 @@ def gone(pid: Any, within: Any = 5.0) -> Any:
 def test_scores_come_back_in_order_over_several_workers(tmp_path: Path) -> None:
     async def run() -> None:
         async with pool_of(tmp_path, num_workers=2) as pool:
-            answers = await asyncio.gather(
-                *(pool.score(prompt(), ["x" * i, "y"]) for i in range(200))
-            )
+            calls = (pool.score(prompt(), ["x" * i, "y"]) for i in range(200))
+            answers = await asyncio.gather(*calls)
             assert answers == [[Score(float(i)), Score(1.0)] for i in range(200)]
             assert await pool.score(prompt(), []) == []
 
@@ -152,18 +155,16 @@ def test_what_functions_print_stays_out_of_the_protocol_and_they_run_in_the_main
 def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, name: str) -> None:
     async def run() -> None:
         async with pool_of(tmp_path, name) as pool:
-            assert await outcomes(pool, "a", "raise x", "none", "sysexit", "bb") == [
-                1,
-                "exception",
-                "not_a_number",
-                "exception",
-                2,
-            ]
+            ends = await outcomes(pool, "a", "raise x", "none", "sysexit", "bb")
+            assert ends == [1, "exception", "not_a_number", "exception", 2]
             with pytest.raises(
                 RewardError,
                 match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError",
             ):
                 await pool.score(prompt(), ["raise x"])
+            *ends, pid = await outcomes(pool, "cancel", "reason", "reason ?", "key", "pid")
+            assert ends == ["exception", "exception", "\\ud800", 5]
+            assert [pid] == await outcomes(pool, "pid")  # no worker died
             with pytest.raises(RewardError, match="not_sendable"):
                 await pool.score(prompt(bad=object()), ["a"])
 

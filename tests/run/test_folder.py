@@ -7,6 +7,8 @@ import errno
 import fcntl
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run.folder import open_eval_dir, open_run_dir, release
 from millrace.runtime.local import check_devices, visible_gpus
-from millrace.schedule.ledger import Ledger
+from millrace.schedule.ledger import Ledger, Slot
 
 RECIPE = Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml"
 
@@ -34,13 +36,13 @@ def config_of(*overrides: str) -> recipe.Config:
     return recipe.load(RECIPE, list(overrides))
 
 
-def checkpoint_of(folder: Path, *overrides: str) -> Path:
-    """Return a checkpoint of a run with these settings and a tokenizer of its own."""
+def checkpoint_of(folder: Path, *overrides: str, slots: Sequence[Slot] = ()) -> Path:
+    """Return a checkpoint of a run with these settings, slots and a tokenizer of its own."""
     run = open_run_dir(config_of(f"trainer.run_dir={folder}", *overrides))
     run.model.mkdir()
     (run.model / "tokenizer.json").write_text("its own")
-    ledger = Ledger(config_of().schedule)
-    return asyncio.run(Checkpoints(run.path, keep=1).save(ledger.snapshot(), Engine()))  # type: ignore[arg-type]
+    snapshot = replace(Ledger(config_of().schedule).snapshot(), slots=list(enumerate(slots)))
+    return asyncio.run(Checkpoints(run.path, keep=1).save(snapshot, Engine()))  # type: ignore[arg-type]
 
 
 @pytest.fixture

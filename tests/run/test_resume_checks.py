@@ -15,7 +15,9 @@ from millrace.errors import ConfigError
 from millrace.models.model import write_shape
 from millrace.run.folder import open_run_dir
 from millrace.run.resume_checks import APPLIED, BY_MODELS, PAST, RULES
+from millrace.schedule.ledger import Slot, State
 from millrace.train.fsdp import engine as fsdp_train
+from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 from tests.run.test_folder import checkpoint_of, config_of
 
 
@@ -91,6 +93,39 @@ def test_what_can_be_honoured_is_taken(tmp_path: Path, now: str) -> None:
     found = checkpoint_of(tmp_path / "run")
     run = open_run_dir(config_of(f"trainer.resume={found}", now))
     assert run.resume_from == found and run.notes == ()
+
+
+GDPO = "algorithm.adv_estimator=gdpo"
+KEYS = "algorithm.gdpo_reward_keys"
+MIX = "reward.mix={a: {function: exact}, b: {function: format}}"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ([MIX], [MIX, GDPO], ""),
+        ([MIX], [MIX, GDPO, "reward.mix.a.weight=2"], ""),
+        ([MIX], ["reward.mix={b: {}, c: {}}", GDPO, f"{KEYS}=[b]"], ""),
+        ([MIX], ["reward.mix={b: {}, c: {}}"], ""),
+        ([MIX], ["reward.mix={b: {}, c: {}}", GDPO], "a, b, of another reward"),
+        ([MIX], [MIX, GDPO, "reward.overlong_buffer={enable: true, len: 2}"], "of another reward"),
+        ([MIX], [MIX, GDPO, "reward.mix.a.function=math"], "a, b, of another reward"),
+        ([MIX], ["reward.mix={b: {}, c: {}}", GDPO, f"{KEYS}=[b, c]"], "a, b, without c"),
+    ],
+)
+def test_gdpo_trains_no_finished_sample_by_the_components_of_another_reward(
+    tmp_path: Path, before: list[str], now: list[str], said: str
+) -> None:
+    prompt = Prompt(0, tokens_of([1]), "p", "d")
+    sample = Sample(prompt, (Trajectory(score=Score(1.0, {"a": 1.0, "b": 0.0})),), 0)
+    slots = [Slot(prompt, 0, State.READY, sample=sample), Slot(prompt, 0)]
+    checkpoint = checkpoint_of(tmp_path / "run", *before, slots=slots)
+    config = config_of(f"trainer.resume={checkpoint}", *now)
+    if not said:
+        assert open_run_dir(config).resume_from == checkpoint
+        return
+    with pytest.raises(ConfigError, match=rf"^algorithm\.gdpo_reward_keys = .*{said}\. Fix: "):
+        open_run_dir(config)
 
 
 def test_what_is_past_is_said(tmp_path: Path) -> None:

@@ -68,3 +68,16 @@ def test_a_machine_with_too_few_gpus_is_refused_with_the_arithmetic(
     )
     with pytest.raises(ConfigError, match=match):
         placed(monkeypatch, "reward.model={path: m, num_workers: 3}")
+    match = r"reward\.model\.share = 'rollout': .* need 2 GPUs, and this machine has 1\. Fix: "
+    with pytest.raises(ConfigError, match=match):
+        placed(monkeypatch, "reward.model={path: m, share: rollout}", gpus="3")
+
+
+def test_beside_ray_a_reward_model_uses_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto means GPUs on this node, and Ray may have given them to others."""
+    said = ["trainer.runtime=ray", "reward.model={path: m}"]
+    assert placed(monkeypatch, *said, gpus="") == {"model": ["cpu", ""]}
+    assert placed(monkeypatch, *said, "reward.model.device=cpu") == {"model": ["cpu", ""]}
+    for more in ([], ["reward.model.share=trainer"]):
+        with pytest.raises(ConfigError, match=r"reward\.model\.device = 'auto': Ray reserves"):
+            placed(monkeypatch, *said, *more)
