@@ -26,7 +26,7 @@ from millrace.config.verl.mapped import MAPPED
 from millrace.config.verl.translate import entry
 from millrace.errors import ConfigError
 from millrace.observe.guard import CAUSES, Guard
-from millrace.observe.metrics import StaleCounts
+from millrace.observe.metrics import RunCounts
 from millrace.ports import TrainBatch
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.runtime.placement import choose
@@ -215,7 +215,7 @@ def test_every_metric_of_a_train_step_is_documented(case: str) -> None:
 def test_every_metric_of_a_version_is_documented() -> None:
     row = set(test_metrics.EXPECTED) - {"actor/rare"} | {"checkpoint/write_s"}
     row |= {"reward/score/mean", "reward/overlong_reward/mean", "reward/greedy/mean"}
-    row |= set(Guard(GuardConfig()).as_metrics()) | set(StaleCounts().add({}))
+    row |= set(Guard(GuardConfig()).as_metrics()) | set(RunCounts().add({}))
     row |= {
         "val/task/mean@4",
         "val/task/best@4",
