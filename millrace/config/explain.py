@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import types
 import typing
@@ -150,8 +151,8 @@ def _default(key: str) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
-    if isinstance(value, str):
-        return value if value else '""'
+    if isinstance(value, str):  # An error takes one line, so a text of several is quoted.
+        return json.dumps(value) if not value or "\n" in value else value
     return (
         str(list(value))
         if isinstance(value, tuple)
