@@ -26,7 +26,7 @@ from millrace.config.verl.mapped import MAPPED
 from millrace.config.verl.translate import entry
 from millrace.errors import ConfigError
 from millrace.observe.guard import CAUSES, Guard
-from millrace.observe.metrics import StaleCounts
+from millrace.observe.metrics import RunCounts
 from millrace.ports import TrainBatch
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.runtime.placement import choose
@@ -34,6 +34,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from tests.decode.helpers import folder
 from tests.docs import pages
 from tests.observe import test_metrics
+from tests.pipeline.simulated import RUNS, schedule_of, simulate
 from tests.train.samples import random_samples
 
 ROOT = Path(__file__).parent.parent
@@ -159,6 +160,8 @@ CORRECTION = {
     "rollout_rs": "token_k1,seq_mean_k3",
     "rollout_rs_threshold": ["0.01_100.0", 100.0],
     "rollout_token_veto_threshold": 1e-6,
+    "m2_threshold": 10.0,
+    "off_policy_mask_threshold": 0.1,
     "max_token_age": 2,
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -206,6 +209,8 @@ def test_every_metric_of_a_train_step_is_documented(case: str) -> None:
             "actor/reward_kl",
             "rollout_corr/rollout_is",
             "rollout_corr/rollout_rs",
+            "rollout_corr/rollout_rs_m2_",
+            "rollout_corr/off_policy",
             "staleness/",
         )
         assert all(any(name.startswith(group) for name in names) for group in groups)
@@ -215,7 +220,7 @@ def test_every_metric_of_a_train_step_is_documented(case: str) -> None:
 def test_every_metric_of_a_version_is_documented() -> None:
     row = set(test_metrics.EXPECTED) - {"actor/rare"} | {"checkpoint/write_s"}
     row |= {"reward/score/mean", "reward/overlong_reward/mean", "reward/greedy/mean"}
-    row |= set(Guard(GuardConfig()).as_metrics()) | set(StaleCounts().add({}))
+    row |= set(Guard(GuardConfig()).as_metrics()) | set(RunCounts().add({}))
     row |= {
         "val/task/mean@4",
         "val/task/best@4",
@@ -226,6 +231,10 @@ def test_every_metric_of_a_version_is_documented() -> None:
     sampling = DynamicSampling("score", max_num_gen_batches=0, window=1)
     sampling.keeps(random_samples(3, [1])[0], 0)
     row |= set(sampling.row(0))
+    for mode in RUNS:
+        outcome = simulate(schedule_of(mode), 24, save_s=0.5, validation_s=2.0)
+        row |= {name for each in outcome.record.rows for name in each} - {"version"}
+    assert {"timing_s/sync_keep", "timing_s/switch", "timing_s/wait_validation"} < row
     assert not undocumented(row)
     assert undocumented({"actor/rare", "actor/pg_losses", "staleness/hist/1/2", "wait"}) == {
         "actor/rare", "actor/pg_losses", "staleness/hist/1/2", "wait"

@@ -125,7 +125,7 @@ async def bench_modes(
     rows = 0
     for arm in arms:
         c = recipe.load(path, overrides, [*QUIET, *arm.overrides])
-        rows = rows or len((await asyncio.to_thread(problems.load, c)).train)
+        rows = rows or await asyncio.to_thread(problems.prompts_of_an_epoch, c)
         check_size(c, rows, arm.mode, skip)
     for k, group in enumerate(engines.values()):
         config = recipe.load(
@@ -180,7 +180,7 @@ def _uniform(s: Session) -> list[str]:
 
 def _samples(s: Session) -> int:
     """Return the number of samples of the run."""
-    return s.config.derived(len(s.problems.train)).samples
+    return s.derived.samples
 
 
 def folder_of_run(config: Config, s: Session) -> RunDir:
@@ -192,7 +192,7 @@ def folder_of_run(config: Config, s: Session) -> RunDir:
 
 async def _run(s: Session, skip: int) -> dict[str, float]:
     """Run once from the current weights of the engines, and return the figures."""
-    await s.engines.train.begin("rl", s.config.derived(len(s.problems.train)).lr_horizon)
+    await s.engines.train.begin("rl", s.derived.lr_horizon)
     ledger = Ledger(s.config.schedule, _samples(s))
     outcome = await run_training(s, ledger, StopRequest())
     await s.engines.turns.enter()

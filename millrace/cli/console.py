@@ -10,8 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -145,29 +143,35 @@ def configure(
             typer.echo(f"note: {note}", err=True)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
-        sources = problems.load(config, scored=not keep_warm_up)  # the warm-up alone scores nothing
-        if config.model.path:  # the run would refuse a row that the model's tokenizer cannot read
-            with TemporaryDirectory() as folder:
-                problems.prepare(config, sources, Path(folder) / "model")
-        _print_dry_run(config, asdict(config.derived(len(sources.train))), json_)
+        # The warm-up alone scores nothing.
+        rows = problems.prompts_of_an_epoch(config, scored=not keep_warm_up)
+        _print_dry_run(config, rows, json_)
         raise typer.Exit
     return config
 
 
-def _print_dry_run(config: Config, derived: dict[str, Any], json_: bool) -> None:
-    """Print the configuration, the numbers that follow from it, and the memory of each device."""
+def _print_dry_run(config: Config, rows: int, json_: bool) -> None:
+    """Print the configuration, the numbers that follow from it, and the memory of each device.
+
+    `rows` is the number of training prompts.
+    """
     from millrace.run.memory import estimate, size_of
 
+    derived, limits = asdict(config.derived(rows)), config.limits(rows)
     size = size_of(config)
     memory = estimate(config, size) if size is not None else {}
     if json_:
         whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}
+        whole["limits"] = limits
         print_json({**whole, "translated": list(config.translated)})
         return
     typer.echo(recipe.dump(config))
     table = Table(title="derived", box=None, show_header=False)
     for name, value in derived.items():
         table.add_row(name, f"{value:,}")
+    for key, samples in limits.items():
+        ends = " (ends the run)" if key == config.end(rows)[0] else ""
+        table.add_row(f"samples by {key}", f"{samples:,}{ends}")
     for side, parts in memory.items():
         for name, count in {**parts, "sum": sum(parts.values())}.items():
             table.add_row(f"{side} GiB a device, estimate: {name}", f"{count / 2**30:,.1f}")

@@ -151,7 +151,7 @@ def _default(key: str) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
-    if isinstance(value, str):
+    if isinstance(value, str):  # An error takes one line, so a text of several is quoted.
         return json.dumps(value) if not value or "\n" in value else value
     return (
         str(list(value))

@@ -6,7 +6,7 @@ Each section has a file of its own. Every key has a default there, and a docstri
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,22 @@ from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName
 from millrace.schedule.schedule import Schedule
+
+DEFAULT_SAMPLES = 100
+"""The samples that a run trains if no key sets a limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a run has trained before this attempt: its checkpoint has it."""
+
+    version: int = 0
+    samples: int = 0
+    optimizer_steps: int | None = None
+    """None in a checkpoint of an older millrace: as many as the Schedule takes for the samples."""
+
+
+NOTHING = Trained()
 
 
 class Config(Section):
@@ -146,19 +162,21 @@ class Config(Section):
         """Return the value of a dotted key."""
         return functools.reduce(getattr, key.split("."), self)
 
-    def end(self, rows: int | None) -> tuple[str, int]:
-        """Return the key that ends the run, and the number of samples that it allows.
+    def limits(self, rows: int | None, trained: Trained = NOTHING) -> dict[str, int]:
+        """Return the number of samples that each key allows, for the keys that set a limit.
 
-        `rows` is the number of training rows, or None if the data has no end. Raises ConfigError if
-        no key ends the run.
+        `rows` is the number of training rows, or None if the data has no end. `trained` is what the
+        checkpoint of a resume has trained. Raises ConfigError if no key ends the run.
         """
-        limits = {
-            "rollout.total_rollout_steps": self.rollout.total_rollout_steps,
-            "trainer.total_epochs": (rows or 0) * self.trainer.total_epochs,
-            "trainer.total_training_steps": self.schedule.window
-            * self.trainer.total_training_steps,
-        }
-        found = {key: samples for key, samples in limits.items() if samples}
+        samples, c = self.rollout.total_rollout_steps, self.trainer
+        found = {"rollout.total_rollout_steps": samples} if samples else {}
+        if rows and c.total_epochs:
+            found["trainer.total_epochs"] = rows * c.total_epochs
+        if c.total_training_steps:
+            left = c.total_training_steps - trained.version
+            found["trainer.total_training_steps"] = trained.samples + left * self.schedule.window
+        if not found and samples is None:
+            return {"rollout.total_rollout_steps": DEFAULT_SAMPLES}
         if not found:
             raise bad_value(
                 "rollout.total_rollout_steps",
@@ -167,24 +185,56 @@ class Config(Section):
                 "trainer.total_training_steps=100, which counts policy versions; "
                 "trainer.total_epochs=1, if the data has an end; or rollout.total_rollout_steps=100",
             )
-        key = min(found, key=found.__getitem__)
-        return key, found[key]
+        return found
 
-    def derived(self, rows: int | None = None) -> Derived:
-        """Return every number that follows from the keys.
+    def end(self, rows: int | None, trained: Trained = NOTHING) -> tuple[str, int]:
+        """Return the key that ends the run, and the samples that it allows: the smallest limit."""
+        limits = self.limits(rows, trained)
+        return min(limits.items(), key=lambda limit: limit[1])
 
-        `rows` is the number of training rows, or None if the data has no end. Raises ConfigError if
-        no key ends the run.
+    def end_note(self, rows: int | None, trained: Trained = NOTHING) -> str:
+        """Return a note on the key that ends the run, if several keys set a limit. Else ""."""
+        limits = self.limits(rows, trained)
+        first, *others = sorted(limits, key=limits.__getitem__)
+        later = " and ".join(f"{key}={self.value_of(key)} ({limits[key]:,})" for key in others)
+        return later and (
+            f"{first}={self.value_of(first)} ends the run after {limits[first]:,} samples, "
+            f"before {later}"
+        )
+
+    def with_warm_up_of(self, counts: Mapping[str, float]) -> Config:
+        """Return a copy whose warm-ups have the lengths of the run's first start, from `counts`.
+
+        A share of a run that is now longer would begin the warm-up again.
         """
+        config = self
+        for name in ("actor", "critic"):
+            section, steps = getattr(self, name), counts.get(f"{name}_warmup_steps")
+            if section.optim.lr_warmup_steps_ratio and steps is not None:
+                fixed = {"lr_warmup_steps": int(steps), "lr_warmup_steps_ratio": 0.0}
+                own = section.model_copy(update={"optim": section.optim.model_copy(update=fixed)})
+                config = config.model_copy(update={name: own})
+        return config
+
+    def steps_taken(self, trained: Trained) -> int:
+        """Return the number of optimizer steps that a checkpoint has taken."""
+        if trained.optimizer_steps is not None:
+            return trained.optimizer_steps
+        return self.schedule.optimizer_steps(trained.samples, self.actor.ppo_epochs)
+
+    def derived(self, rows: int | None = None, trained: Trained = NOTHING) -> Derived:
+        """Return every number that follows from the keys, by the arguments of `limits`."""
         schedule = self.schedule
-        _, samples = self.end(rows)
-        steps = schedule.optimizer_steps(samples, self.actor.ppo_epochs)
+        _, samples = self.end(rows, trained)
+        left = max(0, samples - trained.samples)
+        steps = self.steps_taken(trained)
+        steps += schedule.optimizer_steps(left, self.actor.ppo_epochs)
         return Derived(
             window=schedule.window,
             capacity=schedule.capacity,
             lag_bound=schedule.lag_bound,
             lookahead=schedule.lookahead,
-            versions=schedule.versions(samples),
+            versions=trained.version + schedule.versions(left),
             optimizer_steps=steps,
             lr_horizon=steps,
             lr_warmup_steps=self.actor.optim.warmup_steps(steps),

@@ -79,10 +79,11 @@ class RolloutConfig(Section):
     """vllm: further arguments of AsyncEngineArgs."""
     n: int = Field(8, ge=1, le=65536)
     """Trajectories of each sample."""
-    total_rollout_steps: int = Field(100, ge=0)
+    total_rollout_steps: int | None = Field(None, ge=0)
     """Samples that the run trains. A dropped sample is replaced and does not count.
 
-    0 sets no limit. Then trainer.total_epochs or trainer.total_training_steps must end the run.
+    null sets no limit if trainer.total_epochs or trainer.total_training_steps sets one, and means
+    100 otherwise. 0 sets no limit: one of the other two keys must then end the run.
     """
     test_freq: int = Field(0, ge=0)
     """Another name of trainer.test_freq, which is used if trainer.test_freq is 0."""

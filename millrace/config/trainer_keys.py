@@ -63,10 +63,10 @@ class TrainerConfig(Section):
     sets no limit.
     """
     total_training_steps: int = Field(0, ge=0)
-    """Policy versions after which the run ends.
+    """Policy versions after which the run ends, over all its attempts.
 
-    The run trains at most total_training_steps x window samples. 0 sets no limit. The smallest of
-    this limit, total_epochs and rollout.total_rollout_steps ends the run.
+    A resume with another window ends at the same version. 0 sets no limit. The smallest of this
+    limit, total_epochs and rollout.total_rollout_steps ends the run.
     """
     save_freq: int = Field(0, ge=0)
     """Versions between two checkpoints.

@@ -221,22 +221,26 @@ def percentile(ordered: Sequence[float], p: float) -> float:
     return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
 
 
-class StaleCounts:
-    """The stale samples and trajectories of a run so far, over all its attempts."""
+class RunCounts:
+    """The counts of a run so far, over all its attempts. They travel with its checkpoints."""
 
-    _OF_A_VERSION = ("stale_samples_processed", "stale_trajectory_processed")
+    _STALE = ("stale_samples_processed", "stale_trajectory_processed")
 
-    def __init__(self, rows: Iterable[Mapping[str, float | None]] = ()) -> None:
-        """Count those of `rows`, the rows of earlier attempts that stay."""
-        self._counts = dict.fromkeys(self._OF_A_VERSION, 0.0)
-        for row in rows:
-            self.add(row)
+    def __init__(self, counts: Mapping[str, float] | None = None) -> None:
+        """Continue the counts of a checkpoint. Names without a row's figure stay as they are."""
+        self._counts = dict.fromkeys(("optimizer_steps", *self._STALE), 0.0) | dict(counts or {})
 
-    def add(self, row: Mapping[str, float | None]) -> dict[str, float]:
-        """Add the counts of a version's row. Return the counts of the run."""
-        for name in self._counts:
-            self._counts[name] += row.get(f"fully_async/count/{name}") or 0.0
-        return {f"fully_async/count/total_{name}": n for name, n in self._counts.items()}
+    @property
+    def counts(self) -> dict[str, float]:
+        """Return a copy, for a checkpoint."""
+        return dict(self._counts)
+
+    def add(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Add the counts of a version's row. Return the stale counts of the run by metric."""
+        self._counts["optimizer_steps"] += row.get("train/optimizer_steps", 0.0)
+        for name in self._STALE:
+            self._counts[name] += row.get(f"fully_async/count/{name}", 0.0)
+        return {f"fully_async/count/total_{name}": self._counts[name] for name in self._STALE}
 
 
 def _span(trajectory: Trajectory) -> int:

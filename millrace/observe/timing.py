@@ -28,7 +28,10 @@ class LiveTime:
 
     seconds: float
     active: float
-    """Seconds until no sample ran any more and none could start."""
+    """Seconds until no sample ran any more and none could start.
+
+    On shared devices this is at the latest the moment at which the trainer takes them.
+    """
 
     def row(self) -> dict[str, float]:
         """Return the figures by verl's names and definitions.

@@ -52,6 +52,8 @@ class Manifest(msgspec.Struct, frozen=True):
     admitted: int
     retired: int
     files: dict[str, FileEntry]
+    counts: dict[str, float] = {}
+    """The counts of the run so far. An older checkpoint has none."""
 
 
 class Checkpoints:
@@ -82,15 +84,17 @@ class Checkpoints:
         folder.mkdir(parents=True)
         await engine.save(str(folder), staged)
 
-    async def finish(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
+    async def finish(
+        self, snapshot: LedgerSnapshot, engine: TrainEngine, counts: dict[str, float] | None = None
+    ) -> Path:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
-        return await asyncio.to_thread(self._finish, snapshot)
+        return await asyncio.to_thread(self._finish, snapshot, counts or {})
 
     def _temporary(self, snapshot: LedgerSnapshot) -> Path:
         return self.folder / f".writing-{snapshot.version:06d}"
 
-    def _finish(self, snapshot: LedgerSnapshot) -> Path:
+    def _finish(self, snapshot: LedgerSnapshot, counts: dict[str, float]) -> Path:
         temporary = self._temporary(snapshot)
         final = self.folder / f"version-{snapshot.version:06d}"
         shutil.copytree(
@@ -110,8 +114,9 @@ class Checkpoints:
             for p in sorted(temporary.rglob("*"))
             if p.is_file()
         }
+        now = snapshot
         manifest = Manifest(
-            1, snapshot.version, snapshot.local_steps, snapshot.admitted, snapshot.retired, files
+            1, now.version, now.local_steps, now.admitted, now.retired, files, counts
         )
         (temporary / "manifest.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -164,17 +169,22 @@ class Checkpoints:
         return None, errors
 
 
-def verify(path: Path) -> Manifest:
-    """Read the manifest and verify every file. Raises CheckpointError, which names the file."""
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises CheckpointError if there is none."""
     manifest_file = path / "manifest.json"
     if not path.exists():
         raise CheckpointError("no such folder")
     if not manifest_file.is_file():
         raise CheckpointError(f"{path}: no manifest.json: not a checkpoint, or an incomplete one")
     try:
-        manifest = msgspec.json.decode(manifest_file.read_bytes(), type=Manifest)
+        return msgspec.json.decode(manifest_file.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{manifest_file}: not readable: {error}") from error
+
+
+def verify(path: Path) -> Manifest:
+    """Read the manifest and verify every file. Raises CheckpointError, which names the file."""
+    manifest = read_manifest(path)
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():

@@ -8,7 +8,7 @@ from functools import partial
 
 from millrace.errors import DeadlineError
 from millrace.observe.guard import Guard
-from millrace.observe.metrics import StaleCounts
+from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.pipeline.checkpoint import Checkpoints
@@ -35,7 +35,7 @@ class RunRecord:
         async_save: bool,
         test_freq: int,
         guard: Guard | None,
-        stale: StaleCounts,
+        counts: RunCounts,
         deadline_s: float,
         tasks: asyncio.TaskGroup,
         figures: Callable[[], dict[str, float]] = dict,
@@ -53,7 +53,7 @@ class RunRecord:
         self._async_save = async_save
         self._test_freq = test_freq
         self._guard = guard
-        self._stale = stale
+        self._counts = counts
         self._deadline_s = deadline_s
         self._tasks = tasks
         self._figures = figures
@@ -75,7 +75,7 @@ class RunRecord:
         checkpoint/write_s is the seconds from the start of the save to its completion. The
         trainer's wait for it is included. If two checkpoints completed, the longer time counts.
         """
-        row = row | self._stale.add(row) | self._figures()
+        row = row | self._counts.add(row) | self._figures()
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._guard is not None:
@@ -99,7 +99,9 @@ class RunRecord:
         start, staged = asyncio.get_running_loop().time(), self._async_save and not last
         await self._checkpoints.begin(snapshot, self._engine, staged=staged)
         self._saved = snapshot.version
-        self._saving = self._tasks.create_task(self._finish(snapshot, start), name="checkpoint")
+        self._saving = self._tasks.create_task(
+            self._finish(snapshot, self._counts.counts, start), name="checkpoint"
+        )
         if not staged:
             await self.checkpointed()
 
@@ -109,10 +111,12 @@ class RunRecord:
             await asyncio.wait([self._saving])  # The task group raises a failure.
             self._saving = None
 
-    async def _finish(self, snapshot: LedgerSnapshot, start: float) -> None:
+    async def _finish(
+        self, snapshot: LedgerSnapshot, counts: dict[str, float], start: float
+    ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                await self._checkpoints.finish(snapshot, self._engine)
+                await self._checkpoints.finish(snapshot, self._engine, counts)
         except TimeoutError as error:
             if not limit.expired():  # The file system raised its own TimeoutError.
                 raise

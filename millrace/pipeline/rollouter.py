@@ -73,7 +73,7 @@ class Rollouter:
         """Number of samples that are launched and not finished."""
         self._live_since = 0.0
         self._idle_since: float | None = 0.0
-        """The time since which no sample runs. None while one does."""
+        """The time since which no sample runs, or the trainer has shared devices. Else None."""
         self._spans: dict[int, tuple[float, float]] = {}
         """Start and end of the rollouts of each finished sample, until it is trained."""
         self._gate = asyncio.Event()
@@ -121,7 +121,7 @@ class Rollouter:
             self._finish(sample_id, sample, start)
         finally:
             self._running -= 1
-            if not self._running:
+            if not self._running and self._idle_since is None:
                 self._idle_since = _now()
             for i in range(self.roller.num_responses):
                 self.pool.forget(f"{slot.prompt.index}/{i}")
@@ -235,7 +235,11 @@ class Rollouter:
             if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
                 # In drain mode, these trajectories outlast the grace period of a stop.
                 await self._interrupt(who)
+            if schedule.colocated and self._idle_since is None:
+                self._idle_since = _now()  # The trainer has the devices now.
             yield True
+            if self._running:
+                self._idle_since = None
 
     @asynccontextmanager
     async def pause_for_save(self, who: str) -> AsyncIterator[None]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from millrace.config import Config, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
@@ -130,6 +131,18 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     return Problems(
         chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
     )
+
+
+def prompts_of_an_epoch(config: Config, *, scored: bool = True) -> int:
+    """Check the data without a run, and return the number of its training prompts.
+
+    Prompts that a run leaves out do not count. A model's own tokenizer must read every row.
+    """
+    sources = load(config, scored=scored)
+    if not (config.model.path or config.data.filter_overlong_prompts):
+        return len(sources.train)
+    with TemporaryDirectory() as folder:
+        return len(prepare(config, sources, Path(folder) / "model").train)
 
 
 def check_machine(config: Config) -> None:

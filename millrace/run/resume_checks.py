@@ -114,6 +114,10 @@ RULES = (
 )
 """Keys that are refused if the value differs."""
 
+_LR_WARM_UP = (
+    "no effect, because the warm-up keeps its length in steps from the first start of the run"
+)
+
 PAST = (
     Rule(
         tuple(
@@ -126,6 +130,16 @@ PAST = (
         ("algorithm.kl_ctrl.kl_coef",),
         "no effect, because the adaptive coefficient continues from the checkpoint",
         _fixed_kl,
+    ),
+    Rule(
+        ("actor.optim.lr_warmup_steps_ratio",),
+        _LR_WARM_UP,
+        lambda now, _: not now.actor.optim.lr_warmup_steps_ratio,
+    ),
+    Rule(
+        ("critic.optim.lr_warmup_steps_ratio",),
+        _LR_WARM_UP,
+        lambda now, _: not now.critic.optim.lr_warmup_steps_ratio,
     ),
 )
 """Keys that have no effect after a resume. A note says so."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.config import Config
+from millrace.config.keys import NOTHING, Derived, Trained
 from millrace.errors import ConfigError, MillraceError, bad_value
+from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
-from millrace.pipeline.checkpoint import Checkpoints, read_ledger
+from millrace.pipeline.checkpoint import Checkpoints, read_manifest
 from millrace.rewards.mix import RunReward
 from millrace.run import problems as problems_
 from millrace.run.engines import Engines, build_engines, open_runtime
@@ -34,6 +36,26 @@ class Session:
     @property
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.run.path, keep=self.config.trainer.max_ckpt_to_keep)
+
+    @property
+    def derived(self) -> Derived:
+        """The numbers of the whole run, with what earlier attempts have trained."""
+        trained = trained_by(self.run.resume_from)
+        return self.config.derived(len(self.problems.train), trained)
+
+    @property
+    def counts(self) -> RunCounts:
+        """The counts of the run up to its checkpoint, with the lengths of its warm-ups."""
+        c, horizon = self.config, self.derived.lr_horizon
+        lengths = {
+            "actor_warmup_steps": c.actor.optim.warmup_steps(horizon),
+            "critic_warmup_steps": c.critic.optim.warmup_steps(horizon),
+        }
+        checkpoint = self.run.resume_from
+        steps = {"optimizer_steps": c.steps_taken(trained_by(checkpoint))}
+        return RunCounts(
+            {**steps, **(read_manifest(checkpoint).counts if checkpoint else {}), **lengths}
+        )
 
 
 @asynccontextmanager
@@ -62,7 +84,9 @@ async def open_session(
             if rollout:
                 open_caches(reward, run.path, progress.note)
             problems = await abandonable(problems_.prepare, config, sources, run.model)
-            if trains and run.resume_from is not None:
+            if run.resume_from is not None:
+                config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
+            if trains:
                 check_end(config, len(problems.train), run.resume_from)
         except MillraceError:
             run.discard()
@@ -73,6 +97,9 @@ async def open_session(
                 f"left out {problems.train.filtered} prompts that are longer than "
                 "rollout.max_prompt_length"
             )
+        end = config.end_note(len(problems.train), trained_by(run.resume_from))
+        if end and trains and rollout:
+            progress.note(end)
         progress.phase("starting engines")
         async with AsyncExitStack() as stack:
             try:
@@ -90,18 +117,30 @@ async def open_session(
             release(run.path)
 
 
-def check_end(config: Config, rows: int, checkpoint: Path) -> None:
-    """Raise ConfigError if the checkpoint has trained more samples than the run has."""
-    trained = read_ledger(checkpoint).retired
-    key, samples = config.end(rows)
-    if trained > samples:
-        rule = (
-            f"the run would end after {samples} samples, and the checkpoint {checkpoint} has "
-            f"trained {trained}"
-        )
+def trained_by(checkpoint: Path | None) -> Trained:
+    """Return what the checkpoint has trained, or nothing if there is none."""
+    if checkpoint is None:
+        return NOTHING
+    manifest = read_manifest(checkpoint)
+    steps = manifest.counts.get("optimizer_steps")
+    return Trained(
+        version=manifest.version,
+        samples=manifest.retired,
+        optimizer_steps=None if steps is None else int(steps),
+    )
+
+
+def check_end(config: Config, rows: int, checkpoint: Path | None) -> None:
+    """Raise ConfigError if the checkpoint has trained more than the run allows."""
+    trained = trained_by(checkpoint)
+    key, samples = config.end(rows, trained)
+    if trained.samples > samples:
+        end, reached = f"{samples} samples", f"trained {trained.samples}"
+        if key == "trainer.total_training_steps":
+            end, reached = f"version {config.value_of(key)}", f"version {trained.version}"
         raise bad_value(
             key,
             config.value_of(key),
-            rule,
+            f"the run would end after {end}, and the checkpoint {checkpoint} has {reached}",
             f"a larger value, or `millrace export {checkpoint} FOLDER` to use the trained model",
         )

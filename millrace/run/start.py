@@ -13,7 +13,7 @@ async def start_state(s: Session) -> Ledger:
 
     The weights are those of a checkpoint, or the warmed-up ones.
     """
-    derived = s.config.derived(len(s.problems.train))
+    derived = s.derived
     if s.run.resume_from is not None:
         s.progress.note(f"resuming from {s.run.resume_from}")
         await s.engines.train.begin("rl", derived.lr_horizon)

@@ -10,7 +10,6 @@ from pathlib import Path
 from millrace.config import Config
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.guard import Guard
-from millrace.observe.metrics import StaleCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
@@ -81,7 +80,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     )
     sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
     s.checkpoints.supersede(ledger.version)
-    history = History(s.run.path, ledger.totals())
+    history, counts = History(s.run.path, ledger.totals()), s.counts
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -95,7 +94,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
                 guard=make_guard(s.config, rows),
-                stale=StaleCounts(rows.values()),
+                counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
                 figures=s.reward.take_figures,
@@ -111,9 +110,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         run_dir=s.run.path,
         mode=mode_of(s.config),
         versions=ledger.version,
-        optimizer_steps=s.config.schedule.optimizer_steps(
-            ledger.retired, s.config.actor.ppo_epochs
-        ),
+        optimizer_steps=int(counts.counts["optimizer_steps"]),
         samples_trained=ledger.retired,
         train_seconds=seconds,
         first=record.first,
@@ -135,7 +132,7 @@ async def _train_to_end(
     `validated` has the validations of earlier attempts, by version.
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
-    derived = s.config.derived(len(s.problems.train))
+    derived = s.derived
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s)
     rollouter = make_rollouter(s, queue)
     train, turns = s.engines.train, s.engines.turns

@@ -22,6 +22,8 @@ class CostModel:
     """The reference's forward pass before a local step."""
     step_s: float = 0.05
     """Overhead of one local step."""
+    keep_s: float = 0.0
+    """A copy of the weights, with overlap_sync."""
     transfer_s: float = 0.2
     pause_s: float = 0.05
     switch_s: float = 0.5

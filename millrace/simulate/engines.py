@@ -300,7 +300,7 @@ class SimWeightSync:
         self._replicas = replicas
 
     async def keep(self, version: PolicyVersion) -> None:
-        return None
+        await asyncio.sleep(self._cost.keep_s)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         await asyncio.sleep(self._cost.transfer_s)

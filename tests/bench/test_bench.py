@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from millrace.bench.flops import train_flops
-from millrace.bench.modes import Arm, arms_of, check_size, counted, table
+from millrace.bench.modes import Arm, arms_of, bench_modes, check_size, counted, table
 from millrace.config import Config, ModelShape, recipe
 from millrace.errors import ConfigError
 from millrace.models.model import load_model, write_shape
@@ -116,6 +117,28 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
         ConfigError, match=r"trainer\.total_training_steps = 1: .* Fix: 256 or more"
     ):
         check("trainer.total_training_steps=1")
+
+
+def test_prompts_that_are_left_out_do_not_count_before_engines_start(tmp_path: Path) -> None:
+    """4 of 400 prompts are short enough."""
+    rows = [{"prompt": "1" * (4 + 60 * (n >= 4)), "ground_truth": "1"} for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
+        "data.filter_overlong_prompts=true",
+        "rollout.max_prompt_length=16",
+        "rollout.total_rollout_steps=0",
+        "trainer.total_epochs=1",
+        "reward.function=exact",
+    ]
+    arms, folder = [Arm("colocate_sync", 1, 1)], tmp_path / "runs"
+    with pytest.raises(ConfigError, match=r"trainer\.total_epochs = 1: the run has 1 versions"):
+        asyncio.run(
+            bench_modes(
+                runs.RECIPE, overrides, arms, folder, runs.progress(), [], skip=1, repeats=1
+            )
+        )
+    assert not folder.exists()
 
 
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:

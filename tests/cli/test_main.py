@@ -83,7 +83,7 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
     )
     assert (code, err) == (0, "")
     printed = json.loads(out.splitlines()[-1])
-    assert set(printed) == {"config", "derived", "memory", "translated"}
+    assert set(printed) == {"config", "derived", "memory", "translated", "limits"}
     assert printed["config"] == recipe.load(
         QUICKSTART, [*SMALL, "trainer.total_epochs=3"]
     ).model_dump(mode="json")
@@ -100,6 +100,8 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
         "trajectories": 2400,
         "nodes_needed": 1,
     }
+    limits = {"rollout.total_rollout_steps": 5120, "trainer.total_epochs": 300}
+    assert printed["limits"] == limits
     assert not list(tmp_path.iterdir())
 
 
@@ -111,7 +113,22 @@ def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(
     title = next(n for n, line in enumerate(lines) if line.strip() == "derived")
     (tmp_path / "again.yaml").write_text("\n".join(lines[:title]))
     assert code == 0 and recipe.load(tmp_path / "again.yaml") == recipe.load(QUICKSTART, SMALL)
-    assert ["capacity", "96"] in [line.split() for line in lines[title:]]
+    said = [line.split() for line in lines[title:]]
+    assert ["capacity", "96"] in said
+    key = "rollout.total_rollout_steps"
+    assert ["samples", "by", key, "5,120", "(ends", "the", "run)"] in said
+
+
+def test_a_dry_run_counts_the_prompts_that_a_run_would_have(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "1" * n, "ground_truth": "1"} for n in (4, 5, 60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = [f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "data.filter_overlong_prompts=true"]
+    size = ["rollout.max_prompt_length=16", "trainer.total_epochs=2", "reward.function=exact"]
+    code, out, err = run("train", QUICKSTART, *SMALL, *said, *size, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["limits"]["trainer.total_epochs"] == 2 * 2
 
 
 def test_a_dry_run_checks_the_data_too(run: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from millrace.config import Config, recipe
+from millrace.config.keys import Trained
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
@@ -122,6 +123,7 @@ def test_derived_numbers_follow_from_the_keys(
     assert derived.lookahead == (window if staleness else 1)
     assert derived.lag_bound == (derived.capacity + derived.lookahead - 2) // window
     assert derived.lr_warmup_steps == derived.lr_horizon // 4
+    assert config.limits(rows) == {key: limit for key, limit in limits.items() if limit}
     endless = [limits[key] for key in limits if key != "trainer.total_epochs" and limits[key]]
     if endless:
         assert config.derived(None).samples == min(endless)
@@ -132,6 +134,40 @@ def test_derived_numbers_follow_from_the_keys(
         "window", "capacity", "lag_bound", "lookahead", "versions",
         "optimizer_steps", "lr_horizon", "lr_warmup_steps", "samples", "trajectories", "nodes_needed",
     }  # fmt: skip
+
+
+def test_100_samples_end_a_run_only_if_no_other_key_does() -> None:
+    assert Config().end(50) == ("rollout.total_rollout_steps", 100)
+    epochs, steps = {"total_epochs": 8}, {"total_training_steps": 500}
+    assert make(trainer=epochs).end(50) == ("trainer.total_epochs", 400)
+    assert make(trainer=steps).end(50) == ("trainer.total_training_steps", 500 * 32)
+    assert make(trainer=steps, rollout={"total_rollout_steps": 100}).end(50)[1] == 100
+    assert make(trainer=epochs | steps).end(50) == ("trainer.total_epochs", 400)
+
+
+@given(
+    versions=st.integers(0, 50),
+    short=st.integers(0, 31),
+    more=st.integers(0, 50),
+    mini=counts,
+    trigger=counts,
+)
+def test_a_resumed_run_ends_at_the_version_that_was_asked_for(
+    versions: int, short: int, more: int, mini: int, trigger: int
+) -> None:
+    """Its checkpoint has versions of 32 samples, and a stop cut one of them short."""
+    samples = max(0, 32 * versions - short)
+    trained = Trained(version=versions, samples=samples, optimizer_steps=7 * versions)
+    config = make(
+        actor={"ppo_mini_batch_size": mini, "ppo_epochs": 2},
+        async_training={"trigger_parameter_sync_step": trigger},
+        trainer={"total_training_steps": versions + more or 1},
+    )
+    derived = config.derived(None, trained)
+    assert derived.versions == (versions + more or 1)
+    left = derived.versions - versions
+    assert derived.samples == samples + left * mini * trigger
+    assert derived.optimizer_steps == 7 * versions + left * trigger * 2
 
 
 def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_it_is_given() -> (

@@ -357,6 +357,7 @@ junk = st.recursive(
 keys = [key for key, _ in recipe.all_keys()]
 
 
+@example({"reward.judge.template": None})
 @given(st.dictionaries(st.sampled_from(keys), junk, max_size=4))
 def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any) -> None:
     """No input crashes: it gives a Config, or a ConfigError in the form of all ConfigErrors."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.metrics import StaleCounts, Synced, VersionMetrics, percentile
+from millrace.observe.metrics import RunCounts, Synced, VersionMetrics, percentile
 from millrace.observe.timing import LiveTime
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import (
@@ -235,20 +235,21 @@ def test_percentiles_are_numpys(values: list[int], p: int) -> None:
     assert percentile(sorted(values), p) == pytest.approx(float(np.percentile(values, p)))
 
 
-def test_stale_counts_of_a_run_go_on_after_a_restart() -> None:
-    """The rows of a file may lack a count, and a null stands for a figure that is not finite."""
+def test_the_counts_of_a_run_go_on_from_its_checkpoint() -> None:
     names = [
         f"fully_async/count/{kind}_processed" for kind in ("stale_samples", "stale_trajectory")
     ]
-    total = [name.replace("count/", "count/total_") for name in names]
     rows = [
-        dict(zip(names, counts, strict=True)) for counts in ((2.0, 5.0), (0.0, 0.0), (1.0, 4.0))
+        dict(zip(names, counts, strict=True)) | {"train/optimizer_steps": 4.0}
+        for counts in ((2.0, 5.0), (0.0, 0.0), (1.0, 4.0))
     ]
-    whole = StaleCounts()
-    assert [list(whole.add(row).values()) for row in rows] == [[2.0, 5.0], [2.0, 5.0], [3.0, 9.0]]
-    kept = [row | whole.add({}) for row in rows[:2]]
-    resumed = StaleCounts([{}, {names[0]: None}, *kept])
-    assert resumed.add(rows[2]) == dict(zip(total, (3.0, 9.0), strict=True))
+    whole = RunCounts({"actor_warmup_steps": 7.0})
+    assert [list(whole.add(row).values()) for row in rows[:2]] == [[2.0, 5.0], [2.0, 5.0]]
+    saved = whole.counts
+    assert saved["optimizer_steps"] == 8.0 and saved["actor_warmup_steps"] == 7.0
+    assert RunCounts(saved).add(rows[2]) == whole.add(rows[2])
+    assert list(whole.add({}).values()) == [3.0, 9.0]
+    assert saved["optimizer_steps"] == 8.0, "a checkpoint that is being written does not change"
 
 
 def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:

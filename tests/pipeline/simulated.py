@@ -78,6 +78,15 @@ class Record:
     saves: list[tuple[int, bool]] = field(default_factory=list)
     """Version, and whether this save is the last."""
     retired_before: int = 0
+    save_s: float = 0.0
+    """Seconds of each checkpoint. Every second version has one, unless this is 0."""
+    validation_s: float = 0.0
+    """Seconds of each validation. Every version has one, unless this is 0."""
+    waited: list[float] = field(default_factory=list)
+    """Seconds that the trainer waited for each validation."""
+    ended: list[float] = field(default_factory=list)
+    """The time at which each local step ended."""
+    validation: asyncio.Task[None] | None = None
 
     def published(self, trained: list[int], totals: Totals) -> None:
         assert totals.retired == len(self.retired) + len(trained) + self.retired_before
@@ -85,21 +94,30 @@ class Record:
         if not self.ledger.count(State.TAKEN, State.TRAINED):
             self.cuts.append(self.ledger.snapshot())
 
-    def stepped(self, samples: list[Sample], report: StepReport) -> None: ...
+    def stepped(self, samples: list[Sample], report: StepReport) -> None:
+        self.ended.append(asyncio.get_running_loop().time())
 
     def row(self, version: int, row: dict[str, float]) -> None:
         self.rows.append({"version": version, **row})
 
     def checkpoint_due(self, version: int) -> bool:
-        return False
+        return self.save_s > 0 and version % 2 == 0
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
+        await asyncio.sleep(self.save_s)
         self.saved = snapshot
         self.saves.append((snapshot.version, last))
 
-    async def validated(self) -> None: ...
+    async def validated(self) -> None:
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        if self.validation is not None:
+            await self.validation
+        self.waited.append(clock() - since)
 
-    def validate(self, version: int) -> None: ...
+    def validate(self, version: int) -> None:
+        if self.validation_s:
+            self.validation = asyncio.ensure_future(asyncio.sleep(self.validation_s))
 
 
 def mixed(prompt: Prompt) -> float:
@@ -128,11 +146,12 @@ class Outcome:
 
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
-                    greedy: bool) -> Outcome:  # fmt: skip
+                    greedy: bool, save_s: float, validation_s: float) -> Outcome:  # fmt: skip
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     queue = SampleQueue(ledger, deadline_s=1e8)
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
-    engine, record = SimTrainEngine(cost), Record(ledger, retired_before=ledger.retired)
+    engine = SimTrainEngine(cost)
+    record = Record(ledger, retired_before=ledger.retired, save_s=save_s, validation_s=validation_s)
     params = SamplingParams(max_tokens=1000)
     reward = SimReward(cost, chance) if chance else SimReward(cost)
     roller = SampleRoller(
@@ -168,6 +187,7 @@ def simulate(
     schedule: Schedule, samples: int, *, cost: CostModel | None = None, slots: int = 64, n: int = 4,
     start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
+    save_s: float = 0.0, validation_s: float = 0.0,
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -187,5 +207,7 @@ def simulate(
             chance,
             most,
             greedy,
+            save_s,
+            validation_s,
         )
     )

@@ -15,7 +15,7 @@ import pytest
 from millrace.config import GuardConfig
 from millrace.errors import CheckpointError, DeadlineError
 from millrace.observe.guard import Guard
-from millrace.observe.metrics import StaleCounts
+from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
 from millrace.pipeline.history import History, read
 from millrace.pipeline.record import RunRecord
@@ -45,6 +45,8 @@ class Saves:
     versions: list[int] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
     staged: list[bool] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    """Optimizer steps of the run up to each whole checkpoint."""
     gate: asyncio.Event | None = None
     error: Exception | None = None
 
@@ -52,12 +54,15 @@ class Saves:
         self.versions.append(snapshot.version)
         self.staged.append(staged)
 
-    async def finish(self, snapshot: LedgerSnapshot, engine: object) -> None:
+    async def finish(
+        self, snapshot: LedgerSnapshot, engine: object, counts: dict[str, float]
+    ) -> None:
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
         self.whole.append(snapshot.version)
+        self.steps.append(counts["optimizer_steps"])
 
 
 @dataclass
@@ -121,7 +126,7 @@ def bench(
         save_freq=save_freq,
         async_save=async_save,
         test_freq=test_freq,
-        stale=StaleCounts(),
+        counts=RunCounts(),
         guard=Guard(GuardConfig()),
         deadline_s=deadline_s,
         tasks=tasks,

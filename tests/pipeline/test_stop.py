@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from millrace.environments.single_turn import SingleTurn
-from millrace.observe.metrics import StaleCounts
+from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.record import RunRecord
@@ -54,7 +54,7 @@ class Saves:
     async def begin(self, snapshot: LedgerSnapshot, engine: object, *, staged: bool) -> None:
         await asyncio.sleep(1.0)
 
-    async def finish(self, snapshot: LedgerSnapshot, engine: object) -> None:
+    async def finish(self, snapshot: LedgerSnapshot, engine: object, counts: object) -> None:
         await asyncio.sleep(0.4)
         self.saved = snapshot
 
@@ -115,7 +115,7 @@ async def _run(
             save_freq=save_freq,
             async_save=True,
             test_freq=int(validation_s > 0),
-            stale=StaleCounts(),
+            counts=RunCounts(),
             guard=None,
             deadline_s=1e8,
             tasks=tasks,

@@ -132,11 +132,13 @@ def test_what_is_past_is_said(tmp_path: Path) -> None:
     adaptive = "algorithm.kl_ctrl.type=adaptive"
     found = checkpoint_of(tmp_path / "run", adaptive)
     now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", adaptive]
+    now += ["actor.optim.lr_warmup_steps=0", "actor.optim.lr_warmup_steps_ratio=0.5"]
     run = open_run_dir(config_of(f"trainer.resume={found}", *now))
     assert [note.partition(":")[0] for note in run.notes] == [
         "sft.steps = 300",
         "sft.lr = 0.001",
         "algorithm.kl_ctrl.kl_coef = 0.1",
+        "actor.optim.lr_warmup_steps_ratio = 0.5",
     ]
 
 
