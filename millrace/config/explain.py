@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return value if value else '""'
+        return repr(value) if "\n" in value else value or '""'
     return (
         str(list(value))
         if isinstance(value, tuple)
