@@ -25,7 +25,7 @@ _OPTIMIZER = Absent(
     ("AdamW", "adamw", "adam", "torch.optim"),
 )
 _OVERRIDES = Absent(
-    "this argument of an optimizer", "actor.optim.betas, eps, lr and weight_decay are its arguments"
+    "arguments of AdamW other than betas, eps, lr and weight_decay", "leave the key out"
 )
 _MASTER = Absent(
     "master weights in bfloat16",

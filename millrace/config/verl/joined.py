@@ -34,8 +34,8 @@ EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "critic.ppo_epochs": (("actor.ppo_epochs",), 1, _ACTOR),
     "critic.ppo_mini_batch_size": (("actor.ppo_mini_batch_size",), 32, _ACTOR),
     "ref.model.path": (("model.path",), "", f"the reference policy: {_WEIGHTS}"),
-    "reward.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "rollout.max_response_length"),
-    "reward_model.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "rollout.max_response_length"),
+    "reward.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "it is the limit of a response"),
+    "reward_model.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "it is the limit of a response"),
 }
 """Keys that must equal another key: its names, its default, and the reason."""
 _SCHEDULE = "the schedule ends at the run's last optimizer step"

@@ -71,7 +71,7 @@ NEEDLESS: dict[str, str] = {
     "data.mm_processor_kwargs": _TEXT,
     "data.return_*": "a reward function gets every column of a row",
     "data.seed": _SEED,
-    "data.truncation": "a prompt is never cut: it is an error, or is left out with "
+    "data.truncation": "a prompt is never cut: a longer one is an error, or is left out with "
     "data.filter_overlong_prompts=true",
     "data.use_shm": _FAST,
     "data.val_batch_size": "validation sends all problems at once",

@@ -134,7 +134,7 @@ class _Work:
             self._map(at, theirs, row)
         elif isinstance(row, Absent):
             if row.allows(value):
-                self.notes.append(Note(theirs, why=f"without {row.feature}, as always here"))
+                self.notes.append(Note(theirs, why=f"this value does not use {row.feature}"))
             else:
                 self.absent.setdefault(row, []).append(theirs)
         elif row is not None:
@@ -182,10 +182,16 @@ def _contradictions(layer: Iterable[tuple[Setting, Setting]]) -> Iterator[Config
             yield bad_value(*theirs, rule, "leave one of the two out")
 
 
+_SHOWN = 5
+"""Keys of one feature that its error names, besides the last one."""
+
+
 def _refused(row: Absent, settings: Sequence[Setting]) -> ConfigError:
     """Return the error for all settings of one feature."""
     *others, (key, value) = settings
-    first = "".join(f"{name} = {other!r}, " for name, other in others)
+    hidden = len(others) - _SHOWN
+    first = "".join(f"{name} = {other!r}, " for name, other in others[:_SHOWN])
+    first += f"{hidden} more such keys, " if hidden > 0 else ""
     rule = f"millrace does not have {row.feature}"
     return ConfigError(f"{first}{bad_value(key, value, rule, row.instead)}")
 
