@@ -122,11 +122,6 @@ ABSENT: dict[str, Absent] = {
         "a start from adapters", "merge the adapters into the model first"
     ),
     "model.mtp.enable": Absent("multi-token prediction", "leave the key out"),
-    "model.override_config*": Absent(
-        "overrides of the model's config.json",
-        "the changed value in the model's config.json",
-        mapping=True,
-    ),
     "model.tiled_mlp.enabled": Absent("tiled MLPs", "model.gradient_checkpointing=true"),
     "model.tokenizer_path": Absent("a tokenizer elsewhere", "the tokenizer in the model's folder"),
     "ref.model.*": Absent(

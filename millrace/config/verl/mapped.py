@@ -109,6 +109,7 @@ MAPPED: dict[str, Mapped] = {
     "data.trust_remote_code": Mapped("model.trust_remote_code"),
     "data.val_max_samples": Mapped("data.val_max_samples", never),
     "model.enable_gradient_checkpointing": Mapped("model.gradient_checkpointing"),
+    "model.override_config": Mapped("model.override_config", not_none),
     **{
         name: Mapped(f"reward.model.{ours}", not_none)
         for name, ours in {
@@ -164,6 +165,7 @@ MAPPED: dict[str, Mapped] = {
 """Keys with an equal under another name, or with other values."""
 
 PATTERNS: dict[str, Mapped] = {
+    "model.override_config.model_config.*": Mapped("model.override_config.*"),
     "rollout.engine_kwargs.vllm.*": Mapped("rollout.engine_kwargs.*"),
 }
 """As MAPPED, with the rest of the name in place of `*`."""

@@ -81,6 +81,7 @@ NEEDLESS: dict[str, str] = {
     "global_profiler.*": _IF_ON,
     "nccl_timeout": "sync.timeout_s bounds a transfer of weights",
     "checkpoint_engine": "weights always go in buckets: sync.bucket_mb",
+    "model.override_config.attn_implementation": "each engine chooses its own attention",
     "model.fused_kernel_options.*": _CHUNKS,
     "model.lora.*": _IF_ON,
     "model.mtp.*": _IF_ON,
