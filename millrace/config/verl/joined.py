@@ -29,8 +29,10 @@ _ACTOR = "the critic uses the policy's setting"
 EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "critic.loss_agg_mode": (("actor.loss_agg_mode",), "token-mean", _ACTOR),
     "critic.loss_scale_factor": (("actor.loss_scale_factor",), None, _ACTOR),
+    "critic.model.lora_alpha": (("model.lora_alpha",), 16, _ACTOR),
     "critic.model.lora_rank": (("model.lora_rank",), 0, _ACTOR),
     "critic.model.path": (("model.path",), "", f"the critic: {_WEIGHTS}"),
+    "critic.model.target_modules": (("model.target_modules",), "all-linear", _ACTOR),
     "critic.ppo_epochs": (("actor.ppo_epochs",), 1, _ACTOR),
     "critic.ppo_mini_batch_size": (("actor.ppo_mini_batch_size",), 32, _ACTOR),
     "ref.model.path": (("model.path",), "", f"the reference policy: {_WEIGHTS}"),
@@ -68,7 +70,9 @@ def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> di
     layer that has one of them. `errors` gets the contradictions.
     """
     result: dict[str, Joined] = {}
-    for keys, part in (*_PARTS.items(), (("actor.clip_ratio",), partial(_clip, last=last))):
+    parts_of: dict[tuple[str, ...], Callable[[Given], Parts]]
+    parts_of = {**_PARTS, ("actor.clip_ratio",): partial(_clip, last=last)}
+    for keys, part in parts_of.items():
         if not any(key in given for key in keys):
             continue
         layer = max(last[key] for key in keys if key in given)

@@ -65,7 +65,7 @@ def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | No
 def translate(
     layers: Iterable[Iterable[Setting]], native: Callable[[str], bool]
 ) -> tuple[list[list[Setting]], list[Note]]:
-    """Return each layer in millrace's words, and a note for each setting that verl spells otherwise.
+    """Return each layer in millrace's words, and notes on what became of verl's settings.
 
     Of a key of verl's, the value in the last layer counts, as in Hydra. `native` says whether a
     dotted key is millrace's own. A key that nobody knows stays as it is, without the prefix. Raises

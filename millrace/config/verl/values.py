@@ -56,8 +56,8 @@ def everything(value: Any) -> Any:
     if value is None or (isinstance(value, list) and all(name in value for name in needed)):
         return SILENT
     raise ValueError(
-        "a resume always loads the model, the optimizer and the random state; leave the key out, or "
-        "set model.path to the exported model for a new run"
+        "a resume always loads the model, the optimizer and the random state; leave the key out; "
+        "for a new run from a trained model, set model.path to its export"
     )
 
 
