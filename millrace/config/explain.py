@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
+from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
 
 _ALL_KEYS = "`millrace train --help-config` prints every key"
@@ -79,6 +80,11 @@ def explain(error: ErrorDetails) -> str:
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
+        tail = key.rsplit(".", 1)[-1]
+        own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
+        if hint := HINTS.get(key if own else tail):
+            rule = "no such key: it is a name of TRL's GRPOConfig"
+            return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
         near = _nearest(key, known)
         return str(
             bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)

@@ -11,7 +11,10 @@ from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
 from millrace.config.verl.kinds import Absent
 from millrace.config.verl.translate import Note, entry, text_of, translate
-from millrace.config.verl.values import Updates
+from millrace.config.verl.values import Updates, updates
+
+_CRITIC_WARM_UP = "critic.optim.lr_warmup_steps"
+"""verl counts updates here. millrace has a key of this name, which counts optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +35,26 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
     `drop` leaves out settings of features that millrace does not have. Without it, they raise
     ConfigError, and so does a result that is not a valid configuration.
     """
-    settings = settings_of(overrides)
+    settings = [
+        (key, updates(value) if key == _CRITIC_WARM_UP else value)
+        for key, value in settings_of(overrides)
+    ]
     absent = []
     if drop:
         for key, value in settings:
             row = entry(key, is_native)
             if isinstance(row, Absent) and not row.allows(value):
                 absent.append((key, value))
-    ours, notes = translate([s for s in settings if s not in absent], is_native)
-    tree = nest(ours)
-    below: list[Note] = []
-    merged = resolve([*file_layers(find(Path(base), Path(), "--base"), below), tree])
+    below = file_layers(find(Path(base), Path(), "--base"))
+    kept = [setting for setting in settings if setting not in absent]
+    layers, notes = translate([*below, kept], is_native)
+    trees = [nest(layer) for layer in layers]
+    merged, tree = resolve(trees), trees[-1]
     parse({"name": "imported", **merged})
-    optim = tree.get("actor", {}).get("optim", {})
-    if isinstance(optim.get("lr_warmup_steps"), Updates):
-        optim["lr_warmup_steps"] = merged["actor"]["optim"]["lr_warmup_steps"]
+    for side in ("actor", "critic"):
+        optim = tree.get(side, {}).get("optim", {})
+        if isinstance(optim.get("lr_warmup_steps"), Updates):
+            optim["lr_warmup_steps"] = merged[side]["optim"]["lr_warmup_steps"]
     return Imported(
         tree,
         {key: _comment(note) for note in notes for key, _ in note.became},

@@ -21,7 +21,7 @@ from millrace.config.section import Section
 from millrace.config.sides import Sides
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
-from millrace.schedule.modes import ModeName
+from millrace.schedule.modes import ModeName, update_steps
 from millrace.schedule.schedule import Schedule
 
 DEFAULT_SAMPLES = 100
@@ -130,6 +130,13 @@ class Config(Section):
     @property
     def needs_critic(self) -> bool:
         return self.algorithm.needs_critic
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        """Optimizer steps at the start of the run that train only the critic."""
+        a, epochs = self.async_training, self.actor.ppo_epochs
+        steps = update_steps(self.mode, a.trigger_parameter_sync_step, a.require_batches, epochs)
+        return max(0, self.trainer.critic_warmup - 1) * steps
 
     @property
     def test_freq(self) -> int:

@@ -21,11 +21,8 @@ from millrace.errors import ConfigError, bad_value
 Tree = dict[str, Any]
 
 
-def file_layers(path: Path, notes: list[Note], seen: tuple[Path, ...] = ()) -> list[Tree]:
-    """Return the layers of a recipe file. Inherited layers come first.
-
-    `notes` gets what became of each setting in verl's words.
-    """
+def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[list[Setting]]:
+    """Return the settings of a recipe file, a list for each layer. Inherited layers come first."""
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise bad_value(
@@ -34,12 +31,13 @@ def file_layers(path: Path, notes: list[Note], seen: tuple[Path, ...] = ()) -> l
             f"the recipe inherits itself: {chain}",
             "remove one `inherits`",
         )
-    layer = expand(_leaves(_read_yaml(path), ""), notes)
-    parent = layer.pop("inherits", None)
+    tree = _read_yaml(path)
+    parent = tree.pop("inherits", None)
+    layer = list(_leaves(tree, ""))
     if parent is None:
         return [layer]
     inherited = find(Path(str(parent)), path.parent, "inherits", f" of {path.name}")
-    return [*file_layers(inherited, notes, (*seen, path.resolve())), layer]
+    return [*file_layers(inherited, (*seen, path.resolve())), layer]
 
 
 def _read_yaml(path: Path) -> Tree:
@@ -87,15 +85,6 @@ def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError(f"recipe {where}: {value!r}: {rule}. Fix: {fix}.")
 
 
-def override_layer(overrides: Sequence[str], notes: list[Note]) -> Tree:
-    """Return the layer of `key=value` overrides, in which later ones win.
-
-    `notes` gets what became of each setting in verl's words. Raises ConfigError if an override has
-    another form.
-    """
-    return expand(settings_of(overrides), notes)
-
-
 def settings_of(overrides: Sequence[str]) -> list[Setting]:
     """Return the settings of `key=value` overrides.
 
@@ -128,11 +117,14 @@ def _value(text: str) -> Any:
     return value
 
 
-def expand(settings: Iterable[Setting], notes: list[Note]) -> Tree:
-    """Return the settings as a tree, with verl's words as millrace's. Later settings win."""
-    ours, translated = translate(settings, is_native)
+def expand(layers: Iterable[Iterable[Setting]], notes: list[Note]) -> list[Tree]:
+    """Return each layer as a tree, with verl's words as millrace's. Later settings win.
+
+    `notes` gets what became of each setting in verl's words.
+    """
+    ours, translated = translate(layers, is_native)
     notes += translated
-    return nest(ours)
+    return [nest(layer) for layer in ours]
 
 
 class Fresh(dict[str, Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,12 @@ class ModelConfig(Section):
     """Folder or hub id of a Hugging Face causal model with its tokenizer.
 
     Empty builds a new Qwen2-shaped model from model.shape.
+    """
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Other values of keys in the model's config.json, such as rope_theta=1000000.
+
+    All engines and the export use them. They need a model in a folder, or a newly built one. Keys
+    that the weights depend on are refused.
     """
     shape: ModelShape = ModelShape()
     """Shape of the model that is built if model.path is empty. Its weights are random."""

@@ -8,7 +8,6 @@ in a later layer, overrides the mode.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +19,14 @@ from pydantic import ValidationError
 from millrace.config.checks import check
 from millrace.config.explain import all_keys, describe, explain, no_section, section_of
 from millrace.config.keys import Config
-from millrace.config.layers import Tree, file_layers, merge, override_layer
+from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
 from millrace.config.verl.translate import Note
 from millrace.config.verl.values import Updates
 from millrace.config.vllm_checks import check_unread
 from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
-from millrace.schedule.modes import MODES
+from millrace.schedule.modes import MODES, update_steps
 from millrace.schedule.schedule import Placement
 
 __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
@@ -42,7 +41,7 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     """
     path = find(Path(recipe), Path())
     notes: list[Note] = []
-    layers = file_layers(path, notes) + [override_layer(items, notes) for items in overrides]
+    layers = expand([*file_layers(path), *map(settings_of, overrides)], notes)
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     note = "" if keep_warm_up else dropped(tree, layers)
@@ -160,16 +159,20 @@ def _count_updates(merged: Tree) -> None:
     verl's schedule takes one step for all optimizer steps on one batch. In modes with a train
     batch, that is a window. In the other modes, it is a local step.
     """
-    optim = merged.get("actor", {}).get("optim", {})
-    count = optim.get("lr_warmup_steps") if isinstance(optim, dict) else None
-    if not isinstance(count, Updates):
+    sections = [merged.get(side, {}).get("optim") for side in ("actor", "critic")]
+    optims = [
+        optim
+        for optim in sections
+        if isinstance(optim, dict) and isinstance(optim.get("lr_warmup_steps"), Updates)
+    ]
+    if not optims:
         return
-    schedule, actor = merged["async_training"], merged["actor"]
-    mode = MODES.get(merged.get("mode", ""))
-    batches = schedule.get("trigger_parameter_sync_step", 1) if mode and mode.batch_is_window else 1
-    steps = (batches, schedule.get("require_batches", 1), actor.get("ppo_epochs", 1))
-    if all(isinstance(n, int) and n > 0 for n in steps):  # `parse` reports other values
-        optim["lr_warmup_steps"] = count * math.prod(steps)
+    schedule, actor = merged["async_training"], merged.get("actor", {})
+    numbers = [schedule.get(key, 1) for key in ("trigger_parameter_sync_step", "require_batches")]
+    numbers.append(actor.get("ppo_epochs", 1))
+    if all(isinstance(n, int) and n > 0 for n in numbers):  # `parse` reports other values
+        for optim in optims:
+            optim["lr_warmup_steps"] *= update_steps(merged.get("mode"), *numbers)
 
 
 def dump(config: Config) -> str:

@@ -108,7 +108,11 @@ class TrainerConfig(Section):
     logger: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Further sinks of the metrics. metrics.jsonl is always written."""
     critic_warmup: int = Field(0, ge=0)
-    """Optimizer steps at the start of the run that train only the critic."""
+    """The first training step that trains the policy too. Before it, only the critic is trained.
+
+    Training steps count from 1, as in verl: 0 and 1 train both from the start. A training step is
+    one window in the modes colocate_sync and one_step_off, and one local step in all other modes.
+    """
     offload: bool = True
     """Colocated, on GPUs: move weights and optimizer state to host memory while rollouts run.
 

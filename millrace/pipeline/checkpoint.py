@@ -100,7 +100,7 @@ class Checkpoints:
         shutil.copytree(
             self._run_dir / "model",
             temporary / "model",
-            ignore=shutil.ignore_patterns("*.safetensors", "*.bin"),
+            ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json"),
         )
         shutil.copy(self._run_dir / "config.yaml", temporary / "config.yaml")
         if not any(p.is_file() for p in (temporary / "engine").rglob("*")):

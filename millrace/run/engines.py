@@ -86,7 +86,7 @@ async def build_engines(
     )
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
     address = await trainers[0].call("listen", (), tuple[str, int])
-    tree, folder = config.model_dump(mode="json"), weights_folder(config.model.path, run.model)
+    tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
     train, pool = (
         RemoteTrainEngine(trainers),
         RolloutPool([RemoteRolloutEngine(p) for p in rollouts]),

@@ -12,7 +12,7 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import CheckpointError, bad_value
 from millrace.pipeline.checkpoint import Checkpoints, verify
-from millrace.run.problems import weights_folder
+from millrace.run.problems import copy_config, weights_folder
 from millrace.types import PolicyVersion
 
 
@@ -85,12 +85,19 @@ async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
     model = checkpoint / "model"
     # A checkpoint has all weights, except the base weights of a policy with adapters.
     adapted = config.model.lora_rank > 0
-    source = weights_folder(config.model.path, model) if adapted else str(model)
-    engine = train_engine(config, source, rank=0, world_size=1)
-    try:
-        await engine.begin("rl", 1)
-        await engine.load(str(checkpoint / "engine"))
-        await engine.export(str(folder))
-        return sum(math.prod(shape) for _, shape, *_ in engine.shards())
-    finally:
-        await engine.close()
+    with tempfile.TemporaryDirectory(prefix="millrace-export-") as scratch:
+        source = str(model)
+        if adapted and config.model.override_config:
+            shutil.copytree(model, scratch, dirs_exist_ok=True)
+            copy_config(config.model, Path(scratch))
+            source = scratch
+        elif adapted:
+            source = weights_folder(config.model, model)
+        engine = train_engine(config, source, rank=0, world_size=1)
+        try:
+            await engine.begin("rl", 1)
+            await engine.load(str(checkpoint / "engine"))
+            await engine.export(str(folder))
+            return sum(math.prod(shape) for _, shape, *_ in engine.shards())
+        finally:
+            await engine.close()

@@ -49,6 +49,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     import.
     """
     _check_model(config.model.path, config.rollout.engine)
+    _check_overrides(config.model)
     data, seed = config.data, config.trainer.seed
     functions = [p.function for p in config.reward.parts.values() if p.kind == "function"]
     check = partial(
@@ -267,6 +268,22 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
         )
 
 
+def _check_overrides(model: ModelConfig) -> None:
+    """Raise ConfigError if the model cannot have model.override_config."""
+    if not model.override_config:
+        return
+    from millrace.models.overrides import refusal
+
+    if model.path and not Path(model.path).is_dir():
+        rule = f"model.path = {model.path!r} is a hub id, and its config.json cannot be changed"
+        fix = f"`hf download {model.path} --local-dir FOLDER`, then model.path=FOLDER"
+        raise bad_value("model.override_config", model.override_config, rule, fix)
+    made = {"model_type": "qwen2", "rope_parameters": {}}
+    settings = json.loads((Path(model.path) / "config.json").read_bytes()) if model.path else made
+    if error := refusal(model.override_config, settings):
+        raise error
+
+
 def _tokenizer(model: ModelConfig, sources: Sources, prompt_key: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of model.path, or a new one made of the texts."""
     if model.path:
@@ -321,19 +338,28 @@ def _write_model(
     )
 
 
-def weights_folder(path: str, model_folder: Path) -> str:
+def weights_folder(model: ModelConfig, model_folder: Path) -> str:
     """Return the folder or hub id from which engines read the architecture and any weights.
 
-    It is the user's model, or the folder of the newly built one.
+    It is the user's model, or the folder of a newly built one or of one with other settings.
     """
+    path = "" if model.override_config else model.path
     return path if path and not Path(path).is_dir() else str(Path(path or model_folder).resolve())
 
 
 def copy_config(model: ModelConfig, model_folder: Path) -> None:
-    """Copy config.json of a user's model into the run's model folder.
+    """Copy config.json of a user's model into the run's model folder, with its overrides.
 
     Checkpoints are then complete.
     """
+    _copy_config(model, model_folder)
+    if model.override_config:
+        from millrace.models.overrides import write
+
+        write(model.override_config, model.path, model_folder)
+
+
+def _copy_config(model: ModelConfig, model_folder: Path) -> None:
     if not model.path:
         return
     source = Path(model.path)

@@ -105,6 +105,7 @@ RULES = (
     ),
     Rule(_SHAPE, "the model was built with it", _own_model),
     Rule(("model.tokenizer_vocab_size",), "the tokenizer was built with it", _no_byte_pairs),
+    Rule(("model.override_config",), "the model was trained with it"),
     Rule(("model.lora_rank",), "the trained weights have that rank"),
     Rule(
         ("model.lora_alpha", "model.target_modules", "model.dtype"),
@@ -231,6 +232,7 @@ def _check_architecture(config: Config, before: Config, checkpoint: Path) -> Non
         return
     trained = _read_json(checkpoint / "model" / "config.json")
     given = _read_json(Path(path) / "config.json") if path else trained
+    given |= config.model.override_config if given else {}
     different = [key for key in ARCHITECTURE if given.get(key) != trained.get(key)]
     if given and trained and not different and not (config.model.lora_rank and not path):
         return

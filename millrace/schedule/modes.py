@@ -135,3 +135,12 @@ def name_of(schedule: Schedule, asked: str | None = None) -> str:
 def _fits(schedule: Schedule, mode: Mode) -> bool:
     stale = mode.default_staleness is None or schedule.staleness_threshold > 0
     return stale and all(getattr(schedule, key) == value for key, value in mode.fixed.items())
+
+
+def update_steps(mode: str | None, trigger: int, require_batches: int, ppo_epochs: int) -> int:
+    """Return the optimizer steps of one training step, which verl counts as one update.
+
+    In modes with a train batch, it is a window. In the other modes, it is a local step.
+    """
+    batches = trigger if mode and MODES[mode].batch_is_window else 1
+    return batches * require_batches * ppo_epochs

@@ -54,7 +54,7 @@ def step_options(config: Config) -> StepOptions:
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
         cliprange_value=config.critic.cliprange_value,
         huber_delta=config.critic.huber_delta if config.critic.loss_fn_type == "huber" else None,
-        critic_warmup=config.trainer.critic_warmup,
+        critic_warmup=config.critic_warmup_steps,
         temperature=config.rollout.temperature,
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.config import recipe
+from millrace.config.importing import import_layer
 
 SCRIPT = """
 python3 -m verl.experimental.fully_async_policy.fully_async_main \\
@@ -105,3 +106,10 @@ def test_config_name_takes_the_place_of_the_recipe(run: Callable[..., Any]) -> N
     for option in ("--config-path=config", "--config-name=ppo_megatron_trainer"):
         code, _, err = run("train", option, *arguments)
         assert code == 2 and option.partition("=")[0] in err and "ppo_trainer" in err
+
+
+def test_warm_ups_of_both_optimizers_are_counted_in_optimizer_steps() -> None:
+    words = ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=2"]
+    tree = import_layer("verl/ppo_trainer", [*words, "trainer.n_gpus_per_node=1"], drop=False).tree
+    assert tree["actor"]["optim"]["lr_warmup_steps"] == 3 * 1024 // 256
+    assert tree["critic"]["optim"]["lr_warmup_steps"] == 2 * 1024 // 256

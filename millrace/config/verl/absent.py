@@ -19,7 +19,30 @@ _MANAGER = Absent(
 )
 _OWN_MANAGER = Absent("a reward manager of your own", "a function in reward.function")
 _SANDBOX = Absent("a code sandbox", "a function in reward.function that calls it", (64, 1024))
-_OPTIMIZER = Absent("optimizers other than AdamW", "leave the key out", ("AdamW", "torch.optim"))
+_OPTIMIZER = Absent(
+    "optimizers other than AdamW",
+    "leave the key out",
+    ("AdamW", "adamw", "adam", "torch.optim"),
+)
+_OVERRIDES = Absent(
+    "arguments of AdamW other than betas, eps, lr and weight_decay", "leave the key out"
+)
+_MASTER = Absent(
+    "master weights in bfloat16",
+    "leave the key out: they are float32. model.dtype is the dtype of the computation",
+    ("fp32", "float32"),
+)
+_ARGUMENTS = Absent(
+    "arguments of a reward function in the configuration",
+    "defaults of the function's parameters",
+    mapping=True,
+)
+_REWARD_LOOP = Absent("a reward loop of your own", "a function in reward.function")
+_WARM_UP = Absent(
+    "a number of batches in flight", "async_training.staleness_threshold bounds them", (1,)
+)
+_SAMPLER = Absent("a sampler of your own", "data.shuffle, or rows in the wanted order")
+_CHECK_MODEL = "the critic has the policy's architecture: set it for actor_rollout_ref.model"
 _PROFILER = Absent("a profiler", "leave the key out")
 _QUANTIZED = Absent("quantised weights", "leave the key out")
 _EXPERTS = Absent("expert and data parallel replicas", "rollout.n_gpus_per_node for replicas", (1,))
@@ -30,6 +53,7 @@ _STRATEGY = Absent(
 )
 
 ABSENT: dict[str, Absent] = {
+    "actor.fsdp_config.model_dtype": _MASTER,
     "actor.fsdp_config.strategy": _STRATEGY,
     "actor.fsdp_config.ulysses_sequence_parallel_size": Absent(
         "sequence parallelism", _PARALLEL, (1,)
@@ -38,21 +62,30 @@ ABSENT: dict[str, Absent] = {
     "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
     "actor.optim.optimizer": _OPTIMIZER,
     "actor.optim.optimizer_impl": _OPTIMIZER,
-    "actor.optim.override_optimizer_config*": _OPTIMIZER,
+    "actor.optim.override_optimizer_config*": _OVERRIDES,
     "actor.profiler.enable": _PROFILER,
-    "actor.qat.enable": _QUANTIZED,
-    "actor.router_replay.mode": _MOE,
     "actor.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
     "actor.strategy": _STRATEGY,
     "actor.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "leave the key out"),
     "async_training.use_dynamic_resource_scheduling": _SHARING,
     "async_training.use_trainer_do_validate": _SHARING,
+    "critic.fsdp.model_dtype": _MASTER,
     "critic.fsdp.strategy": _STRATEGY,
+    "critic.model.fsdp_config.model_dtype": _MASTER,
+    **{
+        f"critic.model.{name}": Absent(f"a critic with its own {name}", _CHECK_MODEL)
+        for name in ("external_lib", "hf_config_path", "lora_adapter_path", "tokenizer_path")
+    },
+    "critic.model.lora.rank": Absent("Megatron's adapters", "actor_rollout_ref.model.lora_rank"),
+    "critic.model.mtp.enable": Absent("multi-token prediction", "leave the key out"),
+    "critic.model.override_config*": Absent(
+        "a config.json of the critic's own", _CHECK_MODEL, mapping=True
+    ),
     "critic.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
     "critic.optim.optimizer": _OPTIMIZER,
     "critic.optim.optimizer_impl": _OPTIMIZER,
-    "critic.optim.override_optimizer_config*": _OPTIMIZER,
+    "critic.optim.override_optimizer_config*": _OVERRIDES,
     "critic.profiler.enable": _PROFILER,
     "critic.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
     "critic.strategy": _STRATEGY,
@@ -67,7 +100,7 @@ ABSENT: dict[str, Absent] = {
     ),
     "data.function_tool_path": _AGENT,
     "data.datagen.*": Absent("a generator of data", "task:NAME or reasoning_gym:NAME as a source"),
-    "data.sampler.*": Absent("a sampler of your own", "data.shuffle, or rows in the wanted order"),
+    "data.sampler.*": _SAMPLER,
     "data.reward_fn_key": Absent(
         "another column for the data source", "a column data_source", ("data_source",)
     ),
@@ -89,21 +122,36 @@ ABSENT: dict[str, Absent] = {
         "a start from adapters", "merge the adapters into the model first"
     ),
     "model.mtp.enable": Absent("multi-token prediction", "leave the key out"),
-    "model.override_config*": Absent(
-        "overrides of the model's config.json",
-        "the changed value in the model's config.json",
-        mapping=True,
-    ),
     "model.tiled_mlp.enabled": Absent("tiled MLPs", "model.gradient_checkpointing=true"),
     "model.tokenizer_path": Absent("a tokenizer elsewhere", "the tokenizer in the model's folder"),
+    "ref.model.*": Absent(
+        "a reference policy that is another model",
+        "leave the key out: it has the weights that RL started from",
+    ),
     "ref.strategy": _STRATEGY,
     "ref.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
+    "custom_reward_function.reward_kwargs*": _ARGUMENTS,
+    "reward.custom_reward_function.reward_kwargs*": _ARGUMENTS,
+    "reward.reward_kwargs*": _ARGUMENTS,
     "reward.reward_manager.module.path": _OWN_MANAGER,
     "reward.reward_manager.name": _MANAGER,
-    "reward.sandbox_fusion.url": _SANDBOX,
+    "reward.sandbox_fusion.*": _SANDBOX,
     "reward_manager.module.path": _OWN_MANAGER,
     "reward_manager.name": _MANAGER,
+    "reward_model.model.external_lib": Absent(
+        "packages that a model imports", "reward.model.trust_remote_code=true"
+    ),
+    "reward_model.model.override_config*": Absent(
+        "overrides of a reward model's config.json",
+        "the changed value in its config.json",
+        mapping=True,
+    ),
+    "reward_model.reward_kwargs*": _ARGUMENTS,
+    "reward_model.reward_loop_class_name": _REWARD_LOOP,
+    "reward_model.reward_loop_module_path": _REWARD_LOOP,
     "reward_model.reward_manager": _MANAGER,
+    "reward_model.sandbox_fusion.*": _SANDBOX,
+    "reward_model.strategy": _STRATEGY,
     "rollout.agent.agent_loop_config_path": _AGENT,
     "rollout.agent.custom_async_server.*": _AGENT,
     "rollout.agent.default_agent_loop": Absent(
@@ -126,7 +174,13 @@ ABSENT: dict[str, Absent] = {
         "the TensorRT-LLM engine", "rollout.engine_kwargs for vLLM"
     ),
     "rollout.expert_parallel_size": _EXPERTS,
+    "rollout.logprobs_mode": Absent(
+        "log-probs of another distribution than the sampled one",
+        "leave the key out",
+        ("processed_logprobs",),
+    ),
     "rollout.moe_load_balance_metrics_interval": _MOE,
+    "rollout.mtp*": Absent("multi-token prediction", "leave the key out"),
     "rollout.multi_turn.*": _AGENT,
     "rollout.over_sample_rate": Absent(
         "over-sampling that drops slow samples", "async_training.staleness_threshold"
@@ -135,6 +189,7 @@ ABSENT: dict[str, Absent] = {
         "pipeline parallel replicas", "rollout.tensor_model_parallel_size", (1,)
     ),
     "rollout.prometheus.enable": Absent("a Prometheus endpoint", "metrics.jsonl and TensorBoard"),
+    "rollout.qat*": _QUANTIZED,
     "rollout.quantization*": _QUANTIZED,
     "rollout.scheduling_policy": Absent("other schedules in vLLM", "leave the key out", ("fcfs",)),
     "rollout.skip_rollout": Absent("rollouts from a file", "leave the key out"),
@@ -148,16 +203,23 @@ ABSENT: dict[str, Absent] = {
         "a save before the lease of a node ends", "SIGTERM, which always saves"
     ),
     "trainer.rollout_data_dir": Absent("rollouts as files", "leave the key out"),
+    "trainer.checkpoint_callback_class": Absent("a callback at each save", "leave the key out"),
+    "trainer.v1.colocate_async.num_warmup_batches": _WARM_UP,
+    "trainer.v1.sampler.custom_sampler.*": _SAMPLER,
+    "trainer.v1.sampler.sampler_kwargs*": _SAMPLER,
     "trainer.v1.sampler.max_off_policy_*": Absent(
         "dropping samples by age",
         "algorithm.rollout_correction.max_token_age, or async_training.staleness_threshold",
         (8, "drop"),
     ),
+    "trainer.v1.separate_async.num_warmup_batches": _WARM_UP,
     "trainer.v1.separate_async.hybrid_rollout.enable_switch": _SHARING,
     "trainer.validation_data_dir": Absent(
         "another folder for transcripts", "the transcripts in the run's folder"
     ),
     "*.megatron.*": _MEGATRON,
+    "*.qat.enable": _QUANTIZED,
+    "*.router_replay.mode": _MOE,
     "*.veomni.*": _STRATEGY,
     "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
 }

@@ -17,8 +17,9 @@ class Mapped:
     to: str
     """The key of millrace."""
     value: Callable[[Any], Any] | None = None
-    """The translation of the value. `values.DROP` leaves the key out. Raises ValueError with the rule
-    and the fix for a value that has no equal.
+    """The translation of the value. `values.DROP` is the default, and `values.SILENT` sets nothing.
+
+    Raises ValueError with the rule and the fix for a value that has no equal.
     """
     note: str = ""
     """What differs, for the user."""

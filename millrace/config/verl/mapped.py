@@ -5,27 +5,39 @@ from __future__ import annotations
 from millrace.config.verl.kinds import Mapped
 from millrace.config.verl.values import (
     DROP,
-    buckets,
+    all_if_none,
     by_engine,
+    everything,
     flag,
+    if_set,
     loggers,
     lr_shape,
     never,
     not_none,
+    one_by_one,
     one_of,
     renamed,
     resume_mode,
+    sampled,
     trainer_mode,
     updates,
+    without,
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
 _SINKS = "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
+_SIDES = ("actor", "critic")
 
 MAPPED: dict[str, Mapped] = {
     "actor.checkpoint.async_save": Mapped("trainer.async_save"),
+    **{
+        f"{side}.checkpoint.load_contents": Mapped(
+            "trainer.resume", everything, "a resume loads everything"
+        )
+        for side in _SIDES
+    },
     "actor.fsdp_config.dtype": Mapped("model.dtype", _DTYPE),
     "actor.fsdp_config.fsdp_size": Mapped("trainer.fsdp_size", never),
     "actor.fsdp_config.full_determinism": Mapped("trainer.deterministic"),
@@ -37,7 +49,22 @@ MAPPED: dict[str, Mapped] = {
     "actor.grad_clip": Mapped("actor.optim.clip_grad"),
     "actor.loss_scale_factor": Mapped("actor.loss_scale_factor", never),
     "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
+    **{
+        f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)
+        for side in _SIDES
+    },
+    **{
+        f"{side}.optim.override_optimizer_config.{name}": Mapped(f"{side}.optim.{name}")
+        for side in _SIDES
+        for name in ("betas", "eps", "lr", "weight_decay")
+    },
+    **{
+        f"{side}.optim.override_optimizer_config.{name}": Mapped(f"{side}.optim", without(name))
+        for side in _SIDES
+        for name in ("amsgrad", "maximize")
+    },
     "actor.policy_loss.dro_beta": Mapped("actor.policy_loss.dro_beta", not_none),
+    **{f"{side}.rollout_n": Mapped("rollout.n") for side in (*_SIDES, "ref")},
     "actor.tau_neg": Mapped("actor.policy_loss.tau_neg"),
     "actor.tau_pos": Mapped("actor.policy_loss.tau_pos"),
     "actor.use_rollout_log_probs": Mapped("async_training.use_rollout_log_probs"),
@@ -51,7 +78,7 @@ MAPPED: dict[str, Mapped] = {
         "async_training.placement", flag("colocated", "separate")
     ),
     "actor_rollout_ref.rollout.n_gpus_per_node": Mapped("rollout.n_gpus_per_node"),
-    "actor_rollout_ref.rollout.nnodes": Mapped("rollout.nnodes", buckets),
+    "actor_rollout_ref.rollout.nnodes": Mapped("rollout.nnodes", if_set),
     "algorithm.adv_estimator": Mapped(
         "algorithm.adv_estimator", renamed({"grpo_vectorized": "grpo"})
     ),
@@ -60,9 +87,6 @@ MAPPED: dict[str, Mapped] = {
         renamed({None: "score", "seq_reward": "reward", "seq_final_reward": "reward"}),
     ),
     "algorithm.rollout_correction.bypass_mode": Mapped("async_training.use_rollout_log_probs"),
-    "algorithm.rollout_correction.loss_type": Mapped(
-        "actor.policy_loss.loss_mode", lambda v: "reinforce" if v == "reinforce" else DROP
-    ),
     "algorithm.rollout_correction.rollout_is_threshold": Mapped(
         "algorithm.rollout_correction.rollout_is_threshold", not_none
     ),
@@ -76,7 +100,7 @@ MAPPED: dict[str, Mapped] = {
     "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
     "data.gen_batch_size": Mapped(
         "data.gen_batch_size",
-        lambda v: 1 if isinstance(v, int) and v > 0 else v,
+        one_by_one,
         "samples are admitted one by one",
     ),
     "data.max_prompt_length": Mapped("rollout.max_prompt_length"),
@@ -85,6 +109,7 @@ MAPPED: dict[str, Mapped] = {
     "data.trust_remote_code": Mapped("model.trust_remote_code"),
     "data.val_max_samples": Mapped("data.val_max_samples", never),
     "model.enable_gradient_checkpointing": Mapped("model.gradient_checkpointing"),
+    "model.override_config": Mapped("model.override_config", not_none),
     **{
         name: Mapped(f"reward.model.{ours}", not_none)
         for name, ours in {
@@ -100,15 +125,16 @@ MAPPED: dict[str, Mapped] = {
         "rollout.engine_kwargs.cudagraph_capture_sizes", not_none
     ),
     "rollout.dtype": Mapped("model.dtype", _DTYPE),
+    "rollout.do_sample": Mapped("rollout.temperature", sampled, "rollouts are always sampled"),
     "rollout.enable_chunked_prefill": Mapped(
         "rollout.engine_kwargs.enable_chunked_prefill", flag(DROP, False)
     ),
-    "rollout.engine_kwargs.vllm": Mapped("rollout.engine_kwargs", lambda v: v or DROP),
+    "rollout.engine_kwargs.vllm": Mapped("rollout.engine_kwargs", not_none),
     "rollout.full_determinism": Mapped("trainer.deterministic"),
     "rollout.name": Mapped("rollout.engine", by_engine),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
     "rollout.response_length": Mapped("rollout.max_response_length"),
-    "rollout.standalone_gpu_memory_utilization": Mapped("rollout.gpu_memory_utilization", not_none),
+    "rollout.standalone_gpu_memory_utilization": Mapped("rollout.gpu_memory_utilization", if_set),
     "rollout.test_freq": Mapped("rollout.test_freq", never),
     "rollout.top_k": Mapped("rollout.top_k", never),
     "rollout.total_epochs": Mapped("trainer.total_epochs"),
@@ -116,7 +142,7 @@ MAPPED: dict[str, Mapped] = {
     "trainer.default_local_dir": Mapped("trainer.run_dir"),
     "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
     "trainer.logger": Mapped("trainer.logger", loggers, _SINKS),
-    "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", not_none),
+    "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", all_if_none),
     "trainer.resume": Mapped("trainer.resume", resume_mode),
     "trainer.resume_mode": Mapped("trainer.resume", resume_mode),
     "trainer.save_freq": Mapped("trainer.save_freq", never),
@@ -139,6 +165,7 @@ MAPPED: dict[str, Mapped] = {
 """Keys with an equal under another name, or with other values."""
 
 PATTERNS: dict[str, Mapped] = {
+    "model.override_config.model_config.*": Mapped("model.override_config.*"),
     "rollout.engine_kwargs.vllm.*": Mapped("rollout.engine_kwargs.*"),
 }
 """As MAPPED, with the rest of the name in place of `*`."""

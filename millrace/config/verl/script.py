@@ -11,7 +11,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from millrace.errors import ConfigError, bad_value
@@ -198,78 +198,71 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _commands(text: str) -> list[str]:
-    """Split a line at `;`, `&&` and `||` outside of quotes and brackets."""
-    parts, part, quote, depth, at = [], "", "", 0, 0
-    while at < len(text):
-        char = text[at]
+def _scan(text: str, brackets: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the position, the character and whether it is bare, for each character and the end.
+
+    A bare character stands outside of quotes and brackets. A bracket itself is not bare. `brackets`
+    has the kinds that count, each with its two sides.
+    """
+    quote, depth = "", 0
+    for at, char in enumerate(text):
         if quote:
             quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif depth <= 0 and (char == ";" or text[at : at + 2] in ("&&", "||")):
-            parts.append(part)
-            part = ""
-            at += 1 if char == ";" else 2
+            yield at, char, False
             continue
-        part += char
-        at += 1
-    return [*parts, part]
+        quote = char if char in "'\"" else ""
+        if char in brackets:
+            depth += 1 if brackets.index(char) % 2 == 0 else -1
+            yield at, char, False
+        else:
+            yield at, char, not quote and depth <= 0
+    yield len(text), "", not quote and depth <= 0
+
+
+_ALL = "()[]{}"
+
+
+def _commands(text: str) -> list[str]:
+    """Split a line at `;`, `&&` and `||` outside of quotes and brackets."""
+    parts, start = [], 0
+    for at, char, bare in _scan(text, _ALL):
+        sign = char if char == ";" else text[at : at + 2]
+        if bare and at >= start and sign in (";", "&&", "||"):
+            parts.append(text[start:at])
+            start = at + len(sign)
+    return [*parts, text[start:]]
 
 
 def _without_comment(text: str) -> str:
     """Remove comments: `#` at the start of a word, outside of quotes."""
-    kept, quote = [], ""
-    for line in text.split("\n"):
-        out = ""
-        for at, char in enumerate(line):
-            if quote:
-                quote = "" if char == quote else quote
-            elif char in "'\"":
-                quote = char
-            elif char == "#" and (at == 0 or line[at - 1].isspace()):
-                break
-            out += char
-        kept.append(out)
-    return "\n".join(kept)
+    out = ""
+    while True:
+        starts = (
+            at
+            for at, char, bare in _scan(text, "")
+            if bare and char == "#" and (at == 0 or text[at - 1].isspace())
+        )
+        at = next(starts, len(text))
+        end = text.find("\n", at)
+        out += text[:at]
+        if end < 0:
+            return out
+        text = text[end:]
 
 
 def _is_open(text: str) -> bool:
     """Return whether a quote is open, or the brackets of an array or of arithmetic."""
-    quote, depth = "", 0
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-    return bool(quote) or depth > 0
+    return not all(bare for at, _, bare in _scan(text, "()") if at == len(text))
 
 
 def _words(text: str) -> list[str]:
     """Split a line at spaces outside of quotes and of `$(( ))`. Quotes stay."""
-    words, word, quote, depth = [], "", "", 0
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char.isspace() and depth <= 0:
-            if word:
-                words.append(word)
-            word = ""
-            continue
-        word += char
-    return [*words, word] if word else words
+    words, start = [], 0
+    for at, char, bare in _scan(text, _ALL):
+        if at == len(text) or (bare and char.isspace()):
+            words.append(text[start:at])
+            start = at + 1
+    return [word for word in words if word]
 
 
 def _expand(word: str, values: _Variables, line: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,7 @@ from millrace.config.verl.joined import JOINED, Joined, join
 from millrace.config.verl.kinds import PREFIX, Absent, Mapped
 from millrace.config.verl.mapped import MAPPED, PATTERNS
 from millrace.config.verl.needless import NEEDLESS
-from millrace.config.verl.values import DROP
+from millrace.config.verl.values import DROP, SILENT
 from millrace.errors import ConfigError, bad_value
 
 Setting = tuple[str, Any]
@@ -63,69 +63,137 @@ def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | No
 
 
 def translate(
-    settings: Iterable[Setting], native: Callable[[str], bool]
-) -> tuple[list[Setting], list[Note]]:
-    """Return the settings in millrace's words, and a note for each that verl spells differently.
+    layers: Iterable[Iterable[Setting]], native: Callable[[str], bool]
+) -> tuple[list[list[Setting]], list[Note]]:
+    """Return each layer in millrace's words, and notes on what became of verl's settings.
 
-    `native` says whether a dotted key is millrace's own. A key that nobody knows stays as it is,
-    without the prefix. Raises ConfigError with one line for each setting of a feature that
-    millrace does not have, and for each value without an equal.
+    Of a key of verl's, the value in the last layer counts, as in Hydra. `native` says whether a
+    dotted key is millrace's own. A key that nobody knows stays as it is, without the prefix. Raises
+    ConfigError with one line for each setting of a feature that millrace does not have, for each
+    value without an equal, and for each two settings of one layer that contradict each other.
     """
-    given = list(settings)
-    ours: list[Setting] = []
-    notes: list[Note] = []
+    given = [_last_values(layer) for layer in layers]
+    last = {_name(key): i for i, layer in enumerate(given) for key in layer}
+    work = _Work(native, [[] for _ in given])
+    whole = _last_values((_name(key), v) for layer in given for key, v in layer.items())
     errors: list[ConfigError] = []
-    absent: dict[Absent, list[Setting]] = {}
-    joined: Joined = {}
-    try:
-        joined = join({k.removeprefix(PREFIX): v for k, v in given})
-    except ConfigError as error:
-        errors.append(error)
-    for key, value in given:
-        row, short = entry(key, native), key.removeprefix(PREFIX)
-        if short in JOINED:
-            if short in joined:
-                result, why = joined[short]
-                ours += result
-                notes.append(_note((key, value), result, why))
-        elif isinstance(row, Mapped):
-            try:
-                result = _mapped(row, short, value)
-            except ValueError as error:
-                rule, _, fix = str(error).partition("; ")
-                errors.append(bad_value(key, value, rule, fix))
-                continue
-            ours += result
-            if result != [(short, value)] or type(result[0][1]) is not type(value):
-                notes.append(_note((key, value), result, row.note))
-        elif isinstance(row, Absent):
-            if row.allows(value):
-                notes.append(Note((key, value), why=f"without {row.feature}, as always here"))
-            else:
-                absent.setdefault(row, []).append((key, value))
-        elif row is not None:
-            notes.append(Note((key, value), why=row))
-        else:
-            ours.append((short, value))
-    errors += [_refused(row, found) for row, found in absent.items()]
+    work.joined = join(whole, last, errors)
+    spelled = {_name(key): key for layer in given for key in layer}
+    for error in errors:  # these have the tables' names, without the prefix
+        key, equals, rest = str(error).partition(" = ")
+        work.errors.append(ConfigError(f"{spelled.get(key, key)}{equals}{rest}"))
+    for at, layer in enumerate(given):
+        for key, value in layer.items():
+            row = entry(key, native)
+            if row is None or last[_name(key)] == at:
+                work.add(at, (key, value), row)
+    errors = [*work.errors, *(_refused(row, found) for row, found in work.absent.items())]
+    errors += [error for layer in work.ours for error in _contradictions(layer)]
     if errors:
         raise ConfigError("\n".join(map(str, errors)))
-    return ours, notes
+    return [[ours for _, ours in layer] for layer in work.ours], work.notes
+
+
+def _last_values(layer: Iterable[Setting]) -> dict[str, Any]:
+    """Return the last value of each key, in the order of these last values."""
+    values: dict[str, Any] = {}
+    for key, value in layer:
+        values.pop(key, None)
+        values[key] = value
+    return values
+
+
+def _name(key: str) -> str:
+    """Return the name under which the tables know a key: without the prefix, or with it."""
+    tables = (MAPPED, ABSENT, NEEDLESS)
+    return key if any(key in table for table in tables) else key.removeprefix(PREFIX)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What became of the settings so far."""
+
+    native: Callable[[str], bool]
+    ours: list[list[tuple[Setting, Setting]]]
+    """For each layer: settings in verl's words with their translations."""
+    notes: list[Note] = field(default_factory=list)
+    errors: list[ConfigError] = field(default_factory=list)
+    absent: dict[Absent, list[Setting]] = field(default_factory=dict)
+    joined: dict[str, Joined] = field(default_factory=dict)
+
+    def add(self, at: int, theirs: Setting, row: Mapped | Absent | str | None) -> None:
+        """Translate a setting of layer `at`."""
+        key, value = theirs
+        short = key.removeprefix(PREFIX)
+        if short in JOINED:
+            if short in self.joined:
+                layer, result, why = self.joined[short]
+                self.ours[layer] += [(theirs, ours) for ours in result]
+                self.notes.append(_note(theirs, result, why))
+        elif isinstance(row, Mapped):
+            self._map(at, theirs, row)
+        elif isinstance(row, Absent):
+            if row.allows(value):
+                self.notes.append(Note(theirs, why=f"this value does not use {row.feature}"))
+            else:
+                self.absent.setdefault(row, []).append(theirs)
+        elif row is not None:
+            self.notes.append(Note(theirs, why=row))
+        else:
+            self.ours[at].append((theirs, (short, value)))
+
+    def _map(self, at: int, theirs: Setting, row: Mapped) -> None:
+        key, value = theirs
+        short = key.removeprefix(PREFIX)
+        try:
+            result = row.value(value) if row.value else value
+        except ValueError as error:
+            rule, _, fix = str(error).partition("; ")
+            self.errors.append(bad_value(key, value, rule, fix))
+            return
+        rest = next((short.removeprefix(p[:-1]) for p, r in PATTERNS.items() if r is row), "")
+        to = row.to.replace("*", rest)
+        if result is SILENT:
+            self.notes.append(Note(theirs, why=row.note or "this value decides nothing"))
+        elif result is DROP:
+            self._reset(at, to)
+            self.notes.append(Note(theirs, why=f"it leaves {to} at its default"))
+        else:
+            self.ours[at].append((theirs, (to, result)))
+            if (to, result) != (short, value) or type(result) is not type(value):
+                self.notes.append(Note(theirs, ((to, result),), row.note))
+
+    def _reset(self, at: int, to: str) -> None:
+        """Remove a key of millrace, and all names under it, from the layers before `at`."""
+        for layer in self.ours[:at]:
+            layer[:] = [
+                item for item in layer if item[1][0] != to and not item[1][0].startswith(f"{to}.")
+            ]
+
+
+def _contradictions(layer: Iterable[tuple[Setting, Setting]]) -> Iterator[ConfigError]:
+    """Yield an error for each key of millrace that two settings of a layer set differently."""
+    first: dict[str, tuple[Setting, Any]] = {}
+    for theirs, (to, value) in layer:
+        (key, before), other = first.setdefault(to, (theirs, value))
+        if key != theirs[0] and other != value:
+            meant = f", here {_text(other)} and {_text(value)}" if before == theirs[1] else ""
+            rule = f"contradicts {key} = {before!r}, because both set {to}{meant}"
+            yield bad_value(*theirs, rule, "leave one of the two out")
+
+
+_SHOWN = 5
+"""Keys of one feature that its error names, besides the last one."""
 
 
 def _refused(row: Absent, settings: Sequence[Setting]) -> ConfigError:
     """Return the error for all settings of one feature."""
     *others, (key, value) = settings
-    first = "".join(f"{name} = {other!r}, " for name, other in others)
+    hidden = len(others) - _SHOWN
+    first = "".join(f"{name} = {other!r}, " for name, other in others[:_SHOWN])
+    first += f"{hidden} more such keys, " if hidden > 0 else ""
     rule = f"millrace does not have {row.feature}"
     return ConfigError(f"{first}{bad_value(key, value, rule, row.instead)}")
-
-
-def _mapped(row: Mapped, short: str, value: Any) -> list[Setting]:
-    """Return the setting of millrace, or none. `*` in its key is the rest of verl's key."""
-    result = row.value(value) if row.value else value
-    rest = next((short.removeprefix(p[:-1]) for p, r in PATTERNS.items() if r is row), "")
-    return [] if result is DROP else [(row.to.replace("*", rest), result)]
 
 
 def _note(setting: Setting, result: Sequence[Setting], why: str) -> Note:

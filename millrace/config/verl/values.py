@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DROP = object()
-"""The translation of a value that leaves millrace's default in place."""
+"""The translation of a value that means millrace's default, whatever earlier layers set."""
+SILENT = object()
+"""The translation of a value that decides nothing."""
 
 
 class Updates(int):
@@ -22,8 +24,52 @@ def never(value: Any) -> Any:
 
 
 def not_none(value: Any) -> Any:
-    """Leave millrace's default in place of null."""
+    """Translate null to millrace's default."""
     return DROP if value is None else value
+
+
+def if_set(value: Any) -> Any:
+    """Accept null and 0, which decide nothing."""
+    return value or SILENT
+
+
+def one_by_one(value: Any) -> Any:
+    """Translate every number of samples to 1. null decides nothing."""
+    return SILENT if value is None else 1 if isinstance(value, int) and value > 0 else value
+
+
+def all_if_none(value: Any) -> Any:
+    """Translate null, which keeps all checkpoints, to a number that no run reaches."""
+    return 1_000_000 if value is None else value
+
+
+def sampled(value: Any) -> Any:
+    """Accept true: rollouts in training are sampled."""
+    if value in (True, None):
+        return SILENT
+    raise ValueError("rollouts in training are always sampled; leave the key out")
+
+
+def everything(value: Any) -> Any:
+    """Accept the contents of a checkpoint that a resume needs."""
+    needed = ("model", "optimizer", "extra")
+    if value is None or (isinstance(value, list) and all(name in value for name in needed)):
+        return SILENT
+    raise ValueError(
+        "a resume always loads the model, the optimizer and the random state; leave the key out; "
+        "for a new run from a trained model, set model.path to its export"
+    )
+
+
+def without(feature: str) -> Callable[[Any], Any]:
+    """Return a translation that accepts false alone."""
+
+    def translate(value: Any) -> Any:
+        if value in (False, None):
+            return SILENT
+        raise ValueError(f"AdamW has no {feature} here; leave the key out")
+
+    return translate
 
 
 def flag(on: Any, off: Any) -> Callable[[Any], Any]:
@@ -32,11 +78,9 @@ def flag(on: Any, off: Any) -> Callable[[Any], Any]:
 
 
 def one_of(**names: Any) -> Callable[[Any], Any]:
-    """Return a translation of names. null leaves millrace's default in place."""
+    """Return a translation of names."""
 
     def translate(value: Any) -> Any:
-        if value is None:
-            return DROP
         if str(value) not in names:
             raise ValueError(f"must be one of {', '.join(names)}; {next(iter(names))}")
         return names[str(value)]
@@ -51,8 +95,8 @@ def renamed(names: Mapping[str | None, str]) -> Callable[[Any], Any]:
 
 def by_engine(value: Any) -> Any:
     """Translate the name of a rollout engine."""
-    if value in ("vllm", "hf", None):
-        return {"vllm": "vllm", "hf": "torch"}.get(value, DROP)
+    if value in ("vllm", "hf"):
+        return "torch" if value == "hf" else value
     raise ValueError(
         f"millrace has no {value} engine; actor_rollout_ref.rollout.name=vllm, or hf for the torch "
         "engine"
@@ -74,7 +118,7 @@ def loggers(value: Any) -> Any:
 
 def resume_mode(value: Any) -> Any:
     """Translate disable to never. resume_path takes the folder from trainer.resume_from_path."""
-    return DROP if value == "resume_path" else "never" if value == "disable" else value
+    return SILENT if value == "resume_path" else "never" if value == "disable" else value
 
 
 def trainer_mode(value: Any) -> Any:
@@ -88,16 +132,15 @@ def trainer_mode(value: Any) -> Any:
 
 
 def lr_shape(value: Any) -> Any:
-    """Check the shape of a learning rate schedule."""
-    return one_of(constant="constant", linear="linear", cosine="cosine")(value)
+    """Check the shape of a learning rate schedule. null decides nothing."""
+    return (
+        SILENT
+        if value is None
+        else one_of(constant="constant", linear="linear", cosine="cosine")(value)
+    )
 
 
 def updates(value: Any) -> Any:
     """Mark a number of verl's updates, which becomes a number of optimizer steps. -1 means 0."""
     count = never(value)
     return Updates(count) if isinstance(count, int) else count
-
-
-def buckets(value: Any) -> Any:
-    """Leave millrace's default in place of null and 0, which switch the buckets off."""
-    return value or DROP

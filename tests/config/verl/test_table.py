@@ -9,6 +9,7 @@ import pytest
 
 from millrace.config import Config, recipe
 from millrace.config.layers import expand, is_native
+from millrace.config.layers import settings_of as settings_of_overrides
 from millrace.config.verl.absent import ABSENT
 from millrace.config.verl.joined import JOINED
 from millrace.config.verl.kinds import PREFIX, Absent, Mapped
@@ -38,7 +39,7 @@ def test_every_entry_matches_a_key_of_verl_or_its_older_spelling() -> None:
     names = [name for table in (MAPPED, ABSENT, NEEDLESS, JOINED) for name in table]
     assert len(names) == len(set(names))
     for name in names:
-        added = "overlong_buffer" in name or name.endswith("max_resp_len")
+        added = any(part in name for part in ("overlong_buffer", "max_resp_len", ".override_"))
         assert "*" in name or name in spelled or name in OLDER or added, name
 
 
@@ -58,9 +59,14 @@ def test_mapped_keys_lead_to_keys_of_millrace() -> None:
         assert is_native(row.to.replace("*", "x")), name
 
 
+def ours_of(*layers: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return all settings that the layers become."""
+    return [setting for layer in translate(layers, is_native)[0] for setting in layer]
+
+
 def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
     notes: list[Note] = []
-    return expand([(key, value)], notes), notes
+    return expand([[(key, value)]], notes)[0], notes
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,12 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
             False,
             {"rollout": {"engine_kwargs": {"enable_chunked_prefill": False}}},
         ),
+        (
+            "actor_rollout_ref.model.override_config.model_config.rope_theta",
+            5,
+            {"model": {"override_config": {"rope_theta": 5}}},
+        ),
+        ("actor_rollout_ref.model.override_config.attn_implementation", "eager", {}),
         ("actor_rollout_ref.rollout.nnodes", 0, {}),
         ("actor_rollout_ref.rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
         ("actor_rollout_ref.actor.use_dynamic_bsz", True, {}),
@@ -106,16 +118,13 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         ("async_training.compute_prox_log_prob", True, BYPASS),
         ("actor_rollout_ref.rollout.multi_turn.enable", False, {}),
         ("reward_model.model.path", "m", {}),
-        ("reward_model.enable", True, {}),
         ("rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
     ],
 )  # fmt: skip
 def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str, Any]) -> None:
     tree, notes = settings_of(theirs, value)
     assert tree == ours
-    same = (
-        tree and (theirs.removeprefix(PREFIX), value) in translate([(theirs, value)], is_native)[0]
-    )
+    same = tree and (theirs.removeprefix(PREFIX), value) in ours_of([(theirs, value)])
     assert same or len(notes) == 1
 
 
@@ -142,13 +151,12 @@ def test_a_feature_that_is_missing_is_named(key: str, value: Any, parts: list[st
 
 def test_one_error_names_all_keys_of_a_feature_and_all_features() -> None:
     with pytest.raises(ConfigError) as caught:
-        expand(
+        ours_of(
             [
                 ("actor_rollout_ref.actor.megatron.use_mbridge", True),
                 ("trainer.default_hdfs_dir", "hdfs://a"),
                 ("actor_rollout_ref.ref.megatron.param_offload", True),
-            ],
-            [],
+            ]
         )
     first, second = str(caught.value).splitlines()
     assert "use_mbridge" in first and "ref.megatron" in first and "hdfs" in second
@@ -157,15 +165,18 @@ def test_one_error_names_all_keys_of_a_feature_and_all_features() -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_launch_script_resolves_but_for_absent_features(script: Path) -> None:
     overrides = script.read_text().splitlines()
-    absent = []
-    for item in overrides:
-        try:
-            recipe.override_layer([item], [])
-        except ConfigError as error:
-            absent.append(item)
-            assert "millrace does not have" in str(error) and item.split("=")[0].lstrip("+") in str(
-                error
-            )
+    settings = settings_of_overrides(overrides)
+    rows = {key: entry(key, is_native) for key, _ in settings}
+    left_out = {k for k, v in settings if isinstance(row := rows[k], Absent) and not row.allows(v)}
+    absent = [item for item in overrides if item.split("=")[0].lstrip("+") in left_out]
+    if absent:
+        with pytest.raises(ConfigError, match="millrace does not have") as caught:
+            ours_of(settings)
+        assert all(
+            row.feature in str(caught.value)
+            for k, row in rows.items()
+            if k in left_out and isinstance(row, Absent)
+        )
     features = ("megatron", "multi_turn", "ulysses", "override_config", "custom_cls", "optimizer")
     assert all(any(name in item for name in features) for item in absent), absent
     base = "fully_async" if script.stem.startswith("fully_async") else "one_step_off"
@@ -178,11 +189,7 @@ def test_a_launch_script_resolves_but_for_absent_features(script: Path) -> None:
 
 def test_values_of_a_script_arrive() -> None:
     script = HERE / "fully_async_dapo_7b_64_64_mis.txt"
-    overrides = [
-        item
-        for item in script.read_text().splitlines()
-        if not ("ulysses" in item or "override_config" in item)
-    ]
+    overrides = [item for item in script.read_text().splitlines() if "ulysses" not in item]
     c = recipe.load("verl/fully_async_ppo_trainer", overrides)
     assert (c.schedule.window, c.schedule.capacity) == (32 * 4 * 4, 768)
     assert c.actor.optim.lr_warmup_steps == 10 * 4  # ten local steps of four mini-batches
@@ -208,10 +215,9 @@ def test_removed_keys_of_hydra_are_refused_and_added_ones_are_set() -> None:
 
 def test_resume_from_a_path_needs_the_path() -> None:
     key, mode = "trainer.resume_from_path", "trainer.resume_mode"
-    ours, _ = translate([(mode, "resume_path"), (key, "a/b")], is_native)
-    assert ours == [("trainer.resume", "a/b")]
+    assert ours_of([(mode, "resume_path"), (key, "a/b")]) == [("trainer.resume", "a/b")]
     with pytest.raises(ConfigError, match="resume_from_path=FOLDER"):
-        translate([(mode, "resume_path")], is_native)
+        ours_of([(mode, "resume_path")])
 
 
 def test_kinds_are_what_the_tables_say() -> None:
@@ -225,17 +231,17 @@ def test_kinds_are_what_the_tables_say() -> None:
 
 def test_a_reward_model_counts_if_it_is_enabled() -> None:
     path, enable = "reward_model.model.path", "reward_model.enable"
-    assert translate([(path, "m"), (enable, True)], is_native)[0] == [("reward.model.path", "m")]
-    assert translate([(path, "m"), (enable, False)], is_native)[0] == []
+    assert ours_of([(path, "m"), (enable, True)]) == [("reward.model.path", "m")]
+    assert ours_of([(path, "m"), (enable, False)]) == []
+    with pytest.raises(ConfigError, match=r"reward_model\.model\.path=MODEL"):
+        ours_of([(enable, True)])
 
 
-@pytest.mark.parametrize(
-    "key", ["data.apply_chat_template_kwargs", "actor_rollout_ref.model.override_config"]
-)
-def test_a_named_value_of_a_mapping_is_a_setting_even_if_it_is_false(key: str) -> None:
-    assert translate([(key, {})], is_native)[0] == []
+def test_a_named_value_of_a_mapping_is_a_setting_even_if_it_is_false() -> None:
+    key = "data.apply_chat_template_kwargs"
+    assert ours_of([(key, {})]) == []
     with pytest.raises(ConfigError, match="millrace does not have"):
-        translate([(f"{key}.enable_thinking", False)], is_native)
+        ours_of([(f"{key}.enable_thinking", False)])
 
 
 @pytest.mark.parametrize(
@@ -244,3 +250,140 @@ def test_a_named_value_of_a_mapping_is_a_setting_even_if_it_is_false(key: str) -
 def test_each_program_has_verls_default_of_the_old_policy(program: str, bypass: bool) -> None:
     config = recipe.load(f"verl/{program}_trainer")
     assert config.async_training.use_rollout_log_probs == bypass
+
+
+FUNCTION, RS = "custom_reward_function", "algorithm.rollout_correction"
+BYPASS_KEY, PROX = f"{RS}.bypass_mode", "async_training.compute_prox_log_prob"
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "ours"),
+    [
+        ({f"{FUNCTION}.path": "r.py"}, {f"{FUNCTION}.name": "f"}, {"reward.function": "r.py:f"}),
+        ({f"{FUNCTION}.name": "f"}, {f"{FUNCTION}.path": "r.py"}, {"reward.function": "r.py:f"}),
+        ({f"{FUNCTION}.path": "r.py"}, {f"{FUNCTION}.path": None}, {}),
+        ({"trainer.resume_mode": "resume_path"}, {"trainer.resume_from_path": "a"}, {"trainer.resume": "a"}),
+        ({"trainer.experiment_name": "a", "trainer.project_name": "b"}, {"trainer.experiment_name": None}, {"name": "b"}),
+        ({"reward_model.model.path": "m"}, {"reward_model.enable": True}, {"reward.model.path": "m"}),
+        ({"actor.clip_ratio_low": 0.1}, {"actor.clip_ratio": 0.3}, {"actor.clip_ratio_low": 0.3, "actor.clip_ratio_high": 0.3}),
+        ({"actor.clip_ratio": 0.3}, {"actor.clip_ratio_low": 0.1}, {"actor.clip_ratio_low": 0.1, "actor.clip_ratio_high": 0.3}),
+        ({f"{RS}.rollout_is_threshold": 5.0}, {f"{RS}.rollout_is_threshold": None}, {}),
+        ({"reward.model.max_length": 9}, {"reward_model.max_length": None}, {}),
+        ({"rollout.engine_kwargs.vllm.swap_space": 4}, {"rollout.engine_kwargs.vllm": None}, {}),
+        ({"rollout.enable_chunked_prefill": False}, {"rollout.enable_chunked_prefill": True}, {}),
+        ({"actor.optim.warmup_style": "cosine"}, {"actor.optim.warmup_style": None}, {}),
+        ({"rollout.gpu_memory_utilization": 0.6}, {"rollout.standalone_gpu_memory_utilization": None}, {"rollout.gpu_memory_utilization": 0.6}),
+        ({f"{RS}.loss_type": "reinforce"}, {f"{RS}.loss_type": "ppo_clip"}, {}),
+        ({f"{RS}.loss_type": "reinforce"}, {BYPASS_KEY: False}, {"async_training.use_rollout_log_probs": False}),
+        ({"trainer.max_ckpt_to_keep": 3}, {"trainer.max_actor_ckpt_to_keep": None}, {"trainer.max_ckpt_to_keep": 1_000_000}),
+        ({BYPASS_KEY: True}, {PROX: True}, {"async_training.use_rollout_log_probs": False}),
+        ({"rollout.multi_turn.enable": True}, {"rollout.multi_turn.enable": False}, {}),
+    ],
+)  # fmt: skip
+def test_layers_are_read_together_and_the_last_one_wins(
+    below: dict[str, Any], above: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    assert dict(ours_of([*below.items()], [*above.items()])) == ours
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {BYPASS_KEY: True, PROX: True},
+        {"actor_rollout_ref.actor.use_rollout_log_probs": False, BYPASS_KEY: True},
+        {"actor_rollout_ref.actor.optim.lr_scheduler_type": "linear", "actor.optim.warmup_style": "cosine"},
+        {"actor_rollout_ref.rollout.n": 4, "rollout.n": 8},
+        {"data.max_prompt_length": 4, "actor_rollout_ref.rollout.prompt_length": 8},
+        {"actor.grad_clip": 1.0, "actor.optim.clip_grad": 2.0},
+        {"trainer.experiment_name": "a", "name": "b"},
+    ],
+)  # fmt: skip
+def test_two_keys_that_contradict_each_other_are_both_named(settings: dict[str, Any]) -> None:
+    items = [*settings.items()]
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        ours_of(items)
+    assert all(key in str(caught.value) and repr(v) in str(caught.value) for key, v in items)
+    assert ours_of([items[0]], [items[1]])
+
+
+def test_two_keys_that_agree_are_one_setting() -> None:
+    settings = [("data.max_prompt_length", 8), ("rollout.prompt_length", 8)]
+    assert set(ours_of(settings)) == {("rollout.max_prompt_length", 8)}
+
+
+@pytest.mark.parametrize(
+    ("key", "harmless", "harmful"),
+    [
+        ("reward_model.sandbox_fusion.url", None, "http://a"),
+        ("reward.sandbox_fusion.url", None, "http://a"),
+        ("reward.reward_kwargs", {}, {"a": 1}),
+        ("reward_model.reward_kwargs.a", None, False),
+        ("custom_reward_function.reward_kwargs.a", None, 0),
+        ("reward.reward_kwargs.max_resp_len", 512, 100),
+        ("actor_rollout_ref.ref.model.path", None, "other"),
+        ("actor_rollout_ref.ref.model.lora_rank", 0, 8),
+        ("trainer.v1.sampler.custom_sampler.path", None, "a.py"),
+        ("trainer.v1.separate_async.num_warmup_batches", 1, 4),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp32", "bfloat16"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable", False, True),
+        ("actor_rollout_ref.ref.router_replay.mode", "disabled", "R2"),
+        ("actor_rollout_ref.actor.checkpoint.load_contents", ["extra", "model", "optimizer"], ["model"]),
+        ("actor_rollout_ref.actor.optim.total_training_steps", -1, None),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.fused", True, None),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.amsgrad", False, True),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.momentum", None, 0.9),
+        ("actor_rollout_ref.rollout.do_sample", True, False),
+        ("actor_rollout_ref.rollout.logprobs_mode", "processed_logprobs", "raw_logprobs"),
+        ("actor_rollout_ref.rollout.max_model_len", 1024, 1000),
+        ("critic.loss_agg_mode", "token-mean", "seq-mean-token-sum"),
+        ("critic.ppo_mini_batch_size", 32, 8),
+        ("critic.ppo_epochs", 1, 2),
+        ("critic.model.override_config", {}, {"a": 1}),
+        ("reward_model.model.override_config", {}, {"a": 1}),
+        ("reward_model.reward_loop_class_name", None, "Mine"),
+    ],
+)  # fmt: skip
+def test_what_changes_a_run_is_refused_and_its_default_is_accepted(
+    key: str, harmless: Any, harmful: Any
+) -> None:
+    assert ours_of([(key, harmless)]) == []
+    if harmful is None:
+        return
+    leaves = harmful.items() if isinstance(harmful, dict) else ()
+    given = [(f"{key}.{name}", value) for name, value in leaves] or [(key, harmful)]
+    with pytest.raises(ConfigError, match="Fix: ") as caught:
+        ours_of(given)
+    assert key in str(caught.value)
+
+
+def test_keys_that_must_equal_another_key_are_compared_with_it() -> None:
+    given = [("actor.loss_agg_mode", "seq-mean-token-sum"), ("data.max_response_length", 100)]
+    same = [
+        ("critic.loss_agg_mode", "seq-mean-token-sum"),
+        ("reward.reward_kwargs.max_resp_len", 100),
+    ]
+    assert ours_of(given, same) == [given[0], ("rollout.max_response_length", 100)]
+
+
+def test_the_length_of_a_schedule_counts_if_its_learning_rate_changes() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    steps = (f"{optim}.lr_decay_steps", 100)
+    assert ours_of([steps, (f"{optim}.lr_decay_style", "constant")])
+    with pytest.raises(ConfigError, match="lr_decay_steps = 100"):
+        ours_of([(f"{optim}.lr_decay_style", "cosine")], [steps])
+
+
+def test_arguments_of_the_optimizer_with_keys_here_are_mapped() -> None:
+    key = "actor_rollout_ref.actor.optim.override_optimizer_config"
+    ours = {"actor.optim.betas": [0.9, 0.95], "actor.optim.eps": 1e-15}
+    assert dict(ours_of([(f"{key}.betas", [0.9, 0.95]), (f"{key}.eps", 1e-15)])) == ours
+
+
+def test_critic_warmup_counts_training_steps_as_verl_does() -> None:
+    words = ["trainer.critic_warmup=3", "async_training.require_batches=2", "actor.ppo_epochs=2"]
+    assert recipe.load("algorithms/ppo", words).critic_warmup_steps == (3 - 1) * 2 * 2
+    window = recipe.load(
+        "verl/ppo_trainer", ["trainer.critic_warmup=3", "trainer.n_gpus_per_node=1"]
+    )
+    assert window.critic_warmup_steps == (3 - 1) * 1024 // 256
+    assert recipe.load("algorithms/ppo", ["trainer.critic_warmup=1"]).critic_warmup_steps == 0

@@ -204,7 +204,7 @@ def test_a_truncated_response_ends_in_its_value_where_that_is_asked_for(folder: 
 
 def test_in_critic_warmup_the_policy_holds_still_while_the_critic_learns(folder: str) -> None:
     engine = engine_of(
-        folder, config_of(algorithm=GAE, trainer={"critic_warmup": 3}, critic={"optim": optim()})
+        folder, config_of(algorithm=GAE, trainer={"critic_warmup": 4}, critic={"optim": optim()})
     )
     policy, critic = weights(engine.policy), weights(critic_of(engine))
     report = step(engine, samples_of())  # two steps
@@ -253,11 +253,11 @@ def state(engine: FsdpTrainEngine) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("warmup", [0, 4])
 def test_resumed_equals_uninterrupted_bit_for_bit(warmup: int, folder: str, tmp_path: Path) -> None:
     """This covers all models, both optimizers, step counts and the KL coefficient.
 
-    With `warmup` 3, the policy has not stepped before the checkpoint.
+    With `warmup` 4, the policy has not stepped before the checkpoint.
     """
     config = config_of(**EVERYTHING, trainer={"critic_warmup": warmup})
     batches = [samples_of(seed) for seed in range(4)]
