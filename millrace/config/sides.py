@@ -26,6 +26,12 @@ class Sides:
         return self.colocated or both <= (self.trainer.gpus_in_node or 8)
 
     @property
+    def devices(self) -> int:
+        """Number of devices of both sides together."""
+        both = (self.trainer.ranks, self.rollout.devices)
+        return max(both) if self.colocated else sum(both)
+
+    @property
     def nodes_needed(self) -> int:
         """The nodes of the larger side if the sides share nodes, else the sum of both."""
         nnodes = (self.trainer.nnodes, self.rollout.nnodes)

@@ -24,7 +24,7 @@ def make_reward(config: Config) -> RunReward:
     environments: dict[str, list[dict[str, str]]] = {}
     placed: dict[str, RewardModelConfig] = {}
     gpus = visible_gpus() if config.trainer.device != "cpu" else []
-    free = list(gpus[_gpus_of_both_sides(config) :])
+    free = list(gpus[config.sides.devices :])
     for section, part in config.reward.parts.items():
         if part.judge.cache_dir and part.kind == "judge":
             ownership.check(Path(part.judge.cache_dir), f"{section}.judge.cache_dir")
@@ -78,11 +78,6 @@ def _check_path(key: str, path: str) -> None:
     raise bad_value(key, path, rule, fix)
 
 
-def _gpus_of_both_sides(config: Config) -> int:
-    ranks, devices = config.trainer_ranks, config.rollout_devices
-    return max(ranks, devices) if config.sides.colocated else ranks + devices
-
-
 def _gpus_for(
     key: str, model: RewardModelConfig, config: Config, gpus: list[str], free: list[str]
 ) -> list[str]:
@@ -96,14 +91,14 @@ def _gpus_for(
     if model.share != "none":
         shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
         if not shared:
-            needed = _gpus_of_both_sides(config)
+            needed = config.sides.devices
             rule = f"trainer and rollouts need {needed} GPUs, and this machine has {len(gpus)}"
             fix = f"trainer.device=cpu with {key}.share=none, or more GPUs"
             raise bad_value(f"{key}.share", model.share, rule, fix)
         return [shared[worker % len(shared)] for worker in range(count)]
     if count > len(free):
         rule = (
-            f"trainer and rollouts take {_gpus_of_both_sides(config)} of this machine's "
+            f"trainer and rollouts take {config.sides.devices} of this machine's "
             f"{len(gpus)} GPUs, and {len(free)} are left"
         )
         fix = f"fewer workers, {key}.share=rollout, or {key}.device=cpu"
