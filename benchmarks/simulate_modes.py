@@ -59,7 +59,11 @@ from millrace.types import Prompt, SamplingParams, tokens_of
 
 RECIPE = "shapes/qwen2_7b"
 CONFIG = recipe.load(RECIPE, [])
-WINDOW, N, LENGTHS = CONFIG.actor.ppo_mini_batch_size, CONFIG.rollout.n, drawn_lengths(CONFIG)
+WINDOW, N, LENGTHS = (
+    CONFIG.actor.ppo_mini_batch_size,
+    CONFIG.rollout.n,
+    drawn_lengths(CONFIG.rollout),
+)
 MEASURED = Path(__file__).parent / "results" / "gpu_modes.jsonl"
 MEASURED_RUNS = {
     "7B, four GPUs, slots 320, staleness 4.0": 320,

@@ -21,7 +21,8 @@ def high_entropy(entropies: Tensor, mask: Tensor, *, share: float) -> Tensor:
     entropies [T] floating are of the policy under training, and mask [T] bool marks the trained
     tokens. Pass the WHOLE mini-batch, of all ranks, because the quantile is over its tokens. TRL
     takes it over one micro-batch of all ranks. Multiply the policy's token losses by the result:
-    other tokens have no policy gradient and still count in denominators, as in the paper.
+    other tokens have no policy gradient and still count in denominators, as in the paper. That holds
+    only if the loss of a token has no gradient to other tokens: not for the modes in `modes.JOINT`.
 
     Raises ValueError unless 0 < share <= 1.
     """

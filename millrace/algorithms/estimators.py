@@ -58,6 +58,11 @@ class AdvantageBatch:
 
     Other trajectories get 0 and have no effect, whatever their values are.
     """
+    trained: Tensor | None = None
+    """[T] bool: tokens that whitening and adv_norm count; all if None.
+
+    Other tokens are in no mean and no variance there, and get 0.
+    """
 
     def __post_init__(self) -> None:
         n, t = (len(self.scores),), (int(self.lengths.sum()),)
@@ -79,12 +84,14 @@ class AdvantageBatch:
 
     def per_token(self) -> dict[str, Tensor | None]:
         """Return the fields that are [T], by name."""
-        critic = {
+        return {
             "token_rewards": self.token_rewards,
             "values": self.values,
             "log_probs": self.log_probs,
+            "sum_pi_squared": self.sum_pi_squared,
+            "weights": self.weights,
+            "trained": self.trained,
         }
-        return {**critic, "sum_pi_squared": self.sum_pi_squared, "weights": self.weights}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,7 @@ class AdvantageOptions:
     bootstrap_truncated: bool
     """gae: end a truncated trajectory with the value of its last state, and ignore its score."""
     whiten: bool
-    """gae, gdpo, reinforce_plus_plus[_baseline]: whiten the advantages over all tokens."""
+    """gae, gdpo, reinforce_plus_plus[_baseline]: whiten the advantages over the trained tokens."""
     eps: float
     """grpo, grpo_passk, gdpo, gpg: added to the standard deviation of the group."""
     f_norm: float | Literal["std"]
@@ -163,7 +170,10 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
     result = ESTIMATORS[name](part, options)
     tokens = result.tokens
     if options.adv_norm.active:
-        tokens = normalize(tokens, _each_token(part, part.groups), options.adv_norm)
+        groups, trained = _each_token(part, part.groups), part.trained
+        assert trained is not None
+        normalised = normalize(tokens[trained], groups[trained], options.adv_norm)
+        tokens = _spread(normalised, trained)
     return Advantages(
         _spread(tokens, at), None if result.returns is None else _spread(result.returns, at)
     )
@@ -172,8 +182,10 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
 def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
     """Select the trajectories `keep` [N] and their tokens `at` [T], with floats in float64.
 
-    Raises ValueError if a selected float is not finite.
+    A float of a token that is not trained becomes 0 if it is not finite. Raises ValueError if
+    another selected float is not finite.
     """
+    trained = torch.ones_like(at) if batch.trained is None else batch.trained.bool()
 
     def floats(name: str, x: Tensor, index: Tensor) -> Tensor:
         y = x.detach()[index].double()
@@ -182,7 +194,9 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         return y
 
     tokens = {
-        name: None if x is None else floats(name, x, at) for name, x in batch.per_token().items()
+        name: None if x is None else floats(name, x.where(trained | x.isfinite(), 0), at)
+        for name, x in batch.per_token().items()
+        if name != "trained"
     }
     return AdvantageBatch(
         scores=floats("scores", batch.scores, keep),
@@ -194,6 +208,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         greedy_scores=None
         if batch.greedy_scores is None
         else floats("greedy_scores", batch.greedy_scores, keep),
+        trained=trained[at],
         **tokens,
     )
 
@@ -220,8 +235,11 @@ def _each_token(batch: AdvantageBatch, scalars: Tensor) -> Tensor:
     return scalars[sequence_ids(batch.lengths)]
 
 
-def _whiten(values: Tensor, options: AdvantageOptions) -> Tensor:
-    return returns.whiten(values) if options.whiten else values
+def _whiten(values: Tensor, batch: AdvantageBatch, options: AdvantageOptions) -> Tensor:
+    if not options.whiten:
+        return values
+    assert batch.trained is not None
+    return _spread(returns.whiten(values[batch.trained]), batch.trained)
 
 
 def _grpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -253,16 +271,16 @@ def _gpg(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 
 def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """Compute the reward to go with discount gamma, whitened over all tokens.
+    """Compute the reward to go with discount gamma, whitened over the trained tokens.
 
     There is no group baseline (REINFORCE++, arXiv 2501.03262).
     """
     to_go = returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma)
-    return Advantages(_whiten(to_go, options))
+    return Advantages(_whiten(to_go, batch, options))
 
 
 def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """Give s_i - mean_g to each token, whitened over all tokens.
+    """Give s_i - mean_g to each token, whitened over the trained tokens.
 
     (REINFORCE++ with baseline, arXiv 2501.03262.) A long response has more weight in the whitening.
     Groups of equal s_i, including groups of one, are exactly 0 before whitening and share one value
@@ -270,11 +288,11 @@ def _reinforce_plus_plus_baseline(batch: AdvantageBatch, options: AdvantageOptio
     groups.
     """
     centered = advantages.grpo(_outcomes(batch), batch.groups, norm_by_std=False, eps=options.eps)
-    return Advantages(_whiten(_each_token(batch, centered), options))
+    return Advantages(_whiten(_each_token(batch, centered), batch, options))
 
 
 def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
-    """Apply `advantages.gdpo` to each token and whiten over all tokens.
+    """Apply `advantages.gdpo` to each token and whiten over the trained tokens.
 
     This is verl's form (the paper whitens over trajectories). token_rewards are refused, because
     gdpo normalises every reward separately. verl silently ignores a KL penalty here.
@@ -287,7 +305,7 @@ def _gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     scalars = advantages.gdpo(
         batch.components or {}, batch.groups, weights=weights, norm_by_std=by_std, eps=options.eps
     )
-    return Advantages(_whiten(_each_token(batch, scalars), options))
+    return Advantages(_whiten(_each_token(batch, scalars), batch, options))
 
 
 def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -308,7 +326,7 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         lam=options.lam,
         truncated=truncated,
     )
-    return Advantages(_whiten(estimates, options), targets)
+    return Advantages(_whiten(estimates, batch, options), targets)
 
 
 def _remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:

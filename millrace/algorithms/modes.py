@@ -54,6 +54,12 @@ SELECTS = frozenset({"clip_cov", "kl_cov"})
 SEQUENCE_LEVEL = frozenset({"vanilla", "cispo", "sapo", "gspo"})
 """Modes that can use the sequence's ratio. gspo always does."""
 
+JOINT = {
+    "geo_mean": "gives every token of a response a gradient through one ratio",
+    "kl_cov": "penalises tokens of any entropy, and a mask would remove the penalty",
+}
+"""Modes whose token losses cannot be masked one by one, as `top_entropy_quantile` does, and why."""
+
 # A trust region bounds a token's effect by its distance to old_log_probs:
 # - vanilla, clip_cov, gspo, geo_mean: no gradient beyond the bound that the advantage pushes to.
 # - dppo_tv, dppo_kl: the same, with a bound on a divergence.

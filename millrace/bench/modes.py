@@ -163,7 +163,7 @@ def _engines(arm: Arm) -> tuple[bool, int, int]:
 
 def _uniform(s: Session) -> list[str]:
     """Return overrides that give every response the mean of the drawn lengths."""
-    if drawn_lengths(s.config) is None:
+    if drawn_lengths(s.config.rollout) is None:
         raise bad_value(
             "--uniform",
             "",
@@ -306,7 +306,7 @@ def _lengths(s: Session) -> list[int]:
     A response has its drawn length, or the length limit if the recipe draws no lengths.
     """
     config = s.config
-    drawn, n = drawn_lengths(config), config.rollout.n
+    drawn, n = drawn_lengths(config.rollout), config.rollout.n
     limit = config.rollout.max_response_length
     lengths = []
     for i in range(_samples(s)):
@@ -324,7 +324,7 @@ async def _alone(s: Session) -> float:
     As many requests as the mode may have in flight run at once, each with its own length.
     """
     config = s.config
-    drawn, rollout = drawn_lengths(config), config.rollout
+    drawn, rollout = drawn_lengths(config.rollout), config.rollout
 
     def one(i: int, k: int) -> Any:
         seed = request_seed(config.trainer.seed, i, k)

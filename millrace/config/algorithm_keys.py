@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.algorithms.modes import SEQUENCE_LEVEL, AggMode, LossMode
+from millrace.algorithms.modes import JOINT, SEQUENCE_LEVEL, AggMode, LossMode
 from millrace.algorithms.norm_options import Level, NormOptions
 from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.optim_keys import OptimConfig
@@ -69,6 +69,14 @@ class PolicyLossConfig(Section):
                 "sequence",
                 f"{self.loss_mode} has no form with the ratio of a whole response",
                 f"actor.policy_loss.loss_mode={' or '.join(sorted(SEQUENCE_LEVEL))}, or token",
+            )
+        if self.top_entropy_quantile < 1 and self.loss_mode in JOINT:
+            raise bad_value(
+                "actor.policy_loss.top_entropy_quantile",
+                self.top_entropy_quantile,
+                f"the loss {self.loss_mode} {JOINT[self.loss_mode]}",
+                "actor.policy_loss.top_entropy_quantile=1, or another "
+                "actor.policy_loss.loss_mode, such as gspo or clip_cov",
             )
 
 
@@ -178,6 +186,11 @@ class NormConfig(Section):
     """Divide the squares by n - 1, and not by n."""
     eps: float = Field(1e-5, gt=0)
     """Added to the standard deviation."""
+
+    @property
+    def levels(self) -> dict[str, Level | None]:
+        """The values of the keys that name a level."""
+        return {"mean_level": self.mean_level, "std_level": self.std_level}
 
     def options(self) -> NormOptions:
         return NormOptions(

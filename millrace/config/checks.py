@@ -139,6 +139,15 @@ def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
             "group of one are 0",
             "rollout.n=8 (or algorithm.norm_adv_by_std_in_grpo=false, to measure speed only)",
         )
+    for norm in ("reward_norm", "adv_norm"):
+        for key, level in getattr(algorithm, norm).levels.items():
+            if rollout.n == 1 and level == "group":
+                raise bad_value(
+                    f"algorithm.{norm}.{key}",
+                    level,
+                    "with rollout.n=1, a group has nothing to compare a response with",
+                    f"rollout.n=8, or algorithm.{norm}.{key}=batch",
+                )
     if rollout.n == 1 and algorithm.filter_groups.enable:
         raise bad_value(
             "algorithm.filter_groups.enable",

@@ -49,7 +49,7 @@ def example(key: str) -> str:
     fields = {k: f for k, f in all_keys() if not section_of(f.annotation)}
     longer = [k for k in fields if k.startswith(key)]
     name = key if key in fields else longer[0] if longer else _nearest(key, fields) or "rollout.n"
-    return f"{name}={_shown(_default(name))}"
+    return f"{name}={shown(default_of(name))}"
 
 
 def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
@@ -105,7 +105,7 @@ def _valid(key: str, value: object, field: Any) -> str:
 
     It names the choice that is most similar to `value`, or else the type and the default.
     """
-    kind, default = _type_name(field.annotation), _shown(_default(key))
+    kind, default = _type_name(field.annotation), shown(default_of(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
@@ -143,10 +143,10 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         if section_of(field.annotation):
             yield key, "", "", meaning
         else:
-            yield key, _type_name(field.annotation), _shown(_default(key)), meaning
+            yield key, _type_name(field.annotation), shown(default_of(key)), meaning
 
 
-def _default(key: str) -> Any:
+def default_of(key: str) -> Any:
     """Return the default of a key.
 
     It depends on the section: the two optimizers have different defaults.
@@ -154,7 +154,8 @@ def _default(key: str) -> Any:
     return functools.reduce(getattr, key.split("."), Config())
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a recipe has it."""
     if value is None:
         return "null"
     if isinstance(value, str):  # An error takes one line, so a text of several is quoted.

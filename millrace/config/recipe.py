@@ -21,9 +21,9 @@ from millrace.config.explain import all_keys, describe, explain, no_section, sec
 from millrace.config.keys import Config
 from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
+from millrace.config.unread import check_unread
 from millrace.config.verl.translate import Note
 from millrace.config.verl.values import Updates
-from millrace.config.vllm_checks import check_unread
 from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
@@ -46,7 +46,7 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)
-    check_unread(config.rollout)
+    check_unread(config)
     lines = [*([note] if note else []), *_summary(notes)]
     return config.with_notes(*lines, translated=[str(note) for note in notes]) if lines else config
 

@@ -80,30 +80,3 @@ def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             rule,
             "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
         )
-
-
-UNREAD = (
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "enable_prefix_caching",
-    "max_num_batched_tokens",
-    "free_cache_engine",
-)
-"""Keys of rollout that only vLLM reads."""
-
-
-def check_unread(rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a key that the torch engine would ignore.
-
-    Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
-    have such a key.
-    """
-    if rollout.engine == "vllm":
-        return
-    for name in UNREAD:
-        value, default = getattr(rollout, name), type(rollout).model_fields[name].default
-        if value != default:
-            shown = str(default).lower() if isinstance(default, bool) else default
-            rule = "engine=torch does not read it"
-            fix = f"rollout.engine=vllm, or rollout.{name}={shown}"
-            raise bad_value(f"rollout.{name}", value, rule, fix)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.config import Config
+from millrace.config import Config, RolloutConfig
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
@@ -195,7 +195,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
         if overlong.enable
         else None,
         greedy_baseline=c.algorithm.adv_estimator == "remax",
-        lengths=drawn_lengths(c),
+        lengths=drawn_lengths(c.rollout),
         whole_group=s.reward.whole_group,
     )
     sampling = DynamicSampling(
@@ -211,11 +211,11 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
     )
 
 
-def drawn_lengths(config: Config) -> DrawnLengths | None:
+def drawn_lengths(rollout: RolloutConfig) -> DrawnLengths | None:
     """Return the distribution of response lengths, or None if the configuration sets none."""
-    drawn = config.rollout.drawn_lengths
+    drawn = rollout.drawn_lengths
     return (
-        DrawnLengths(drawn.median, drawn.sigma, config.rollout.max_response_length)
+        DrawnLengths(drawn.median, drawn.sigma, rollout.max_response_length)
         if drawn.enable
         else None
     )

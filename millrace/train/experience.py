@@ -34,7 +34,10 @@ class Experience:
     ages: Tensor
     """[K] int64 number of versions between the token's own and the live one."""
     include: Tensor
-    """[K] bool: true unless overlong_filtering or max_token_age leaves the token out."""
+    """[K] bool: true unless overlong_filtering or max_token_age leaves the token out.
+
+    In passing, tokens whose ratio cannot be finite are left out too.
+    """
     rollout: Tensor
     """[K] log-probs of the policy that drew each token."""
     arrival: Tensor | None
@@ -108,6 +111,8 @@ def make_experience(
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
     plan, rows = options.correction, batch.rows
     include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
+    if plan.place is Place.PASSING:
+        include &= _possible(batch, include, by_token=plan.options.rollout_is == "token")
     arrival, entropies, squares = _arrival(models.policy, rows, options)
     correction = in_baselines = None
     if arrival is not None and plan.place is Place.ARRIVAL:
@@ -120,7 +125,9 @@ def make_experience(
                 for flags in (correction.keep, batch.unfiltered)
             )
             in_baselines = (kept > 0) | (unfiltered == 0)
-    old = batch.rollout if plan.proximal is Proximal.ROLLOUT else arrival
+    # An estimate of the proximal policy needs the current policy, so PolicyLoss makes it.
+    trained = include if correction is None else correction.keep
+    old = {Proximal.ROLLOUT: batch.rollout, Proximal.RECOMPUTED: arrival}.get(plan.proximal)
     reference, values = (
         None if model is None else model.tokens(rows, temperature=options.temperature)[0]
         for model in (models.reference, models.critic)
@@ -128,6 +135,8 @@ def make_experience(
     kl = None
     if options.algorithm.use_kl_in_reward and reference is not None:
         kl = KL[options.algorithm.kl_penalty](batch.rollout if old is None else old, reference)
+        # A token that is not trained may have a log-prob that is not finite.
+        kl = torch.where(trained | kl.isfinite(), kl, 0.0)
     outcomes = AdvantageBatch(
         scores=batch.scores,
         groups=batch.groups,
@@ -141,6 +150,7 @@ def make_experience(
         sum_pi_squared=squares,
         weights=None if correction is None else correction.weights,
         keep=in_baselines,
+        trained=trained,
     )
     advantages = estimate(options.algorithm.adv_estimator, outcomes, options.advantages)
     return Experience(
@@ -184,6 +194,17 @@ def _arrival(
         rows, temperature=options.temperature, squares=squares
     )
     return log_probs, entropies, rest[0] if squares else None
+
+
+def _possible(batch: BatchArrays, include: Tensor, *, by_token: bool) -> Tensor:
+    """Return the tokens whose weight can be finite, [K] bool: by the token, or by its trajectory.
+
+    A weight of 0 in passing does not remove a ratio that is not finite: 0 times infinity is NaN.
+    """
+    infinite = include & ~batch.rollout.isfinite()
+    if by_token:
+        return ~infinite
+    return (sequence_sums(infinite.double(), batch.ids, len(batch.lengths)) == 0)[batch.ids]
 
 
 def _young(ages: Tensor, limit: int | None) -> Tensor:

@@ -15,7 +15,6 @@ from millrace.algorithms.correction import correct, drift
 from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.kl import k3
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.rejection import off_policy_mask
 from millrace.train.experience import Experience
 from millrace.train.options import StepOptions
 from millrace.train.packing import MicroBatch
@@ -153,6 +152,8 @@ def _policy_metrics(
     train/zero_advantage_share  share of samples whose rewards are all equal
     train/trained_token_share   share of the batch's tokens trained in a pass
     rollout_corr/...            metrics of `correct` for the batch, or their mean over mini-batches
+    rollout_corr/off_policy_masked_fraction
+                                share of tokens that `off_policy_mask` takes out of the policy loss
 
     actor/kl_loss is before its coefficient. The bound on large ratios is the dual clip, or the cap
     of dppo. train/trained_token_share is 1 unless some tokens are rejected or filtered, or an
@@ -173,9 +174,11 @@ def _policy_metrics(
             "actor/ppo_kl": -meter.sums["log_ratio"] / n,
             **meter.step_means("actor/"),
         }
-        metrics |= (
-            {"actor/kl_loss": meter.sums["kl_loss"] / steps} if options.actor.use_kl_loss else {}
-        )
+        if options.actor.use_kl_loss:
+            metrics["actor/kl_loss"] = meter.sums["kl_loss"] / steps
+        if options.correction.off_policy_mask_threshold is not None:
+            masked = meter.sums["off_policy_masked"] / n
+            metrics["rollout_corr/off_policy_masked_fraction"] = masked
     parts = (
         [part for part in corrections if part]
         if data.correction is None
@@ -203,10 +206,8 @@ def _sampler_metrics(
     train/pad_share                   share of padding in the attention's batches
     staleness/...                     metrics of `by_age`
     rollout_corr/...                  metrics of `drift`; of `correct` for Place.PASSING
-    rollout_corr/off_policy_masked_fraction
-                                      share of tokens that `off_policy_mask` masks
 
-    k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
+    A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
     tokens that the live version drew, before any step. Without such tokens it is missing.
     """
@@ -225,16 +226,9 @@ def _sampler_metrics(
         metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
     elif plan.active and data.correction is None:
         metrics |= drift(current, rollout, data.lengths, at)
-    if plan.off_policy_mask_threshold is not None:
-        stays = off_policy_mask(
-            current,
-            rollout,
-            data.lengths,
-            data.advantages,
-            threshold=plan.off_policy_mask_threshold,
-            include=at,
-        )
-        metrics["rollout_corr/off_policy_masked_fraction"] = (~stays[at]).double().mean().item()
+    at &= (rollout - current).isfinite()
+    if not bool(at.any()):
+        return metrics
     delta, diff = (rollout - current)[at], (rollout.exp() - current.exp())[at].abs()
     metrics |= {
         "actor/kl_to_sampler": delta.mean().item(),

@@ -30,6 +30,7 @@ POLICY_SUMS = (
     "clipped",
     "clipped_lower",
     "log_ratio",
+    "off_policy_masked",
 )
 """Sums of a micro-batch of the policy, in this order.
 
@@ -54,13 +55,14 @@ class PolicyLoss:
         self.interpolated = data.old is None and self.plan.proximal in ESTIMATES
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the micro-batch's share of the loss, and its POLICY_SUMS [8] float64, detached.
+        """Return the micro-batch's share of the loss, and its POLICY_SUMS [9] float64, detached.
 
         `outputs` are log-probs and entropy, each [M].
         """
-        log_probs, entropy = outputs[0], outputs[1]
-        at = self._columns(micro, log_probs)
+        at = self._columns(micro, outputs[0])
         mask = at["mask"] > 0
+        # The loss must not read other tokens: a log-prob of -inf times a factor of 0 is NaN.
+        log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in outputs[:2])
         old = self._old(at, log_probs)
         losses, stats = self.token_losses(
             LossInput(
@@ -74,8 +76,9 @@ class PolicyLoss:
             ),
             self.options,
         )
-        for weights in self._weights(at, log_probs, old, micro):
-            losses = losses * weights
+        stays = self._stays(at, log_probs, micro)
+        for factors in (*self._weights(at, log_probs, old, micro), stays):
+            losses = losses * factors
         pg_loss = (losses * at["factors"]).sum()
         loss, kl_loss = pg_loss, pg_loss.new_zeros(())
         if self.actor.use_kl_loss:
@@ -90,6 +93,7 @@ class PolicyLoss:
                 stats["clipped"],
                 stats["clipped_lower"],
                 stats["log_ratio"],
+                at["mask"] * (1 - stays),
             )
             sums = torch.cat(
                 [
@@ -100,7 +104,10 @@ class PolicyLoss:
         return loss, sums
 
     def _columns(self, micro: MicroBatch, like: Tensor) -> dict[str, Tensor]:
-        """Return the columns that the loss needs, each [M], by one copy to the device."""
+        """Return the columns that the loss needs, each [M], by one copy to the device.
+
+        They are 0 for tokens that are not trained, whatever their log-probs are.
+        """
         data, mini, source = self.data, self.mini, micro.source
         columns = {
             "advantages": data.advantages,
@@ -117,8 +124,9 @@ class PolicyLoss:
         }
         columns |= {name: column for name, column in optional.items() if column is not None}
         # float64 keeps the digits of float64 models, and costs a few bytes per token.
-        stacked = torch.stack([column[source].double() for column in columns.values()]).to(like)
-        return dict(zip(columns, stacked, strict=True))
+        stacked = torch.stack([column[source].double() for column in columns.values()])
+        stacked.masked_fill_(~mini.mask[source], 0.0)
+        return dict(zip(columns, stacked.to(like), strict=True))
 
     def _old(self, at: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
         """Return the log-probs [M] in the denominator of the ratios.
@@ -136,36 +144,47 @@ class PolicyLoss:
         estimator = KL[self.actor.kl_loss_type]
         if not self.actor.use_bias_correction_kl:
             return estimator(log_probs, at["reference"])
-        # A token that is not trained may have a log-prob that is not finite.
-        old = torch.where(at["mask"] > 0, old, log_probs.detach())
         return weighted_by_ratio(estimator, log_probs, at["reference"], old)
 
     def _weights(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
     ) -> Iterator[Tensor]:
-        """Yield the factors [M] of the policy's token losses.
+        """Yield the importance weights [M] of the token losses, and the mask of high entropy.
 
-        In passing, the numerator of an importance weight is the interpolated policy if there is
-        one, else the current policy. A sequence's weight or mask needs the whole sequence, and a
-        micro-batch has whole rows.
+        In passing, the numerator of a weight is the interpolated policy if there is one, else the
+        current policy. A sequence's weight needs the whole sequence, and a micro-batch has whole
+        rows.
         """
         if "weights" in at:
             yield at["weights"]
-        plan, include = self.plan, at["mask"] > 0
-        lengths = torch.bincount(micro.sequence, minlength=micro.num_sequences).to(log_probs.device)
-        if plan.place is Place.PASSING:
+        if self.plan.place is Place.PASSING:
             numerator = old if self.interpolated else log_probs.detach()
-            weights = correct(numerator, at["rollout"], lengths, plan.options, include=include)
-            yield weights.weights.to(log_probs.dtype)
-        if plan.off_policy_mask_threshold is not None:
-            yield off_policy_mask(
-                log_probs.detach(),
+            yield correct(
+                numerator,
                 at["rollout"],
-                lengths,
-                at["advantages"],
-                threshold=plan.off_policy_mask_threshold,
-                include=include,
-            ).to(log_probs.dtype)
+                _lengths(micro, log_probs),
+                self.plan.options,
+                include=at["mask"] > 0,
+            ).weights.to(log_probs.dtype)
+
+    def _stays(self, at: Mapping[str, Tensor], log_probs: Tensor, micro: MicroBatch) -> Tensor:
+        """Return 0 for the tokens that the off-policy mask takes out, else 1, [M]."""
+        threshold = self.plan.off_policy_mask_threshold
+        if threshold is None:
+            return torch.ones_like(log_probs)
+        return off_policy_mask(
+            log_probs.detach(),
+            at["rollout"],
+            _lengths(micro, log_probs),
+            at["advantages"],
+            threshold=threshold,
+            include=at["mask"] > 0,
+        ).to(log_probs.dtype)
+
+
+def _lengths(micro: MicroBatch, like: Tensor) -> Tensor:
+    """Return the trained tokens of each row of a micro-batch."""
+    return torch.bincount(micro.sequence, minlength=micro.num_sequences).to(like.device)
 
 
 class CriticLoss:
@@ -182,12 +201,13 @@ class CriticLoss:
         `outputs` are values [M].
         """
         (values,) = outputs
-        factors, mask, old, returns = torch.stack(
-            [column[micro.source] for column in self.columns]
-        ).to(values)
+        stacked = torch.stack([column[micro.source] for column in self.columns])
+        stacked.masked_fill_(stacked[1] == 0, 0.0)  # as in PolicyLoss
+        factors, mask, old, returns = stacked.to(values)
+        values = values.masked_fill(mask == 0, 0.0)
         losses, stats = value_loss(
             values, old, returns, cliprange=self.cliprange, huber_delta=self.huber_delta
         )
-        loss = (losses.masked_fill(mask == 0, 0.0) * factors).sum()
+        loss = (losses * factors).sum()
         sums = torch.stack([loss.detach(), mask.sum(), (stats["clipped"] * mask).sum()]).double()
         return loss, sums

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.algorithms.rejection import off_policy_mask
 from millrace.train.mini_batch import mini_batches, settle
 from tests.train.algorithm_cases import (
     DECOUPLED,
@@ -98,3 +99,53 @@ def test_the_norms_of_scores_and_advantages_replace_whitening(folder: str) -> No
     tokens = np.repeat(np.array(centred), lengths)
     want = tokens / (np.sqrt(np.mean(tokens**2)) + 0.01)
     np.testing.assert_allclose(data.advantages.numpy(), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("own", [{}, DECOUPLED])
+def test_whitening_counts_the_tokens_that_are_trained(folder: str, own: dict[str, Any]) -> None:
+    """Old tokens are known before the advantages; rejected ones only in decoupled settings."""
+    keys = {"max_token_age": 1, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.4_2.0"}
+    algorithm = {"adv_estimator": "reinforce_plus_plus", **correction(**keys)}
+    norm = {"adv_norm": {"mean_level": "batch", "std_level": "batch", "eps": 1e-8}}
+    for more in ({}, norm):
+        engine = engine_of(folder, config_of(async_training=own, algorithm=algorithm | more))
+        data = experience(engine, samples_of())
+        counted = data.include if data.correction is None else data.correction.keep
+        assert (data.correction is None) == (not own) and not counted.all()
+        trained = data.advantages[counted]
+        assert float(trained.mean()) == pytest.approx(0, abs=1e-9)
+        assert float(trained.std()) == pytest.approx(1, rel=1e-6)
+        assert not data.advantages[~counted].any()
+
+
+@pytest.mark.parametrize("proximal", ["interpolate", "linear"])
+def test_an_estimated_proximal_policy_stays_one_if_the_baseline_takes_a_forward_pass(
+    folder: str, proximal: str
+) -> None:
+    algorithm = {
+        "adv_estimator": "optimal_token_baseline",
+        **correction(rollout_is="token", proximal=proximal),
+    }
+    data = experience(
+        engine_of(folder, config_of(async_training=DECOUPLED, algorithm=algorithm)), samples_of()
+    )
+    assert data.arrival is not None and data.old is None and data.correction is None
+
+
+def test_the_share_of_off_policy_masked_tokens_is_of_trained_tokens(folder: str) -> None:
+    """The mask sees what rejection leaves, and so does its metric."""
+    keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.4_2.0"}
+    algorithm = correction(**keys, off_policy_mask_threshold=0.01)
+    engine = engine_of(folder, config_of(actor={"ppo_mini_batch_size": 7}, algorithm=algorithm))
+    samples = samples_of()
+    data = experience(engine, samples)
+    (members,) = mini_batches(data, 7)
+    mini = settle(data, members, engine.actor, engine.options, untouched=True)
+    now = engine.actor.tokens(data.rows, temperature=TEMPERATURE)[0]
+    stays = off_policy_mask(
+        now, data.rollout, data.lengths, data.advantages, threshold=0.01, include=mini.mask
+    )
+    want = float((~stays[mini.mask]).double().mean())
+    assert 0 < want < 1 and mini.tokens < len(data.ids)
+    found = step(engine, samples).metrics["rollout_corr/off_policy_masked_fraction"]
+    assert found == pytest.approx(want, rel=1e-12)

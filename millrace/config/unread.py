@@ -1,0 +1,110 @@
+"""Keys that only some choices read. With another choice, a value of their own is an error.
+
+Clips are not in the table: most loss modes read them, and recipes inherit them. The keys of a
+switch may stay if a layer sets the switch to false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from millrace.config.explain import default_of, example, shown
+from millrace.config.keys import Config
+from millrace.errors import bad_value
+
+Choice = dict[str, tuple[Any, ...]]
+"""The values of each key with which another key is read. All of them are necessary."""
+
+LOSS, CORRECTION = "actor.policy_loss", "algorithm.rollout_correction"
+BY_STD: Choice = {"algorithm.adv_estimator": ("grpo", "grpo_passk", "gdpo")}
+LEVELS = ("group", "batch")
+
+
+def _loss(*modes: str) -> Choice:
+    return {f"{LOSS}.loss_mode": modes}
+
+
+def _estimator(*names: str) -> Choice:
+    return {"algorithm.adv_estimator": names}
+
+
+READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
+    # section, keys, choices that read them
+    (LOSS, "tau_pos tau_neg", (_loss("sapo"),)),
+    (LOSS, "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", (_loss("vespo"),)),
+    (LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub", (_loss("clip_cov"),)),
+    (LOSS, "kl_cov_ratio ppo_kl_coef", (_loss("kl_cov"),)),
+    (LOSS, "dppo_clip_c", (_loss("dppo_tv", "dppo_kl"),)),
+    (LOSS, "dro_beta", (_loss("dro"),)),
+    ("actor", "loss_scale_factor", ({"actor.loss_agg_mode": ("seq-mean-token-sum-norm",)},)),
+    ("actor", "kl_loss_coef kl_loss_type", ({"actor.use_kl_loss": (True,)},)),
+    ("critic", "cliprange_value loss_fn_type", (_estimator("gae"),)),
+    ("critic", "huber_delta", (_estimator("gae") | {"critic.loss_fn_type": ("huber",)},)),
+    ("algorithm", "f_norm", (_estimator("gpg"),)),
+    ("algorithm", "norm_adv_by_std_in_grpo", (BY_STD, {"rollout.n": (1,)})),
+    (
+        "algorithm",
+        "epsilon",
+        (
+            _estimator("gpg") | {"algorithm.f_norm": ("std",)},
+            BY_STD | {"algorithm.norm_adv_by_std_in_grpo": (True,)},
+        ),
+    ),
+    ("algorithm", "gamma", (_estimator("gae", "reinforce_plus_plus"),)),
+    ("algorithm", "lam", (_estimator("gae"),)),
+    ("algorithm", "gdpo_reward_keys gdpo_reward_weights", (_estimator("gdpo"),)),
+    ("algorithm.reward_norm", "mean_leave1out", ({"algorithm.reward_norm.mean_level": LEVELS},)),
+    ("algorithm.reward_norm", "std_unbiased eps", ({"algorithm.reward_norm.std_level": LEVELS},)),
+    ("algorithm.adv_norm", "mean_leave1out", ({"algorithm.adv_norm.mean_level": LEVELS},)),
+    ("algorithm.adv_norm", "std_unbiased eps", ({"algorithm.adv_norm.std_level": LEVELS},)),
+    ("algorithm", "kl_penalty", ({"algorithm.use_kl_in_reward": (True,)},)),
+    ("algorithm.kl_ctrl", "type kl_coef", ({"algorithm.use_kl_in_reward": (True,)},)),
+    ("algorithm.kl_ctrl", "target_kl horizon", ({"algorithm.kl_ctrl.type": ("adaptive",)},)),
+    (
+        "algorithm.filter_groups",
+        "metric max_num_gen_batches",
+        ({"algorithm.filter_groups.enable": (True,)},),
+    ),
+    (
+        CORRECTION,
+        "rollout_is_threshold",
+        ({f"{CORRECTION}.rollout_is": ("token", "sequence", "geometric")},),
+    ),
+    (
+        "rollout",
+        "gpu_memory_utilization enforce_eager enable_prefix_caching max_num_batched_tokens "
+        "free_cache_engine",
+        ({"rollout.engine": ("vllm",)},),
+    ),
+)
+
+
+def check_unread(config: Config) -> None:
+    """Raise ConfigError for a key that the run would ignore.
+
+    Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
+    have such a key.
+    """
+    for section, names, choices in READ:
+        for key in (f"{section}.{name}" for name in names.split()):
+            # The choice that needs the fewest changes.
+            unmet = min((_unmet(config.value_of, choice) for choice in choices), key=len)
+            value = config.value_of(key)
+            if value == default_of(key) or not unmet:
+                continue
+            other, values = unmet[0]
+            place, _, name = other.rpartition(".")
+            if values == (True,) and name in config.value_of(place).model_fields_set:
+                continue  # a layer sets the switch to false
+            raise bad_value(
+                key,
+                value,
+                f"{other}={shown(config.value_of(other))} does not read it",
+                f"{other}={' or '.join(map(shown, values))}, or {example(key)}",
+            )
+
+
+def _unmet(value_of: Callable[[str], Any], choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the keys of a choice that have another value, with the values that it needs."""
+    return [(key, values) for key, values in choice.items() if value_of(key) not in values]

@@ -1,0 +1,78 @@
+"""Keys that the chosen method does not read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from millrace.config import Config
+from millrace.config.explain import all_keys, default_of, section_of
+from millrace.config.recipe import load
+from millrace.config.unread import READ, check_unread
+from millrace.errors import ConfigError
+
+ROWS = [
+    (f"{section}.{name}", choices) for section, names, choices in READ for name in names.split()
+]
+OTHER: dict[str, Any] = {
+    "critic.loss_fn_type": "huber",
+    "algorithm.f_norm": "std",
+    "algorithm.kl_penalty": "k3",
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.filter_groups.metric": "acc",
+    "actor.kl_loss_type": "k2",
+    "algorithm.gdpo_reward_keys": ["a"],
+    "algorithm.gdpo_reward_weights": [1.0],
+    "rollout.max_num_batched_tokens": 64,
+}
+"""Values that are not the default. The other keys are switches or numbers."""
+UNREAD = {
+    "rollout.n": 2,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.adv_estimator": "rloo",
+}
+"""Choices that read none of the keys."""
+
+
+def config_of(keys: Mapping[str, Any]) -> Config:
+    """Return the configuration with these dotted keys, without the checks between sections."""
+    root: dict[str, Any] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda at, part: at.setdefault(part, {}), sections, root)[name] = value
+    return Config.model_validate(root)
+
+
+def other(key: str) -> Any:
+    """Return a value of a key that is not its default."""
+    default = default_of(key)
+    if key in OTHER:
+        return OTHER[key]
+    return not default if isinstance(default, bool) else default / 2 or 1
+
+
+@pytest.mark.parametrize(("key", "choices"), ROWS, ids=[key for key, _ in ROWS])
+def test_a_key_is_refused_unless_a_choice_reads_it(key: str, choices: Any) -> None:
+    assert {key} | {k for choice in choices for k in choice} <= {
+        k for k, field in all_keys() if not section_of(field.annotation)
+    }
+    extra = {"algorithm.gdpo_reward_keys": ["a"]} if "weights" in key else {}
+    with pytest.raises(ConfigError, match=r"does not read it\. Fix: .*, or "):
+        check_unread(config_of(extra | UNREAD | {key: other(key)}))
+    for choice in choices:
+        longest = max(len(values) for values in choice.values())
+        for i in range(longest):
+            chosen = {k: values[min(i, len(values) - 1)] for k, values in choice.items()}
+            if "algorithm.kl_ctrl.type" in chosen:
+                chosen["algorithm.use_kl_in_reward"] = True
+            check_unread(config_of(extra | chosen | {key: other(key)}))
+
+
+def test_the_keys_of_a_switch_stay_if_the_switch_is_set_to_false() -> None:
+    keys = ["actor.kl_loss_coef=0.5"]
+    load("quickstart", keys, ["actor.use_kl_loss=false"])
+    with pytest.raises(ConfigError, match=r"actor\.use_kl_loss=false does not read it"):
+        load("quickstart", keys)
