@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.algorithms.ragged import result_dtype, sequence_sums
+from millrace.algorithms.groups import Groups
+from millrace.algorithms.ragged import result_dtype
 
 
 def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float) -> Tensor:
@@ -33,7 +34,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float) -> T
     """
     g = _grouped(rewards, groups)
     centered = g.centered()
-    return g.result(centered / (g.std()[g.index] + eps) if norm_by_std else centered)
+    return g.result(centered / (g.std() + eps) if norm_by_std else centered)
 
 
 def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float) -> Tensor:
@@ -44,12 +45,12 @@ def grpo_passk(rewards: Tensor, groups: Tensor, *, norm_by_std: bool, eps: float
     ends if only one trajectory of a group remains.) std_g and `norm_by_std` are as in `grpo`.
     """
     g = _grouped(rewards, groups)
-    best = g.highest(g.rewards)[g.index]
+    best = g.each(g.groups.extreme(g.rewards, "amax"))
     at_best = g.rewards == best
-    alone = at_best & (sequence_sums(at_best.double(), g.index, len(g.size)) == 1)[g.index]
-    second = g.highest(g.rewards.masked_fill(at_best, -torch.inf))[g.index]
+    alone = at_best & g.each(g.groups.total(at_best.double()) == 1)
+    second = g.each(g.groups.extreme(g.rewards.masked_fill(at_best, -torch.inf), "amax"))
     gap = torch.where(alone, best - second, 0.0)
-    return g.result(gap / (g.std()[g.index] + eps) if norm_by_std else gap)
+    return g.result(gap / (g.std() + eps) if norm_by_std else gap)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -59,8 +60,8 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     verl's `rloo_vectorized`. For such a group, verl's `rloo` returns the raw reward.
     """
     g = _grouped(rewards, groups)
-    n = g.size.double()
-    return g.result((n / (n - 1).clamp(min=1))[g.index] * g.centered())
+    n = g.groups.size.double()
+    return g.result(g.each(n / (n - 1).clamp(min=1)) * g.centered())
 
 
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     if lengths.shape != rewards.shape:
         raise ValueError(f"lengths {tuple(lengths.shape)} must be {tuple(rewards.shape)}")
     length = lengths.detach().double()
-    total = sequence_sums(length, g.index, len(g.size))
+    total = g.each(g.groups.total(length))
     # Compute the shares first. If one trajectory has all tokens, its share is exactly 1, and its
     # advantage is exactly 0.
-    baseline = sequence_sums(length / total.clamp(min=1)[g.index] * g.rewards, g.index, len(g.size))
-    return g.result((g.rewards - baseline[g.index]).masked_fill((total == 0)[g.index], 0.0))
+    baseline = g.each(g.groups.total(length / total.clamp(min=1) * g.rewards))
+    return g.result((g.rewards - baseline).masked_fill(total == 0, 0.0))
 
 
 def gpg(rewards: Tensor, groups: Tensor, *, f_norm: float | Literal["std"], eps: float) -> Tensor:
@@ -96,9 +97,9 @@ def gpg(rewards: Tensor, groups: Tensor, *, f_norm: float | Literal["std"], eps:
     answer as a sample without gradient. With rewards of -1 and 1, its alpha is 1.
     """
     g = _grouped(rewards, groups)
-    useful = int((~g.equal()[g.index]).sum())
+    useful = int((~g.groups.equal(g.rewards)).sum())
     scaled = g.centered() * (len(g.rewards) / max(useful, 1))
-    return g.result(scaled / (g.std()[g.index] + eps if f_norm == "std" else f_norm))
+    return g.result(scaled / (g.std() + eps if f_norm == "std" else f_norm))
 
 
 def gdpo(
@@ -130,52 +131,29 @@ def gdpo(
     return torch.stack(parts).sum(0)
 
 
-def renumber(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the groups renumbered 0 to G - 1 in ascending order [N], and their sizes [G]."""
-    _, index, size = torch.unique(groups, return_inverse=True, return_counts=True)
-    return index, size
-
-
-def all_equal(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Return whether the values [N] of each group are all equal, [num_groups] bool.
-
-    index [N] is the result of `renumber`.
-    """
-    return _extreme(values, index, num_groups, "amin") == _extreme(
-        values, index, num_groups, "amax"
-    )
-
-
-def _extreme(values: Tensor, index: Tensor, num_groups: int, which: str) -> Tensor:
-    return values.new_zeros(num_groups).scatter_reduce_(0, index, values, which, include_self=False)
-
-
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """Rewards [N] in float64, group indices [N], group sizes [G], and the dtype of results."""
+    """Rewards [N] in float64, their groups, and the dtype of results."""
 
     rewards: Tensor
-    index: Tensor
-    size: Tensor
+    groups: Groups
     dtype: torch.dtype
 
+    def each(self, values: Tensor) -> Tensor:
+        """Give each trajectory the value [G] of its group, [N]."""
+        return values[self.groups.index]
+
     def centered(self) -> Tensor:
-        mean = sequence_sums(self.rewards, self.index, len(self.size)) / self.size
-        return self.rewards - mean[self.index]
+        return self.groups.centered(self.rewards)
 
     def std(self) -> Tensor:
-        squares = sequence_sums(self.centered().square(), self.index, len(self.size))
-        return (squares / (self.size - 1).clamp(min=1)).sqrt()
-
-    def highest(self, values: Tensor) -> Tensor:
-        return _extreme(values, self.index, len(self.size), "amax")
-
-    def equal(self) -> Tensor:
-        return all_equal(self.rewards, self.index, len(self.size))
+        """Return the unbiased standard deviation of each trajectory's group, [N]."""
+        squares = self.groups.total(self.centered().square())
+        return self.each((squares / (self.groups.size - 1).clamp(min=1)).sqrt())
 
     def result(self, advantages: Tensor) -> Tensor:
         """Set groups of equal rewards to exactly 0, and cast to the dtype of results."""
-        return advantages.masked_fill(self.equal()[self.index], 0.0).to(self.dtype)
+        return advantages.masked_fill(self.groups.equal(self.rewards), 0.0).to(self.dtype)
 
 
 def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
@@ -186,5 +164,4 @@ def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
     r = rewards.detach().to(torch.float64)
     if not bool(torch.isfinite(r).all()):
         raise ValueError("a reward is not finite")
-    index, size = renumber(groups)
-    return _Grouped(r, index, size, result_dtype(rewards))
+    return _Grouped(r, Groups.of(groups), result_dtype(rewards))

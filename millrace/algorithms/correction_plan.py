@@ -114,7 +114,7 @@ class CorrectionPlan:
     before_baseline: bool
     """Exclude sequences that are rejected whole from the baselines."""
     off_policy_mask_threshold: float | None
-    """The bound of `rejection.off_policy_mask`. None masks nothing."""
+    """The bound of `off_policy_mask`. None masks nothing."""
 
     @property
     def active(self) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms import advantages, returns
+from millrace.algorithms.groups import normalize
 from millrace.algorithms.norm_options import NormOptions
-from millrace.algorithms.normalize import normalize
 from millrace.algorithms.ragged import sequence_ids, sequence_sums
 
 
@@ -170,10 +170,15 @@ def estimate(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> Adv
     result = ESTIMATORS[name](part, options)
     tokens = result.tokens
     if options.adv_norm.active:
-        groups, trained = _each_token(part, part.groups), part.trained
-        assert trained is not None
-        normalised = normalize(tokens[trained], groups[trained], options.adv_norm)
-        tokens = _spread(normalised, trained)
+        groups = _each_token(part, part.groups)
+        tokens = (
+            normalize(tokens, groups, options.adv_norm)
+            if part.trained is None
+            else _spread(
+                normalize(tokens[part.trained], groups[part.trained], options.adv_norm),
+                part.trained,
+            )
+        )
     return Advantages(
         _spread(tokens, at), None if result.returns is None else _spread(result.returns, at)
     )
@@ -185,7 +190,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
     A float of a token that is not trained becomes 0 if it is not finite. Raises ValueError if
     another selected float is not finite.
     """
-    trained = torch.ones_like(at) if batch.trained is None else batch.trained.bool()
+    trained = None if batch.trained is None or bool(batch.trained.all()) else batch.trained.bool()
 
     def floats(name: str, x: Tensor, index: Tensor) -> Tensor:
         y = x.detach()[index].double()
@@ -194,7 +199,9 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         return y
 
     tokens = {
-        name: None if x is None else floats(name, x.where(trained | x.isfinite(), 0), at)
+        name: None
+        if x is None
+        else floats(name, x if trained is None else x.where(trained | x.isfinite(), 0), at)
         for name, x in batch.per_token().items()
         if name != "trained"
     }
@@ -208,7 +215,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         greedy_scores=None
         if batch.greedy_scores is None
         else floats("greedy_scores", batch.greedy_scores, keep),
-        trained=trained[at],
+        trained=None if trained is None else trained[at],
         **tokens,
     )
 
@@ -238,7 +245,8 @@ def _each_token(batch: AdvantageBatch, scalars: Tensor) -> Tensor:
 def _whiten(values: Tensor, batch: AdvantageBatch, options: AdvantageOptions) -> Tensor:
     if not options.whiten:
         return values
-    assert batch.trained is not None
+    if batch.trained is None:
+        return returns.whiten(values)
     return _spread(returns.whiten(values[batch.trained]), batch.trained)
 
 

@@ -3,7 +3,7 @@
 Other parts are elsewhere:
 
 correction.py       the weights W of a rollout correction, which the caller multiplies in
-covariance.py       the selection of tokens for clip_cov and kl_cov
+selection.py        the selection of tokens for clip_cov and kl_cov
 aggregate.py        the factors that reduce token losses to one number
 sequence_losses.py  the losses on whole sequences
 policy_losses.py    all modes by name

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.algorithms.advantages import all_equal, renumber
-from millrace.algorithms.ragged import last_tokens, result_dtype, sequence_ids, sequence_sums
+from millrace.algorithms.groups import Groups
+from millrace.algorithms.ragged import last_tokens, result_dtype, sequence_ids
 
 
 def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None = None) -> Tensor:
@@ -139,15 +139,12 @@ def optimal_token_baseline(
         energy = energy * weights.detach().double().square()
     # A sum from the front equals a sum to go of the reversed batch.
     path = discounted_sums(energy.flip(0), lengths.flip(0), 1.0).flip(0)
-    cell, size = renumber(_positions(lengths, groups))
-    total = sequence_sums(path, cell, len(size))[cell]
-    share = torch.where(total > 0, path / total, 1.0 / size.double()[cell])
-    baseline = sequence_sums(share * to_go, cell, len(size))
-    return (
-        (to_go - baseline[cell])
-        .masked_fill(all_equal(to_go, cell, len(size))[cell], 0.0)
-        .to(result_dtype(rewards))
-    )
+    cells = Groups.of(_positions(lengths, groups))
+    total = cells.total(path)[cells.index]
+    share = torch.where(total > 0, path / total, 1.0 / cells.size.double()[cells.index])
+    baseline = cells.total(share * to_go)[cells.index]
+    advantages = (to_go - baseline).masked_fill(cells.equal(to_go), 0.0)
+    return advantages.to(result_dtype(rewards))
 
 
 def whiten(values: Tensor) -> Tensor:
@@ -169,4 +166,4 @@ def _positions(lengths: Tensor, groups: Tensor) -> Tensor:
     ids = sequence_ids(lengths)
     position = torch.arange(len(ids), device=ids.device) - (lengths.cumsum(0) - lengths)[ids]
     longest = int(lengths.max()) if len(lengths) else 0
-    return renumber(groups)[0][ids] * longest + position
+    return Groups.of(groups).index[ids] * longest + position

@@ -46,7 +46,7 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)
-    check_unread(config)
+    check_unread(config.value_of)
     lines = [*([note] if note else []), *_summary(notes)]
     return config.with_notes(*lines, translated=[str(note) for note in notes]) if lines else config
 

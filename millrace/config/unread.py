@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.config.explain import default_of, example, shown
-from millrace.config.keys import Config
 from millrace.errors import bad_value
 
 Choice = dict[str, tuple[Any, ...]]
@@ -80,31 +79,28 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
 )
 
 
-def check_unread(config: Config) -> None:
-    """Raise ConfigError for a key that the run would ignore.
+def check_unread(value_of: Callable[[str], Any]) -> None:
+    """Raise ConfigError for a key that the run would ignore. `value_of` is that of a Config.
 
     Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
     have such a key.
     """
+
+    def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
+        return [(key, values) for key, values in choice.items() if value_of(key) not in values]
+
     for section, names, choices in READ:
         for key in (f"{section}.{name}" for name in names.split()):
-            # The choice that needs the fewest changes.
-            unmet = min((_unmet(config.value_of, choice) for choice in choices), key=len)
-            value = config.value_of(key)
-            if value == default_of(key) or not unmet:
+            unmet = min(map(unmet_of, choices), key=len)  # the choice that needs the fewest changes
+            if value_of(key) == default_of(key) or not unmet:
                 continue
             other, values = unmet[0]
-            place, _, name = other.rpartition(".")
-            if values == (True,) and name in config.value_of(place).model_fields_set:
+            above, _, switch = other.rpartition(".")
+            if values == (True,) and switch in value_of(above).model_fields_set:
                 continue  # a layer sets the switch to false
             raise bad_value(
                 key,
-                value,
-                f"{other}={shown(config.value_of(other))} does not read it",
+                value_of(key),
+                f"{other}={shown(value_of(other))} does not read it",
                 f"{other}={' or '.join(map(shown, values))}, or {example(key)}",
             )
-
-
-def _unmet(value_of: Callable[[str], Any], choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the keys of a choice that have another value, with the values that it needs."""
-    return [(key, values) for key, values in choice.items() if value_of(key) not in values]

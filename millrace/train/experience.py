@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import Correction, correct
-from millrace.algorithms.correction_plan import Place, Proximal
+from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
+from millrace.algorithms.drift import drift
 from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
-from millrace.algorithms.ragged import sequence_sums
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions
 from millrace.train.rows import BatchArrays, Rows
@@ -59,6 +59,8 @@ class Experience:
     """[K] targets of the critic."""
     correction: Correction | None
     """Correction of the whole batch. None if the correction happens at another place."""
+    metrics: dict[str, float]
+    """Metrics of that correction. Empty without it."""
     zero_variance_share: float
     """Share of samples whose rewards are all equal."""
     kl_to_reference: float
@@ -110,23 +112,14 @@ def make_experience(
 ) -> Experience:
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
     plan, rows = options.correction, batch.rows
-    include = batch.unfiltered & _young(batch.ages, plan.max_token_age)
-    if plan.place is Place.PASSING:
-        include &= _possible(batch, include, by_token=plan.options.rollout_is == "token")
+    include = _included(batch, plan)
     arrival, entropies, squares = _arrival(models.policy, rows, options)
-    correction = in_baselines = None
-    if arrival is not None and plan.place is Place.ARRIVAL:
-        correction = correct(arrival, batch.rollout, batch.lengths, plan.options, include=include)
-        if plan.before_baseline:
-            # The baselines exclude a sequence whose tokens are all rejected. They include a
-            # filtered one.
-            kept, unfiltered = (
-                sequence_sums(flags.double(), batch.ids, len(batch.lengths))
-                for flags in (correction.keep, batch.unfiltered)
-            )
-            in_baselines = (kept > 0) | (unfiltered == 0)
+    correction, metrics = _corrected(batch, arrival, include, plan)
+    trained, in_baselines = include if correction is None else correction.keep, None
+    if correction is not None and plan.before_baseline:
+        # The baselines exclude a sequence whose tokens are all rejected, but no filtered one.
+        in_baselines = batch.sequences_of(trained) | ~batch.sequences_of(batch.unfiltered)
     # An estimate of the proximal policy needs the current policy, so PolicyLoss makes it.
-    trained = include if correction is None else correction.keep
     old = {Proximal.ROLLOUT: batch.rollout, Proximal.RECOMPUTED: arrival}.get(plan.proximal)
     reference, values = (
         None if model is None else model.tokens(rows, temperature=options.temperature)[0]
@@ -168,6 +161,7 @@ def make_experience(
         values=values,
         returns=advantages.returns,
         correction=correction,
+        metrics=metrics,
         zero_variance_share=batch.equal_share,
         kl_to_reference=kl.mean().item() if kl is not None and len(kl) else 0.0,
         kl_coef=kl_coef,
@@ -196,17 +190,25 @@ def _arrival(
     return log_probs, entropies, rest[0] if squares else None
 
 
-def _possible(batch: BatchArrays, include: Tensor, *, by_token: bool) -> Tensor:
-    """Return the tokens whose weight can be finite, [K] bool: by the token, or by its trajectory.
-
-    A weight of 0 in passing does not remove a ratio that is not finite: 0 times infinity is NaN.
-    """
+def _included(batch: BatchArrays, plan: CorrectionPlan) -> Tensor:
+    """Return `Experience.include`, [K] bool."""
+    include = batch.unfiltered
+    if plan.max_token_age is not None:
+        include = include & (batch.ages <= plan.max_token_age)
+    if plan.place is not Place.PASSING:
+        return include
+    # In passing, a weight of 0 does not remove a ratio that is not finite: 0 x infinity is NaN.
     infinite = include & ~batch.rollout.isfinite()
-    if by_token:
-        return ~infinite
-    return (sequence_sums(infinite.double(), batch.ids, len(batch.lengths)) == 0)[batch.ids]
+    by_token = plan.options.rollout_is == "token"
+    return include & ~(infinite if by_token else batch.sequences_of(infinite)[batch.ids])
 
 
-def _young(ages: Tensor, limit: int | None) -> Tensor:
-    """Return whether each age is at most `limit`, [K] bool. Without a limit, all are true."""
-    return torch.ones_like(ages, dtype=torch.bool) if limit is None else ages <= limit
+def _corrected(
+    batch: BatchArrays, arrival: Tensor | None, include: Tensor, plan: CorrectionPlan
+) -> tuple[Correction | None, dict[str, float]]:
+    """Return the correction of the whole batch, and its metrics: none if it is elsewhere."""
+    if arrival is None or plan.place is not Place.ARRIVAL:
+        return None, {}
+    policies = (arrival, batch.rollout, batch.ids, len(batch.lengths))
+    correction = correct(*policies, plan.options, include=include)
+    return correction, correction.metrics | drift(*policies, include)

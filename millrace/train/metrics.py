@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from millrace.algorithms.by_age import by_age
-from millrace.algorithms.correction import correct, drift
+from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.drift import by_age, drift
 from millrace.algorithms.kl import k3
 from millrace.algorithms.proximal import ESTIMATES
 from millrace.train.experience import Experience
@@ -179,11 +179,7 @@ def _policy_metrics(
         if options.correction.off_policy_mask_threshold is not None:
             masked = meter.sums["off_policy_masked"] / n
             metrics["rollout_corr/off_policy_masked_fraction"] = masked
-    parts = (
-        [part for part in corrections if part]
-        if data.correction is None
-        else [data.correction.metrics]
-    )
+    parts = [part for part in (data.metrics, *corrections) if part]
     for name in parts[0] if parts else ():
         metrics[name] = sum(part[name] for part in parts) / len(parts)
     return metrics
@@ -216,16 +212,16 @@ def _sampler_metrics(
     metrics = {"train/pad_share": pad_share(output[0, -2:])}
     if not bool(at.any()):
         return metrics
+    plan, policies = options.correction, (current, rollout, data.ids, len(data.lengths))
+    if plan.place is Place.PASSING:
+        if plan.proximal in ESTIMATES:
+            estimate = ESTIMATES[plan.proximal](rollout, current, data.ages)
+            policies = (estimate, *policies[1:])
+        metrics |= correct(*policies, plan.options, include=at).metrics
+    if plan.active and data.correction is None:
+        metrics |= drift(*policies, at)
     bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
     metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
-    plan = options.correction
-    if plan.place is Place.PASSING:
-        numerator = current
-        if plan.proximal in ESTIMATES:
-            numerator = ESTIMATES[plan.proximal](rollout, current, data.ages)
-        metrics |= correct(numerator, rollout, data.lengths, plan.options, include=at).metrics
-    elif plan.active and data.correction is None:
-        metrics |= drift(current, rollout, data.lengths, at)
     at &= (rollout - current).isfinite()
     if not bool(at.any()):
         return metrics

@@ -16,12 +16,11 @@ from torch import Tensor
 from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place
-from millrace.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
-from millrace.algorithms.entropy import high_entropy
+from millrace.algorithms.drift import drift
 from millrace.algorithms.modes import SELECTS
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.ragged import sequence_sums
 from millrace.algorithms.ratio import clipped_surrogate, log_ratio
+from millrace.algorithms.selection import clip_cov_tokens, high_entropy, kl_cov_tokens
 from millrace.train.experience import Experience, Policy
 from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.options import StepOptions
@@ -85,8 +84,9 @@ def settle(
     correction, metrics = data.correction, dict[str, float]()
     if now is not None and plan.place is Place.MINI_BATCH:
         proximal = now if interpolated is None else interpolated
-        correction = correct(proximal, data.rollout, data.lengths, plan.options, include=mask)
-        metrics = correction.metrics
+        policies = (proximal, data.rollout, data.ids, len(data.lengths))
+        correction = correct(*policies, plan.options, include=mask)
+        metrics = correction.metrics | drift(*policies, mask)
     if correction is not None:
         mask = mask & correction.keep
     selected = None
@@ -94,7 +94,11 @@ def settle(
         old = interpolated if data.old is None else data.old
         generator = torch.Generator().manual_seed(options.seed + policy.steps)
         selected = _select(now, old, data.advantages, mask, options, generator)
-    kept = sequence_sums(mask.double(), data.ids, len(data.lengths))
+    weights = correction.weights if correction is not None and plan.weighs else None
+    if by_entropy and entropies is not None:
+        high = high_entropy(entropies, mask, share=loss.top_entropy_quantile).double()
+        weights = high if weights is None else weights * high
+    kept = torch.bincount(data.ids, mask.double(), minlength=len(data.lengths))
     tokens = int(mask.sum())
     factors = token_weights(
         options.aggregation,
@@ -103,12 +107,8 @@ def settle(
         total_tokens=tokens,
         total_sequences=int((kept > 0).sum()),
         scale=options.loss_scale,
-        dtype=kept.dtype,
+        dtype=torch.float64,
     )
-    weights = correction.weights if correction is not None and plan.weighs else None
-    if by_entropy and entropies is not None:
-        high = high_entropy(entropies, mask, share=loss.top_entropy_quantile).to(kept)
-        weights = high if weights is None else weights * high
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
 
 
@@ -122,14 +122,14 @@ def _select(
 ) -> Tensor:
     """Return the tokens selected by covariance, [K] bool."""
     actor, loss = options.actor, options.actor.policy_loss
-    if loss.loss_mode == "kl_cov":
-        return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
     clipped = None
     if old is not None:
         ratios = log_ratio(now, old).exp()
         _, clipped = clipped_surrogate(
             ratios, advantages, actor.clip_ratio_low, actor.clip_ratio_high
         )
+    if loss.loss_mode == "kl_cov":
+        return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
     return clip_cov_tokens(
         now,
         advantages,

@@ -11,9 +11,9 @@ from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.kl import KL, weighted_by_ratio
 from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.off_policy_mask import off_policy_mask
 from millrace.algorithms.policy_losses import POLICY_LOSSES
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.rejection import off_policy_mask
 from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.fsdp.trainable import Outputs
@@ -162,7 +162,8 @@ class PolicyLoss:
             yield correct(
                 numerator,
                 at["rollout"],
-                _lengths(micro, log_probs),
+                micro.sequence.to(log_probs.device),
+                micro.num_sequences,
                 self.plan.options,
                 include=at["mask"] > 0,
             ).weights.to(log_probs.dtype)
@@ -175,16 +176,12 @@ class PolicyLoss:
         return off_policy_mask(
             log_probs.detach(),
             at["rollout"],
-            _lengths(micro, log_probs),
+            micro.sequence.to(log_probs.device),
+            micro.num_sequences,
             at["advantages"],
             threshold=threshold,
             include=at["mask"] > 0,
         ).to(log_probs.dtype)
-
-
-def _lengths(micro: MicroBatch, like: Tensor) -> Tensor:
-    """Return the trained tokens of each row of a micro-batch."""
-    return torch.bincount(micro.sequence, minlength=micro.num_sequences).to(like.device)
 
 
 class CriticLoss:

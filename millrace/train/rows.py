@@ -100,6 +100,10 @@ class BatchArrays:
     greedy_scores: Tensor | None
     """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
 
+    def sequences_of(self, tokens: Tensor) -> Tensor:
+        """Return the trajectories with at least one of the tokens [K] bool, [N] bool."""
+        return torch.bincount(self.ids[tokens], minlength=len(self.lengths)) > 0
+
 
 def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
     """Return the arrays of `batch`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import correct
+from millrace.algorithms.drift import drift
 from millrace.algorithms.rules import RejectionRule
 from tests.algorithms.options import correction_options
 
@@ -73,13 +75,11 @@ def run(sequences: Any, options: Any, dtype: Any = torch.float64) -> Any:
             | {"rollout_rs": tuple(RejectionRule(*r) for r in options.get("rollout_rs", ()))}
         )
     )
-    return correct(
-        a,
-        b,
-        torch.tensor([len(s) for s in sequences], dtype=torch.long),
-        made,
-        include=torch.tensor([t[2] for t in tokens], dtype=torch.bool),
-    )
+    ids = torch.tensor([i for i, s in enumerate(sequences) for _ in s], dtype=torch.long)
+    include = torch.tensor([t[2] for t in tokens], dtype=torch.bool)
+    found = correct(a, b, ids, len(sequences), made, include=include)
+    metrics = found.metrics | drift(a, b, ids, len(sequences), include)
+    return replace(found, metrics=metrics)
 
 
 # The reference: plain loops that follow the definitions.

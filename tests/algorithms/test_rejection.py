@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import correct
-from millrace.algorithms.rejection import Ratios, accept, off_policy_mask, second_moment
+from millrace.algorithms.correction import Ratios, accept, correct, second_moment
+from millrace.algorithms.drift import drift
+from millrace.algorithms.off_policy_mask import off_policy_mask
+from millrace.algorithms.ragged import sequence_ids
 from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from tests.algorithms.options import correction_options
 
@@ -24,17 +26,21 @@ def double(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def ids_of(lengths: Any) -> tuple[torch.Tensor, int]:
+    """Return the sequence of each token, and the number of sequences."""
+    return sequence_ids(torch.tensor(lengths, dtype=torch.long)), len(lengths)
+
+
+def ratios_of(a: torch.Tensor, b: torch.Tensor, lengths: Any) -> Ratios:
+    return Ratios.of(a, b, *ids_of(lengths), None)
+
+
 def accepted(rule: Any, *sequences: Any) -> Any:
     """Apply the rule to sequences of ratios."""
     logs = double([math.log(r) for s in sequences for r in s])
     return accept(
         rule,
-        Ratios.of(
-            logs,
-            torch.zeros_like(logs),
-            torch.tensor([len(s) for s in sequences], dtype=torch.long),
-            None,
-        ),
+        ratios_of(logs, torch.zeros_like(logs), [len(s) for s in sequences]),
     )
 
 
@@ -209,7 +215,7 @@ def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_ar
     def kept(shift: Any, upper: Any) -> Any:
         return accept(
             RejectionRule("token_k1", 0.1, upper),
-            Ratios.of(b + math.log(upper) + shift, b, torch.tensor([1000]), None),
+            ratios_of(b + math.log(upper) + shift, b, [1000]),
         )[0]
 
     at_the_edge = [kept(0.0, upper).float().mean().item() for upper in (2.0, 3.0, 5.0, 7.0)]
@@ -223,7 +229,7 @@ SEQUENCES = st.lists(st.lists(st.floats(-60, 60), min_size=1, max_size=6), min_s
 
 def ratios_of_sequences(sequences: Any) -> Any:
     logs = double([log for s in sequences for log in s])
-    return logs, torch.zeros_like(logs), torch.tensor([len(s) for s in sequences])
+    return logs, torch.zeros_like(logs), [len(s) for s in sequences]
 
 
 @given(SEQUENCES)
@@ -232,16 +238,16 @@ def test_the_ratio_of_a_sequence_is_the_product_of_its_ratios(sequences: Any) ->
     logs, zeros, lengths = ratios_of_sequences(sequences)
     products = np.clip([np.sum(np.float64(s)) for s in sequences], -20, 20)
     means = np.clip([np.mean(np.float64(s)) for s in sequences], -20, 20)
-    shown = Ratios.of(logs, zeros, lengths, None)
+    shown = ratios_of(logs, zeros, lengths)
     np.testing.assert_allclose(shown.sequence_logs().numpy(), products, rtol=1e-9, atol=1e-12)
     for name, expected in (("seq_sum_k1", products), ("seq_mean_k1", means)):
         _, metrics = accept(RejectionRule(name, 0.0, math.inf), shown)
         np.testing.assert_allclose(metrics["mean"].item(), np.exp(expected).mean(), rtol=1e-9)
     options = correction_options(rollout_is="sequence", rollout_is_threshold=math.inf)
-    found = correct(logs, zeros, lengths, options)
+    found = correct(logs, zeros, *ids_of(lengths), options)
     expected = np.repeat(np.exp(products), [len(s) for s in sequences])
     np.testing.assert_allclose(found.weights.numpy(), expected, rtol=1e-9)
-    chi2 = found.metrics["rollout_corr/chi2_seq"]
+    chi2 = drift(logs, zeros, *ids_of(lengths))["rollout_corr/chi2_seq"]
     np.testing.assert_allclose(chi2, np.exp(2 * products).mean() - 1, rtol=1e-9, atol=1e-9)
 
 
@@ -261,8 +267,7 @@ def test_the_second_moment_keeps_as_many_tokens_as_the_bound_permits(
     shifts: Any, bound: float
 ) -> None:
     a = double(shifts)
-    one = torch.tensor([len(shifts)])
-    keep = second_moment(bound, Ratios.of(a, torch.zeros_like(a), one, None))
+    keep = second_moment(bound, ratios_of(a, torch.zeros_like(a), [len(shifts)]))
     squares = np.square(shifts)
     kept = squares[keep.numpy()]
     assert not len(kept) or kept.mean() <= bound * (1 + 1e-9)
@@ -273,12 +278,10 @@ def test_the_second_moment_keeps_as_many_tokens_as_the_bound_permits(
 
 def test_the_second_moment_may_reject_all_and_drops_what_is_not_finite() -> None:
     a = double([3.0, -3.0, math.nan])
-    ratios = Ratios.of(a, torch.zeros_like(a), torch.tensor([2, 1]), None)
+    ratios = ratios_of(a, torch.zeros_like(a), [2, 1])
     assert second_moment(0.04, ratios).tolist() == [False] * 3
     assert second_moment(9.0, ratios).tolist() == [True, True, False]
-    assert second_moment(
-        5.0, Ratios.of(a[:2] * double([1.0, 0.0]), a[:2] * 0, torch.tensor([2]), None)
-    ).all()
+    assert second_moment(5.0, ratios_of(a[:2] * double([1.0, 0.0]), a[:2] * 0, [2])).all()
 
 
 MASKED = st.lists(
@@ -310,7 +313,7 @@ def off_policy(sequences: Any, bound: float) -> torch.Tensor:
     return off_policy_mask(
         pi,
         mu,
-        torch.tensor([len(s) for s in sequences], dtype=torch.long),
+        *ids_of([len(s) for s in sequences]),
         advantages,
         threshold=bound,
         include=torch.tensor([row[3] for row in rows], dtype=torch.bool),

@@ -61,14 +61,14 @@ def test_a_key_is_refused_unless_a_choice_reads_it(key: str, choices: Any) -> No
     }
     extra = {"algorithm.gdpo_reward_keys": ["a"]} if "weights" in key else {}
     with pytest.raises(ConfigError, match=r"does not read it\. Fix: .*, or "):
-        check_unread(config_of(extra | UNREAD | {key: other(key)}))
+        check_unread(config_of(extra | UNREAD | {key: other(key)}).value_of)
     for choice in choices:
         longest = max(len(values) for values in choice.values())
         for i in range(longest):
             chosen = {k: values[min(i, len(values) - 1)] for k, values in choice.items()}
             if "algorithm.kl_ctrl.type" in chosen:
                 chosen["algorithm.use_kl_in_reward"] = True
-            check_unread(config_of(extra | chosen | {key: other(key)}))
+            check_unread(config_of(extra | chosen | {key: other(key)}).value_of)
 
 
 def test_the_keys_of_a_switch_stay_if_the_switch_is_set_to_false() -> None:

@@ -164,9 +164,7 @@ def check_same(found: dict[str, Any], want: dict[str, Any], rtol: float = 1e-9) 
     for name, value in want.items():
         if isinstance(value, Tensor):
             largest = float(value.double().abs().max()) if len(value) else 0.0
-            torch.testing.assert_close(
-                found[name], value, rtol=rtol, atol=rtol * largest, msg=lambda m, n=name: f"{n} {m}"
-            )
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol * largest, msg=name)
         elif name != "metric train/pad_share":
             assert found[name] == pytest.approx(value, rel=rtol, abs=rtol), name
 

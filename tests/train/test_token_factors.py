@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.algorithms.rejection import off_policy_mask
+from millrace.algorithms.off_policy_mask import off_policy_mask
 from millrace.train.mini_batch import mini_batches, settle
 from tests.train.algorithm_cases import (
     DECOUPLED,
@@ -142,9 +142,8 @@ def test_the_share_of_off_policy_masked_tokens_is_of_trained_tokens(folder: str)
     (members,) = mini_batches(data, 7)
     mini = settle(data, members, engine.actor, engine.options, untouched=True)
     now = engine.actor.tokens(data.rows, temperature=TEMPERATURE)[0]
-    stays = off_policy_mask(
-        now, data.rollout, data.lengths, data.advantages, threshold=0.01, include=mini.mask
-    )
+    policies = (now, data.rollout, data.ids, len(data.lengths))
+    stays = off_policy_mask(*policies, data.advantages, threshold=0.01, include=mini.mask)
     want = float((~stays[mini.mask]).double().mean())
     assert 0 < want < 1 and mini.tokens < len(data.ids)
     found = step(engine, samples).metrics["rollout_corr/off_policy_masked_fraction"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millrace.algorithms.advantages import grpo, rloo
 from millrace.algorithms.estimators import ESTIMATORS, estimate
-from millrace.algorithms.normalize import normalize
+from millrace.algorithms.groups import normalize
 from tests.algorithms.options import advantage_options, norm_options
 from tests.algorithms.test_estimators import CALM, PLAIN, ROWS, SEED, for_name, make
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.by_age import by_age
+from millrace.algorithms.drift import by_age
 
 LOG_PROB = st.one_of(st.floats(-40, 0), st.sampled_from([-math.inf, math.nan]))
 TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 9)), max_size=30)

@@ -1,4 +1,4 @@
-"""Metrics of tokens by their age."""
+"""Metrics of the distance between the policy that drew the tokens and the trainer's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,70 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.ragged import sequence_sums
-from millrace.algorithms.ratio import log_ratio
+from millrace.algorithms.ratio import MAX_LOG_RATIO, log_ratio
+
+MAX_LOG_PPL = 100.0
+"""Upper bound of a reported log-perplexity: perplexities are at most e^100."""
+
+
+def drift(
+    log_probs_a: Tensor,
+    log_probs_b: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    include: Tensor | None = None,
+) -> dict[str, float]:
+    """Measure the distance of policy a from policy b, which drew the tokens.
+
+    Arguments are those of `correct`. Metrics are named `rollout_corr/NAME`:
+
+    kl                          mean over tokens of log b - log a: KL(b || a), the k1 estimate
+    k3_kl                       mean over tokens of e^l - 1 - l, l clamped to +-20: the k3 estimate
+    chi2_token, chi2_seq        mean of the squared ratio over tokens, over sequences; minus 1
+    {training,rollout}_log_ppl  mean over sequences of -(mean over tokens of log a, of log b)
+    {training,rollout}_ppl      mean over sequences of e^(log ppl) of a, of b, each at most e^100
+    log_ppl_diff[_max,_min]     mean, maximum, minimum over sequences of log ppl of a - log ppl of b
+    log_ppl_abs_diff            mean of the absolute differences
+    ppl_ratio                   mean over sequences of e^difference, the exponent clamped to +-100
+
+    Tokens with a ratio that is not finite are left out. So are sequences without tokens (verl
+    counts them with perplexity 1). Values are float64 and finite, and 0 without tokens.
+    """
+    a, b = log_probs_a.detach().double(), log_probs_b.detach().double()
+    used = (a - b).isfinite() if include is None else (a - b).isfinite() & include
+    a, b, ids = a[used], b[used], sequence_ids[used]
+    raw = a - b
+    log = log_ratio(a, b)
+    counts, sum_a, sum_b, sum_raw = (
+        sequence_sums(x, ids, num_sequences) for x in (torch.ones_like(raw), a, b, raw)
+    )
+    whole = counts > 0
+    log_ppl_a, log_ppl_b = ((-x / counts)[whole] for x in (sum_a, sum_b))
+    gap = log_ppl_a - log_ppl_b
+    product = sum_raw[whole].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    over_tokens = {
+        "kl": b - a,
+        "k3_kl": log.expm1() - log,
+        "chi2_token": (2 * log).expm1(),
+    }
+    over_sequences = {
+        "chi2_seq": (2 * product).expm1(),
+        "training_log_ppl": log_ppl_a,
+        "rollout_log_ppl": log_ppl_b,
+        "training_ppl": log_ppl_a.clamp(max=MAX_LOG_PPL).exp(),
+        "rollout_ppl": log_ppl_b.clamp(max=MAX_LOG_PPL).exp(),
+        "log_ppl_diff": gap,
+        "log_ppl_abs_diff": gap.abs(),
+        "ppl_ratio": gap.clamp(-MAX_LOG_PPL, MAX_LOG_PPL).exp(),
+    }
+    named = {
+        name: x.sum() / max(len(x), 1) for name, x in (over_tokens | over_sequences).items()
+    } | {
+        "log_ppl_diff_max": gap.max() if len(gap) else gap.sum(),
+        "log_ppl_diff_min": gap.min() if len(gap) else gap.sum(),
+    }
+    values = torch.stack(list(named.values())).tolist()
+    return {f"rollout_corr/{name}": value for name, value in zip(named, values, strict=True)}
 
 
 def by_age(
