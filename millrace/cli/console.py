@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -70,6 +71,43 @@ DryRun = Annotated[
 HelpConfig = Annotated[
     bool, typer.Option("--help-config", help="Print every key of the configuration, then exit.")
 ]
+
+
+class _Stream:
+    """A standard stream that may close during a run, with its terminal or its pipe.
+
+    The run continues without it, because metrics.jsonl and the checkpoints have what matters.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._closing():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._closing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Replace the stream by a sink if it is closed."""
+        try:
+            yield
+        except OSError:
+            sink = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(sink, self._stream.fileno())
+            os.close(sink)
+
+
+def open_console(json_: bool) -> Console:
+    """Return the console of a run: standard error with --json, else standard output."""
+    return Console(file=cast(TextIO, _Stream(sys.stderr if json_ else sys.stdout)))
 
 
 _stopped_by: int | None = None
@@ -211,16 +249,16 @@ def run_async(
     request_stop: Callable[[], bool],
 ) -> T:
     """Run `work` with a progress display and signal handlers."""
-    with Progress(make_view(Console(stderr=json_)), name, mode) as progress:
+    with Progress(make_view(open_console(json_)), name, mode) as progress:
         return asyncio.run(_with_signals(work(progress), progress, request_stop))
 
 
 async def _with_signals(
     work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
 ) -> T:
-    """Run `work`. The first Ctrl-C or SIGTERM asks it to save and end.
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end.
 
-    The second one ends the process at once.
+    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays ignored.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
@@ -228,6 +266,8 @@ async def _with_signals(
     def on_signal(number: signal.Signals) -> None:
         global _stopped_by
         if _stopped_by is not None:
+            if number == signal.SIGHUP:
+                return  # a terminal that closes sends it twice: the kernel and the shell
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h\n")  # show the cursor, which the progress display hides
                 sys.stderr.flush()
@@ -242,7 +282,9 @@ async def _with_signals(
             progress.note(f"{number.name}: ending. No training is running, so nothing is saved.")
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
+            continue
         loop.add_signal_handler(number, on_signal, number)
     return await task
 
