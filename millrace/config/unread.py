@@ -1,7 +1,7 @@
 """Keys that only some choices read. With another choice, a value of their own is an error.
 
 Clips are not in the table: most loss modes read them, and recipes inherit them. The keys of a
-switch may stay if a layer sets the switch to false.
+switch may stay if a layer sets the switch to false, and those of vLLM if it chooses another engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.config.explain import default_of, example, shown
 from millrace.config.keys import Config
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 
 Choice = dict[str, tuple[Any, ...]]
 """The values of each key with which another key is read. All of them are necessary."""
@@ -19,6 +19,12 @@ Choice = dict[str, tuple[Any, ...]]
 LOSS, CORRECTION = "actor.policy_loss", "algorithm.rollout_correction"
 BY_STD: Choice = {"algorithm.adv_estimator": ("grpo", "grpo_passk", "gdpo")}
 LEVELS = ("group", "batch")
+SWITCHES: tuple[tuple[Any, ...], ...] = ((True,), ("vllm",))
+"""Values of switches. If a layer sets another value, keys that only these read may stay.
+
+A recipe for vLLM then runs on a CPU with rollout.engine=torch alone: its keys of vLLM change speed
+and memory, and no results.
+"""
 
 
 def _loss(*modes: str) -> Choice:
@@ -83,9 +89,10 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
 def check_unread(config: Config) -> None:
     """Raise ConfigError for a key that the run would ignore.
 
-    Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
-    have such a key.
+    The error names all such keys. Recipes and overrides are checked. Checkpoints are not, because
+    those of earlier versions may have such a key.
     """
+    errors = []
     for section, names, choices in READ:
         for key in (f"{section}.{name}" for name in names.split()):
             # The choice that needs the fewest changes.
@@ -95,14 +102,17 @@ def check_unread(config: Config) -> None:
                 continue
             other, values = unmet[0]
             place, _, name = other.rpartition(".")
-            if values == (True,) and name in config.value_of(place).model_fields_set:
-                continue  # a layer sets the switch to false
-            raise bad_value(
+            if values in SWITCHES and name in config.value_of(place).model_fields_set:
+                continue  # a layer sets the switch to false, or chooses the torch engine
+            error = bad_value(
                 key,
                 value,
                 f"{other}={shown(config.value_of(other))} does not read it",
                 f"{other}={' or '.join(map(shown, values))}, or {example(key)}",
             )
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def _unmet(value_of: Callable[[str], Any], choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
