@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.config import Config, recipe
+from millrace.config.trl import HINTS
 from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")
@@ -132,6 +133,28 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
             "--address", address, "names no cluster", "--address HOST:PORT, or --address auto"
         )
     return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
+
+
+def refuse_keys(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a key, or one of TRL's names, that is written as an option."""
+    from millrace.errors import bad_value
+
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        if not argument.startswith("--") or not (hint := _setting(key)):
+            continue
+        if not equals and arguments[i + 1 :] and not arguments[i + 1].startswith("-"):
+            value = arguments[i + 1]
+        fix = hint.replace("VALUE", value) if value else hint
+        raise bad_value(f"--{name}", value, "is no option; a setting has no dashes", fix)
+
+
+def _setting(key: str) -> str:
+    """Return the override that sets a key, or that has the meaning of TRL's name. "" for others."""
+    if key in {name for name, _ in recipe.all_keys()}:
+        return f"{key}=VALUE"
+    return HINTS.get(key, "")
 
 
 def base_of(

@@ -38,6 +38,7 @@ from millrace.cli.console import (
     open_console,
     overrides_on,
     print_json,
+    refuse_keys,
     report,
     run_async,
     stopped_by,
@@ -320,6 +321,7 @@ def main() -> None:
     Every failure ends in one readable last line and a documented exit code.
     """
     try:
+        refuse_keys(sys.argv[1:])
         app(standalone_mode=True)
     except SystemExit:
         raise

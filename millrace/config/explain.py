@@ -96,7 +96,7 @@ def explain(error: ErrorDetails) -> str:
     if section := section_of(field.annotation):
         return str(no_section(key, value, section))
     rule = re.sub(r"^\w+ should", "must", error["msg"]).replace("a valid tuple", "a list")
-    meaning = " ".join((field.description or "").split()).rstrip(".")
+    meaning = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
     return str(bad_value(key, value, f"{rule} ({meaning})", _valid(name, value, field)))
 
 
