@@ -83,7 +83,7 @@ def explain(error: ErrorDetails) -> str:
         tail = key.rsplit(".", 1)[-1]
         own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
         if hint := HINTS.get(key if own else tail):
-            rule = "no such key: it is a name of TRL's GRPOConfig"
+            rule = "no such key: it is a name of TRL's"
             return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
         near = _nearest(key, known)
         return str(
