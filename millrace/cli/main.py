@@ -323,7 +323,12 @@ def main() -> None:
     try:
         refuse_keys(sys.argv[1:])
         app(standalone_mode=True)
-    except SystemExit:
+    except SystemExit as ended:
+        cause_ = ended.__context__
+        while cause_ is not None and not isinstance(cause_, KeyboardInterrupt):
+            cause_ = cause_.__cause__ or cause_.__context__
+        if cause_ is not None:
+            _exit(130, "stopped by Ctrl-C")
         raise
     except BaseException as error:  # noqa: BLE001 - no failure may look like success
         cause = first_cause(error)

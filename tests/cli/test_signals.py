@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from millrace.cli import console
+from millrace.cli import console, main
 from millrace.cli.console import open_console
 from millrace.observe.progress import Lines, Progress
 
@@ -61,3 +61,17 @@ def test_a_run_continues_without_a_reader_of_its_output(monkeypatch: pytest.Monk
         out = open_console(json_=False)
         for _ in range(2):
             out.print("version 1")
+
+
+def test_ctrl_c_outside_of_a_run_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "configure", interrupted)
+    monkeypatch.setattr("sys.argv", ["millrace", "train", "quickstart", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("error: stopped by Ctrl-C\n")
