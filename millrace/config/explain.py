@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
+from millrace.config.reward_keys import MixedReward
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
 
@@ -77,6 +78,8 @@ def explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
+        if part := re.match(r"reward\.mix\.[^.]+\.", key):  # the keys of a part have no fixed names
+            fields |= dict(all_keys(MixedReward, part[0]))
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
