@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
@@ -84,26 +83,26 @@ class _Stream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with self._closing():
-            return self._stream.write(text)
+        try:
+            self._stream.write(text)
+        except OSError:
+            self._replace()
         return len(text)
 
     def flush(self) -> None:
-        with self._closing():
+        try:
             self._stream.flush()
+        except OSError:
+            self._replace()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Replace the stream by a sink if it is closed."""
-        try:
-            yield
-        except OSError:
-            sink = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(sink, self._stream.fileno())
-            os.close(sink)
+    def _replace(self) -> None:
+        """Let the stream write to nowhere from now on."""
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, self._stream.fileno())
+        os.close(sink)
 
 
 def open_console(json_: bool) -> Console:
