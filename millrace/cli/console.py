@@ -8,9 +8,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.config import Config, recipe
+from millrace.config.trl import HINTS
 from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")
@@ -72,6 +73,43 @@ HelpConfig = Annotated[
 ]
 
 
+class _Stream:
+    """A standard stream that may close during a run, with its terminal or its pipe.
+
+    The run continues without it, because metrics.jsonl and the checkpoints have what matters.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            self._replace()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._replace()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _replace(self) -> None:
+        """Let the stream write to nowhere from now on."""
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, self._stream.fileno())
+        os.close(sink)
+
+
+def open_console(json_: bool) -> Console:
+    """Return the console of a run: standard error with --json, else standard output."""
+    return Console(file=cast(TextIO, _Stream(sys.stderr if json_ else sys.stdout)))
+
+
 _stopped_by: int | None = None
 
 
@@ -94,6 +132,28 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
             "--address", address, "names no cluster", "--address HOST:PORT, or --address auto"
         )
     return [*(overrides or []), "trainer.runtime=ray", f"trainer.ray_address={address}"]
+
+
+def refuse_keys(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a key, or one of TRL's names, that is written as an option."""
+    from millrace.errors import bad_value
+
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        if not argument.startswith("--") or not (hint := _setting(key)):
+            continue
+        if not equals and arguments[i + 1 :] and not arguments[i + 1].startswith("-"):
+            value = arguments[i + 1]
+        fix = hint.replace("VALUE", value) if value else hint
+        raise bad_value(f"--{name}", value, "is no option; a setting has no dashes", fix)
+
+
+def _setting(key: str) -> str:
+    """Return the override that sets a key, or that has the meaning of TRL's name. "" for others."""
+    if key in {name for name, _ in recipe.all_keys()}:
+        return f"{key}=VALUE"
+    return HINTS.get(key, "")
 
 
 def base_of(
@@ -211,16 +271,16 @@ def run_async(
     request_stop: Callable[[], bool],
 ) -> T:
     """Run `work` with a progress display and signal handlers."""
-    with Progress(make_view(Console(stderr=json_)), name, mode) as progress:
+    with Progress(make_view(open_console(json_)), name, mode) as progress:
         return asyncio.run(_with_signals(work(progress), progress, request_stop))
 
 
 async def _with_signals(
     work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
 ) -> T:
-    """Run `work`. The first Ctrl-C or SIGTERM asks it to save and end.
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end.
 
-    The second one ends the process at once.
+    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays ignored.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
@@ -228,6 +288,8 @@ async def _with_signals(
     def on_signal(number: signal.Signals) -> None:
         global _stopped_by
         if _stopped_by is not None:
+            if number == signal.SIGHUP:
+                return  # a terminal that closes sends it twice: the kernel and the shell
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h\n")  # show the cursor, which the progress display hides
                 sys.stderr.flush()
@@ -242,7 +304,9 @@ async def _with_signals(
             progress.note(f"{number.name}: ending. No training is running, so nothing is saved.")
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
+            continue
         loop.add_signal_handler(number, on_signal, number)
     return await task
 

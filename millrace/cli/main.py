@@ -5,7 +5,7 @@
 | 0 | the command is complete |
 | 1 | the command failed |
 | 2 | a key, a file or a row is wrong |
-| 130, 143 | a signal (Ctrl-C, SIGTERM) stopped it; a training run saved a checkpoint first |
+| 129, 130, 143 | SIGHUP, Ctrl-C or SIGTERM stopped it; a training run saved a checkpoint first |
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from millrace.cli.console import (
     base_of,
     configure,
     has_printed,
+    open_console,
     overrides_on,
     print_json,
+    refuse_keys,
     report,
     run_async,
     stopped_by,
@@ -56,8 +58,8 @@ app = typer.Typer(
     "RECIPE and any number of key=value overrides. A recipe is a YAML file, or a name that "
     "[bold]millrace recipes[/bold] lists. [bold]millrace train --help-config[/bold] prints every "
     "key.\n\n"
-    "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 130 or 143 stopped by a "
-    "signal.",
+    "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 129, 130 or 143 "
+    "stopped by a signal.",
 )
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
@@ -118,8 +120,7 @@ def train(
         lambda progress: work(config, progress, stop),
         stop.request,
     )
-    console = Console(stderr=json_)
-    summary.show(console, outcome)
+    summary.show(open_console(json_), outcome)
     if json_:
         print_json(summary.as_json(outcome))
     if not outcome.complete:
@@ -320,8 +321,14 @@ def main() -> None:
     Every failure ends in one readable last line and a documented exit code.
     """
     try:
+        refuse_keys(sys.argv[1:])
         app(standalone_mode=True)
-    except SystemExit:
+    except SystemExit as ended:
+        cause_ = ended.__context__
+        while cause_ is not None and not isinstance(cause_, KeyboardInterrupt):
+            cause_ = cause_.__cause__ or cause_.__context__
+        if cause_ is not None:
+            _exit(130, "stopped by Ctrl-C")
         raise
     except BaseException as error:  # noqa: BLE001 - no failure may look like success
         cause = first_cause(error)

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
+from millrace.config.reward_keys import MixedReward
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
 
@@ -77,13 +78,15 @@ def explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
+        if part := re.match(r"reward\.mix\.[^.]+\.", key):  # the keys of a part have no fixed names
+            fields |= dict(all_keys(MixedReward, part[0]))
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
         tail = key.rsplit(".", 1)[-1]
         own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
         if hint := HINTS.get(key if own else tail):
-            rule = "no such key: it is a name of TRL's GRPOConfig"
+            rule = "no such key: it is a name of TRL's"
             return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
         near = _nearest(key, known)
         return str(
@@ -96,7 +99,7 @@ def explain(error: ErrorDetails) -> str:
     if section := section_of(field.annotation):
         return str(no_section(key, value, section))
     rule = re.sub(r"^\w+ should", "must", error["msg"]).replace("a valid tuple", "a list")
-    meaning = " ".join((field.description or "").split()).rstrip(".")
+    meaning = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
     return str(bad_value(key, value, f"{rule} ({meaning})", _valid(name, value, field)))
 
 

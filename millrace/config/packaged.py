@@ -33,12 +33,13 @@ def named(name: str) -> Path | None:
 def find(given: Path, folder: Path, key: str = "RECIPE", owner: str = "") -> Path:
     """Return the file of a recipe: a path relative to `folder`, or a packaged name.
 
-    A file wins over a packaged recipe of the same name. Raises ConfigError if neither exists.
-    `owner` then names the recipe that inherits this one.
+    A file wins over a packaged recipe of the same name. A name that ends with .yaml is a file
+    alone: a recipe of the user's in another folder must not become a packaged one. Raises
+    ConfigError if neither exists. `owner` then names the recipe that inherits this one.
     """
     if (path := folder / given).is_file():
         return path
-    if (recipe := named(str(given))) is not None:
+    if given.suffix != ".yaml" and (recipe := named(str(given))) is not None:
         return recipe
     raise _unknown(given, folder, key, f"{given}{owner}")
 
@@ -66,13 +67,17 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
         rule = f"{where}, and the name fits several packaged recipes"
         return bad_value(key, shown, rule, " or ".join(matches))
     files = [p.name for p in (folder / given).parent.glob("*.yaml")]
-    if near := difflib.get_close_matches(given.name, files, 1, 0.7):
+    rule = f"{where}, and no packaged recipe has this name"
+    if (recipe := named(str(given))) is not None:
+        rule = f"{where}; a packaged recipe has a name without .yaml"
+        fix = _name_of(recipe)
+    elif near := difflib.get_close_matches(given.name, files, 1, 0.7):
         fix = str(given.parent / near[0])
     elif close := _close(given.name.removesuffix(".yaml")):
         fix = " or ".join(close)
     else:
         fix = "the path of a YAML file, or a name that `millrace recipes` lists"
-    return bad_value(key, shown, f"{where}, and no packaged recipe has this name", fix)
+    return bad_value(key, shown, rule, fix)
 
 
 def _ending(name: str) -> list[str]:

@@ -23,7 +23,7 @@ from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
 from millrace.config.unread import check_unread
 from millrace.config.verl.translate import Note
-from millrace.config.verl.values import Updates
+from millrace.config.verl.values import NO_LOGGERS, Updates
 from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
@@ -52,12 +52,20 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
 
 
 def _summary(notes: Sequence[Note]) -> list[str]:
-    """Return the note of a run on the settings in verl's words, or none."""
+    """Return the notes of a run on the settings in verl's words, and on loggers it does not have."""
     if not notes:
         return []
     mapped = sum(bool(note.became) for note in notes)
-    counts = f"{mapped} are translated, {len(notes) - mapped} are needless"
-    return [f"settings in verl's words: {counts}. --dry-run lists them"]
+    counts = f"translated {mapped}, needless {len(notes) - mapped}"
+    lines = [f"settings in verl's words: {counts}. --dry-run lists them"]
+    for key, value in (note.setting for note in notes):
+        names = [value] if isinstance(value, str) else value
+        if key == "trainer.logger" and (other := sorted({*(names or ())} & NO_LOGGERS)):
+            lines.append(
+                f"trainer.logger: millrace has no {', '.join(other)}. RUN/metrics.jsonl has all "
+                "figures, and trainer.logger=[tensorboard] writes them for TensorBoard"
+            )
+    return lines
 
 
 def parse(tree: Tree) -> Config:

@@ -1,7 +1,7 @@
 """TRL's names, for the error of a user who types one: the keys of millrace that mean the same.
 
 The names are public fields of GRPOConfig in TRL 1.16, with those of transformers that users set
-most. docs/from_trl.md has a row for each.
+most, and arguments of GRPOTrainer. docs/from_trl.md has a row for each.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ HINTS: dict[str, str] = {
     **{f"entropy_{name}": _ENTROPY for name in ("coef_delta", "coef_max", "coef_min", "target")},
     "epsilon": "actor.clip_ratio_low=VALUE actor.clip_ratio_high=VALUE",
     "epsilon_high": "actor.clip_ratio_high=VALUE",
+    "eval_dataset": "data.val_files=[FILE]",
     "eval_steps": "trainer.test_freq=VERSIONS",
     "generation_batch_size": _SYNC,
     "generation_kwargs": _ENGINE,
@@ -58,11 +59,13 @@ HINTS: dict[str, str] = {
     "num_train_epochs": "trainer.total_epochs=VALUE",
     "off_policy_mask_threshold": "algorithm.rollout_correction.off_policy_mask_threshold=VALUE",
     "output_dir": "trainer.run_dir=VALUE",
+    "peft_config": "model.lora_rank=VALUE",
     "per_device_train_batch_size": _BATCH,
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,
     "repetition_penalty": _FULL,
     "report_to": "trainer.logger=[tensorboard]",
+    "reward_funcs": "reward.function=FILE.py:NAME, or a part of reward.mix for each of several",
     "reward_weights": "reward.mix.NAME.weight=VALUE",
     "router_aux_loss_coef": "none: the loss has no term for a router",
     "run_name": "name=VALUE",
@@ -79,6 +82,7 @@ HINTS: dict[str, str] = {
     "top_entropy_quantile": "actor.policy_loss.top_entropy_quantile=VALUE",
     "top_k": "rollout.val_kwargs.top_k=VALUE, for validation alone",
     "top_p": "rollout.val_kwargs.top_p=VALUE, for validation alone",
+    "train_dataset": "data.train_files=[FILE]",
     "trust_remote_code": "model.trust_remote_code=VALUE",
     "use_adaptive_entropy": _ENTROPY,
     "use_bias_correction_kl": "actor.use_bias_correction_kl=VALUE",

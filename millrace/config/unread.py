@@ -1,16 +1,16 @@
 """Keys that only some choices read. With another choice, a value of their own is an error.
 
 Clips are not in the table: most loss modes read them, and recipes inherit them. The keys of a
-switch may stay if a layer sets the switch to false.
+switch may stay if a layer sets the switch to false, and those of vLLM if it chooses another engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace.config.explain import default_of, example, shown
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 
 Choice = dict[str, tuple[Any, ...]]
 """The values of each key with which another key is read. All of them are necessary."""
@@ -18,6 +18,12 @@ Choice = dict[str, tuple[Any, ...]]
 LOSS, CORRECTION = "actor.policy_loss", "algorithm.rollout_correction"
 BY_STD: Choice = {"algorithm.adv_estimator": ("grpo", "grpo_passk", "gdpo")}
 LEVELS = ("group", "batch")
+SWITCHES: tuple[tuple[Any, ...], ...] = ((True,), ("vllm",))
+"""Values of switches. If a layer sets another value, keys that only these read may stay.
+
+A recipe for vLLM then runs on a CPU with rollout.engine=torch alone: its keys of vLLM change speed
+and memory, and no results.
+"""
 
 
 def _loss(*modes: str) -> Choice:
@@ -80,11 +86,23 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
 
 
 def check_unread(value_of: Callable[[str], Any]) -> None:
-    """Raise ConfigError for a key that the run would ignore. `value_of` is that of a Config.
+    """Raise ConfigError for keys that the run would ignore. `value_of` is that of a Config.
 
-    Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
-    have such a key.
+    The error names all such keys. Recipes and overrides are checked. Checkpoints are not, because
+    those of earlier versions may have such a key.
     """
+    errors = []
+    for key, rule, (other, values) in unread(value_of):
+        fix = f"{other}={' or '.join(map(shown, values))}, or {example(key)}"
+        errors.append(str(bad_value(key, value_of(key), rule, fix)))
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
+def unread(
+    value_of: Callable[[str], Any],
+) -> Iterator[tuple[str, str, tuple[str, tuple[Any, ...]]]]:
+    """Yield each key that the run would ignore, the reason, and a choice that reads it."""
 
     def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
         return [(key, values) for key, values in choice.items() if value_of(key) not in values]
@@ -95,12 +113,7 @@ def check_unread(value_of: Callable[[str], Any]) -> None:
             if value_of(key) == default_of(key) or not unmet:
                 continue
             other, values = unmet[0]
-            above, _, switch = other.rpartition(".")
-            if values == (True,) and switch in value_of(above).model_fields_set:
-                continue  # a layer sets the switch to false
-            raise bad_value(
-                key,
-                value_of(key),
-                f"{other}={shown(value_of(other))} does not read it",
-                f"{other}={' or '.join(map(shown, values))}, or {example(key)}",
-            )
+            place, _, name = other.rpartition(".")
+            if values in SWITCHES and name in value_of(place).model_fields_set:
+                continue  # a layer sets the switch to false, or chooses the torch engine
+            yield key, f"{other}={shown(value_of(other))} does not read it", unmet[0]

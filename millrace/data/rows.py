@@ -170,12 +170,9 @@ def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
         key = "question"
     if key not in row:
         rule = f"has no column {key!r}"
-        raise bad_row(
-            where,
-            sorted(row),
-            rule,
-            f"{nearest(key, row, 'data.prompt_key={}')}, or add the column",
-        )
+        usual = next((name for name in ("prompt", "question") if name in row), "")
+        fix = f"data.prompt_key={usual}" if usual else nearest(key, row, "data.prompt_key={}")
+        raise bad_row(where, sorted(row), rule, f"{fix}, or add the column")
     prompt, where = row[key], f"{where}, {key}"
     if isinstance(prompt, str):
         return key, _checked(where, prompt)

@@ -53,6 +53,8 @@ class Function:
     """Whether the function gets all completions of a sample in one call."""
     names_answers: bool = False
     """Whether a score without `pred` means that the whole response is the answer."""
+    required: frozenset[str] = frozenset()
+    """The names of the parameters without a default."""
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
@@ -115,11 +117,41 @@ class Function:
             columns["completions"] = [
                 [{"role": "assistant", "content": text}] for text in call.completions
             ]
+        if missing := sorted(self.required - columns.keys()):
+            have = ", ".join(sorted(columns))
+            raise RewardError(
+                "no_column",
+                f"the function takes {', '.join(missing)}, and the row has no such column. It has "
+                f"{have}",
+            )
         return (
             columns
             if self.wanted is None
             else {k: v for k, v in columns.items() if k in self.wanted}
         )
+
+
+def check_name(spec: str, key: str = _KEY) -> None:
+    """Raise ConfigError if `spec` names neither a built-in function nor a file that exists.
+
+    This imports nothing, so a module and the name in a file may still be missing.
+    """
+    if spec in BUILTIN:
+        return
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        known = sorted(filter(None, BUILTIN))
+        is_file = spec.rstrip(":").endswith(".py")
+        fix = f"{spec.rstrip(':')}:NAME of the function" if is_file else nearest(spec, known)
+        rule = f"must be path.py:name, module:name, or one of {', '.join(known)}"
+        raise bad_value(key, spec, rule, fix)
+    path = Path(where).expanduser()
+    if where.endswith(".py") and not path.is_file():
+        there = [f"{p}:{name}" for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        fix = (
+            nearest(f"{path}:{name}", there) if there else f"a path from {Path.cwd()}, or absolute"
+        )
+        raise bad_value(key, spec, f"no such file (from {Path.cwd()})", fix)
 
 
 def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Function:
@@ -129,18 +161,11 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
     the user's code. Raise ConfigError if there is no such file, module or name, if the import
     fails, or if the signature is neither verl's nor TRL's.
     """
+    check_name(spec)
     if spec in BUILTIN:
         call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))
         return Function(call, "verl", is_async=False, wanted=None, names_answers=True)
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where or not name:
-        known = ", ".join(sorted(filter(None, BUILTIN)))
-        raise bad_value(
-            _KEY,
-            spec,
-            f"must be path.py:name, module:name, or one of {known}",
-            nearest(spec, filter(None, BUILTIN)),
-        )
+    where, _, name = spec.rpartition(":")
     module = (
         _import_path(spec, where)
         if where.endswith(".py")
@@ -192,19 +217,11 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
         vars(type(function)).get("__call__")
     )
     wanted = None if takes_all else frozenset(names)
-    return Function(function, style, is_async, wanted, whole_group)
+    return Function(function, style, is_async, wanted, whole_group, required=frozenset(required))
 
 
 def _import_path(spec: str, where: str) -> ModuleType:
     path = Path(where).expanduser()
-    if not path.is_file():
-        there = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise bad_value(
-            _KEY,
-            spec,
-            f"no such file (from {Path.cwd()})",
-            nearest(where, there, f"{{}}:{spec.rpartition(':')[2]}"),
-        )
     name = f"millrace_reward_{path.stem}"
     loaded = importlib.util.spec_from_file_location(name, path)
     if loaded is None or loaded.loader is None:

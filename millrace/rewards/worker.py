@@ -30,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
 }
 """Each stop signal with its handler in a new process."""
 _forking = threading.local()
@@ -84,7 +85,7 @@ def _die_with(parent: int) -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT. The driver gets them too, and it needs scores until it stops.
+    """Ignore the stop signals. The driver gets them too, and it needs scores until it stops.
 
     Processes that a reward function starts must still end at these signals. So the worker installs
     a handler: exec resets a handler, but not SIG_IGN. A forked child resets it itself.

@@ -26,6 +26,7 @@ from millrace.data.sources import Rows, load_sources
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.models import checks as model_checks
 from millrace.rewards.builtin import NEEDS_TRUTH
+from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal
 from millrace.types import Prompt, Tokens, tokens_of
 
@@ -51,7 +52,11 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     _check_model(config.model.path, config.rollout.engine)
     _check_overrides(config.model)
     data, seed = config.data, config.trainer.seed
-    functions = [p.function for p in config.reward.parts.values() if p.kind == "function"]
+    parts = config.reward.parts
+    named = {key: part.function for key, part in parts.items() if part.kind == "function"}
+    for section, name in named.items() if scored else ():
+        check_name(name, f"{section}.function")
+    functions = list(named.values())
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,

@@ -97,6 +97,8 @@ async def open_session(
                 f"left out {problems.train.filtered} prompts that are longer than "
                 "rollout.max_prompt_length"
             )
+        if trains:
+            progress.note(f"run folder: {run.path}")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and trains and rollout:
             progress.note(end)

@@ -1,4 +1,4 @@
-"""The request to stop a run, from Ctrl-C or SIGTERM."""
+"""The request to stop a run, from Ctrl-C, SIGTERM or SIGHUP."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def show(console: Console, outcome: Outcome) -> None:
     if outcome.last is not None:
         say(f"complete: held-out scores {shown(outcome.last.values, ', ')}")
     elif outcome.complete:
-        say("complete")
+        say("complete; without data.val_files there are no held-out scores")
     else:
         say(f"not complete: resume with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
 

@@ -91,13 +91,13 @@ class Host:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT. The driver alone acts on them, and it saves first.
+    """Ignore SIGTERM, SIGINT and SIGHUP. The driver alone acts on them, and it saves first.
 
     systemd, Slurm and a terminal send these signals to every process of a run. A worker's own
     children inherit the setting. A worker still ends when its socket closes, when the driver
     dies, and on SIGKILL.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -119,12 +119,12 @@ async def _check_reachable(address: str) -> None:
 
 
 def _join(options: dict[str, Any]) -> None:
-    """Call ray.init with SIGTERM blocked. The processes that Ray starts inherit that.
+    """Call ray.init with SIGTERM and SIGHUP blocked. The processes that Ray starts inherit that.
 
-    Ray itself blocks SIGINT. Both signals reach every process of a run, and the driver alone acts
+    Ray itself blocks SIGINT. These signals reach every process of a run, and the driver alone acts
     on them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         ray.init(**options)
     finally:

@@ -276,12 +276,12 @@ def _die_with_host() -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT in this process.
+    """Ignore SIGTERM, SIGINT and SIGHUP in this process.
 
     With several workers, vLLM ends a worker through its pipe. A single worker runs in vLLM's core,
     which installs its own handlers later. `millrace.vllm.scheduler` replaces those.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

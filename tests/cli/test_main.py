@@ -63,6 +63,22 @@ def test_every_command_has_help(run: Callable[..., Any], command: str) -> None:
     assert code == 0 and f"millrace {command}" in out and "--json" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mode", "async_swap"], "--mode = 'async_swap': is no option; a setting has no dashes"),
+        (["--rollout.n=8"], "Fix: rollout.n=8."),
+        (["--num-generations", "8"], "Fix: rollout.n=8."),
+        (["--learning_rate", "--dry-run"], "Fix: actor.optim.lr=VALUE."),
+    ],
+)
+def test_a_key_as_an_option_is_refused_with_its_setting(
+    run: Callable[..., Any], arguments: list[str], said: str
+) -> None:
+    code, out, err = run("train", "quickstart", *arguments)
+    assert code == 2 and not out and said in err
+
+
 def test_help_config_prints_every_key(run: Callable[..., Any]) -> None:
     code, out, _ = run("train", "--help-config")
     shown = {line.split()[0] for line in out.splitlines() if line.strip()}

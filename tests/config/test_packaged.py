@@ -56,7 +56,10 @@ def test_a_file_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dapo.yaml").write_text("name: mine\n")
     (tmp_path / "quickstart").mkdir()  # a folder is not a recipe
-    assert recipe.load("dapo.yaml").name == "mine" and recipe.load("dapo").name == "dapo"
+    assert recipe.load("dapo.yaml").name == "mine"
+    with pytest.raises(ConfigError, match=r"no such file.*without \.yaml\. Fix: algorithms/grpo\."):
+        recipe.load("grpo.yaml")
+    assert recipe.load("dapo").name == "dapo"
     assert recipe.load("quickstart").name == "quickstart"
     (tmp_path / "dapo").write_text("name: [")
     with pytest.raises(ConfigError, match="this file hides the packaged recipe algorithms/dapo"):

@@ -76,3 +76,10 @@ def test_the_keys_of_a_switch_stay_if_the_switch_is_set_to_false() -> None:
     load("quickstart", keys, ["actor.use_kl_loss=false"])
     with pytest.raises(ConfigError, match=r"actor\.use_kl_loss=false does not read it"):
         load("quickstart", keys)
+
+
+def test_the_keys_of_vllm_stay_if_a_layer_chooses_torch() -> None:
+    keys = ["rollout.gpu_memory_utilization=0.5", "rollout.max_num_batched_tokens=64"]
+    load("quickstart", keys, ["rollout.engine=torch"])
+    with pytest.raises(ConfigError, match=r"(?s)gpu_memory.*\n.*max_num_batched_tokens = 64"):
+        load("quickstart", keys)

@@ -125,3 +125,9 @@ def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path: Path)
     )
     rows = rows_of(tmp_path, *({"prompt": chr(200 + i), "answer": "x"} for i in range(50)))
     assert {chr(200 + i) for i in range(50)} <= set(texts(rows, limit=3))
+
+
+def test_a_wrong_prompt_key_names_the_usual_column() -> None:
+    rows = load_source("task:copy", seed=0)
+    with pytest.raises(DataError, match=r"Fix: data\.prompt_key=prompt, or add"):
+        check_rows(rows, prompt_key="answers")

@@ -200,11 +200,24 @@ def test_a_bad_function_is_a_config_error(tmp_path: Path, code: Any, name: str, 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
-    [("maths", "Fix: math"), ("no.such.module:f", "No module named"), (":f", "must be")],
+    [
+        ("maths", "Fix: math"),
+        ("no.such.module:f", "No module named"),
+        (":f", "must be"),
+        ("my.py", r"Fix: my\.py:NAME"),
+        ("/nowhere/my.py:f", "Fix: a path from"),
+    ],
 )
 def test_a_bad_spec_is_a_config_error(spec: Any, said: Any) -> None:
     with pytest.raises(ConfigError, match=said):
         load_function(spec)
+
+
+def test_a_column_that_the_row_lacks_is_named(tmp_path: Path) -> None:
+    f = function(tmp_path, "def f(completions, target, level, other=1): return [0.0]")
+    with pytest.raises(RewardError, match=r"takes target, .* It has .*level") as caught:
+        f.run(call("a"))
+    assert caught.value.reason == "no_column"
 
 
 def test_a_missing_file_names_the_one_that_is_meant(tmp_path: Path) -> None:

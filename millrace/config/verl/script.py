@@ -62,8 +62,10 @@ def read(text: str, variables: Mapping[str, str]) -> Script:
     """Return the overrides of a script.
 
     `variables` are the values of names that the script does not set itself. Raises ConfigError for
-    a variable without a value, for arithmetic that cannot be computed, and for an open quote.
+    all variables without a value that an override needs, for arithmetic that cannot be computed,
+    and for an open quote.
     """
+    errors: dict[str, None] = {}
     values = _Variables(variables)
     arrays: dict[str, list[str]] = {}
     script = Script()
@@ -83,7 +85,9 @@ def read(text: str, variables: Mapping[str, str]) -> Script:
         else:
             while words and _ASSIGNMENT.match(words[0]):  # the environment of one command
                 words.pop(0)
-            _command(script, words, line, values, arrays)
+            errors |= dict.fromkeys(_command(script, words, line, values, arrays))
+    if errors:
+        raise ConfigError("\n".join(errors))
     return script
 
 
@@ -135,27 +139,37 @@ def _command(
     line: str,
     values: _Variables,
     arrays: Mapping[str, list[str]],
-) -> None:
-    """Add the overrides of one command, if it has any."""
+) -> list[str]:
+    """Add the overrides of one command, if it has any. Returns the errors of its words."""
     if not command or command[0] in ("echo", "printf"):
-        return
+        return []
     programs = [base for part, base in _PROGRAMS if any(part in word for word in command)]
     known = [item for word in command for item in arrays.get(_array_of(word), [])]
     if not programs and not any(_is_override(word) for word in (*command, *known)):
-        return  # another command, such as `set -x`
+        return []  # another command, such as `set -x`
     script.base = script.base or (programs[0] if programs else "")
+    errors = []
     for word in command:
-        if name := _array_of(word):
-            if name not in arrays:
-                raise values.causes.get(name) or _unknown(name, line)
-            words = arrays[name]
-        elif re.fullmatch(rf"\$\{{?{_NAME}\}}?", word):  # without quotes, bash splits the value
-            words = _expand(word, values, line).split()
-        elif _is_override(word):
-            words = [_expand(word, values, line)]
+        try:
+            words = _overrides(word, line, values, arrays)
+        except ConfigError as error:
+            errors.append(str(error))
         else:
-            continue
-        script.overrides += [w for w in words if _is_override(w)]
+            script.overrides += [w for w in words if _is_override(w)]
+    return errors
+
+
+def _overrides(
+    word: str, line: str, values: _Variables, arrays: Mapping[str, list[str]]
+) -> list[str]:
+    """Return the words that one word of a command becomes, if it may hold overrides."""
+    if name := _array_of(word):
+        if name not in arrays:
+            raise values.causes.get(name) or _unknown(name, line)
+        return arrays[name]
+    if re.fullmatch(rf"\$\{{?{_NAME}\}}?", word):  # without quotes, bash splits the value
+        return _expand(word, values, line).split()
+    return [_expand(word, values, line)] if _is_override(word) else []
 
 
 def _array_of(word: str) -> str:

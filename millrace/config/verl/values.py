@@ -103,9 +103,8 @@ def by_engine(value: Any) -> Any:
     )
 
 
-OTHER_LOGGERS = frozenset(
-    {"console", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "file"}
-)
+NO_LOGGERS = frozenset({"wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml"})
+OTHER_LOGGERS = NO_LOGGERS | {"console", "file"}
 
 
 def loggers(value: Any) -> Any:

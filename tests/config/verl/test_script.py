@@ -91,6 +91,7 @@ def test_a_list_of_overrides_needs_no_command() -> None:
     ("text", "parts"),
     [
         ("python3 -m verl a.b=$GPUS", ["GPUS has no value", "--set GPUS=VALUE"]),
+        ("python3 -m verl a.b=$A a.c=$B", ["--set A=VALUE", "--set B=VALUE"]),
         ("n=$(nproc)\npython3 a.b=$n", ["$(nproc) has no value", "--set n=VALUE"]),
         ("n=`nproc`\npython3 a.b=$n", ["nothing is executed", "--set n=VALUE"]),
         ("n=$M\nk=$n\npython3 a.b=$k", ["M has no value"]),

@@ -1,0 +1,77 @@
+"""Stop signals, and standard streams that close during a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from millrace.cli import console, main
+from millrace.cli.console import open_console
+from millrace.observe.progress import Lines, Progress
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(console, "_stopped_by", None)
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def run(*numbers: signal.Signals) -> int:
+    """Send the signals to a command that saves. Returns how often it was asked to stop."""
+    asked = []
+
+    async def work() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.01)
+
+    with Progress(Lines(Console(quiet=True)), "a", "b") as progress:
+        asyncio.run(console._with_signals(work(), progress, lambda: asked.append(1) or True))
+    return len(asked)
+
+
+def test_a_closed_terminal_saves_once_and_a_second_signal_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    assert run(signal.SIGHUP, signal.SIGHUP) == 1
+    assert console.stopped_by() == 129 and not ended
+    run(signal.SIGTERM)
+    assert ended == [143]
+
+
+def test_nohup_keeps_a_run_alive() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run(signal.SIGHUP) == 0 and console.stopped_by() is None
+
+
+def test_a_run_continues_without_a_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        out = open_console(json_=False)
+        for _ in range(2):
+            out.print("version 1")
+
+
+def test_ctrl_c_outside_of_a_run_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "configure", interrupted)
+    monkeypatch.setattr("sys.argv", ["millrace", "train", "quickstart", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("error: stopped by Ctrl-C\n")
