@@ -91,7 +91,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 )
 def test_what_can_be_honoured_is_taken(tmp_path: Path, now: str) -> None:
     found = checkpoint_of(tmp_path / "run")
-    run = open_run_dir(config_of(f"trainer.resume={found}", now))
+    switch = "algorithm.use_kl_in_reward=false"
+    run = open_run_dir(config_of(f"trainer.resume={found}", switch, now))
     assert run.resume_from == found and run.notes == ()
 
 
@@ -129,9 +130,9 @@ def test_gdpo_trains_no_finished_sample_by_the_components_of_another_reward(
 
 
 def test_what_is_past_is_said(tmp_path: Path) -> None:
-    adaptive = "algorithm.kl_ctrl.type=adaptive"
-    found = checkpoint_of(tmp_path / "run", adaptive)
-    now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", adaptive]
+    adaptive = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+    found = checkpoint_of(tmp_path / "run", *adaptive)
+    now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", *adaptive]
     now += ["actor.optim.lr_warmup_steps=0", "actor.optim.lr_warmup_steps_ratio=0.5"]
     run = open_run_dir(config_of(f"trainer.resume={found}", *now))
     assert [note.partition(":")[0] for note in run.notes] == [
