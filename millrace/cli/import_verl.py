@@ -11,6 +11,7 @@ import yaml
 
 from millrace.config import recipe
 from millrace.config.importing import import_layer
+from millrace.config.packaged import packaged
 from millrace.config.verl.script import Script, read
 from millrace.errors import ConfigError, bad_value
 
@@ -49,7 +50,8 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
     if not found.overrides:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
-    typer.echo(_recipe(script, found, base or found.base or _guess(found), drop), nl=False)
+    base = base or _of_config(found.config) or found.base or _guess(found)
+    typer.echo(_recipe(script, found, base, drop), nl=False)
 
 
 def _text(script: Path) -> str:
@@ -67,6 +69,18 @@ def _variables(given: list[str]) -> dict[str, str]:
         if not item.partition("=")[0].isidentifier() or "=" not in item:
             raise bad_value("--set", item, "must be of the form NAME=VALUE", "--set GPUS=8")
     return dict(item.split("=", 1) for item in given)
+
+
+def _of_config(name: str) -> str:
+    """Return the recipe of a --config-name. Raises ConfigError if it is not one of verl's."""
+    if not name:
+        return ""
+    recipe = f"verl/{name.removesuffix('.yaml')}"
+    if recipe not in packaged():
+        rule = "the script has this --config-name, whose file millrace does not read"
+        fix = "--base verl/ppo_trainer, with the file's settings as overrides in the script"
+        raise bad_value("--config-name", name, rule, fix)
+    return recipe
 
 
 def _guess(script: Script) -> str:

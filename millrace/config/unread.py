@@ -6,7 +6,7 @@ switch may stay if a layer sets the switch to false.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace.config.explain import default_of, example, shown
@@ -86,23 +86,24 @@ def check_unread(config: Config) -> None:
     Recipes and overrides are checked. Checkpoints are not, because those of earlier versions may
     have such a key.
     """
+    for key, rule, (other, values) in unread(config):
+        fix = f"{other}={' or '.join(map(shown, values))}, or {example(key)}"
+        raise bad_value(key, config.value_of(key), rule, fix)
+
+
+def unread(config: Config) -> Iterator[tuple[str, str, tuple[str, tuple[Any, ...]]]]:
+    """Yield each key that the run would ignore, the reason, and a choice that reads it."""
     for section, names, choices in READ:
         for key in (f"{section}.{name}" for name in names.split()):
             # The choice that needs the fewest changes.
             unmet = min((_unmet(config.value_of, choice) for choice in choices), key=len)
-            value = config.value_of(key)
-            if value == default_of(key) or not unmet:
+            if config.value_of(key) == default_of(key) or not unmet:
                 continue
             other, values = unmet[0]
             place, _, name = other.rpartition(".")
             if values == (True,) and name in config.value_of(place).model_fields_set:
                 continue  # a layer sets the switch to false
-            raise bad_value(
-                key,
-                value,
-                f"{other}={shown(config.value_of(other))} does not read it",
-                f"{other}={' or '.join(map(shown, values))}, or {example(key)}",
-            )
+            yield key, f"{other}={shown(config.value_of(other))} does not read it", unmet[0]
 
 
 def _unmet(value_of: Callable[[str], Any], choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
