@@ -41,8 +41,10 @@ def refusal(overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> Config
             return bad_value(f"{name}.{bad}", value[bad], _FIXED[bad], "leave it out")
         if key in _FIXED:
             return bad_value(name, value, _FIXED[key], "leave it out")
-        if value and ("dropout" in key or key.endswith("pdrop")):
-            return bad_value(name, value, "training has no dropout", f"{name}=0")
+        if "dropout" in key or key.endswith("pdrop"):  # verl's scripts set 0 for every model
+            if value:
+                return bad_value(name, value, "training has no dropout", f"{name}=0")
+            continue
         if key in ("rope_theta", "rope_scaling") and "rope_parameters" in settings:
             fix = f"model.override_config.rope_parameters.{key.replace('scaling', 'type')}"
             return bad_value(name, value, "this model has it in rope_parameters", fix)

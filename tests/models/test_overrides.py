@@ -59,6 +59,7 @@ def test_a_newly_built_model_has_the_changed_config(tmp_path: Path) -> None:
         ({"text_config": {"final_logit_softcapping": 30.0}}, ["plain logits"]),
         ({"max_position_embeding": 5}, ["no such key", "Fix: max_position_embeddings"]),
         ({"rope_theta": 5}, ["rope_parameters.rope_theta"]),
+        ({"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, []),
         ({"attention_dropout": 0.0, "rms_norm_eps": 1e-5, **ROPE}, []),
     ],
 )
