@@ -96,6 +96,8 @@ def _recipe(script: Path, found: Script, base: str, drop: bool) -> str:
     try:
         layer = import_layer(base, found.overrides, drop=drop)
     except ConfigError as error:
+        if drop or "millrace does not have" not in str(error):
+            raise
         raise ConfigError(f"{error}\nwith --drop, absent features are left out") from None
     lines = [
         f"# verl's settings of {script.name}, in millrace's words. Comments have verl's spelling.",
