@@ -46,6 +46,7 @@ def last_character(folder: Path, favourite: str) -> Path:
 def roberta(folder: Path, positions: int) -> Path:
     """Write a RoBERTa classifier. Its positions start after the padding index."""
     tokenizer = _tokenizer(template=False)
+    labels: Any = {"num_labels": 1}
     config = RobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -54,7 +55,7 @@ def roberta(folder: Path, positions: int) -> Path:
         intermediate_size=32,
         max_position_embeddings=positions,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
+        **labels,
     )
     return _save(folder, RobertaForSequenceClassification(config), tokenizer)
 

@@ -118,7 +118,7 @@ def _braces(inner: str, values: Variables, line: str) -> str:
             raise unknown(f"${{{inner}}}", line)
         return value
     pattern = expand(text, values, line)
-    cuts = range(len(value) + 1)
+    cuts = list(range(len(value) + 1))
     if sign.startswith("#"):
         cuts = [i for i in cuts if _fits(value[:i], pattern)]
         return value[(max if len(sign) == 2 else min)(cuts, default=0) :]
