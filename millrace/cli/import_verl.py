@@ -11,6 +11,7 @@ import yaml
 
 from millrace.config import recipe
 from millrace.config.importing import import_layer
+from millrace.config.packaged import packaged
 from millrace.config.verl.script import Script, read
 from millrace.errors import ConfigError, bad_value
 
@@ -49,7 +50,8 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
     if not found.overrides:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
-    typer.echo(_recipe(script, found, base or found.base or _guess(found), drop), nl=False)
+    base = base or _of_config(found.config) or found.base or _guess(found)
+    typer.echo(_recipe(script, found, base, drop), nl=False)
 
 
 def _text(script: Path) -> str:
@@ -69,6 +71,18 @@ def _variables(given: list[str]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in given)
 
 
+def _of_config(name: str) -> str:
+    """Return the recipe of a --config-name. Raises ConfigError if it is not one of verl's."""
+    if not name:
+        return ""
+    recipe = f"verl/{name.removesuffix('.yaml')}"
+    if recipe not in packaged():
+        rule = "the script has this --config-name, whose file millrace does not read"
+        fix = "--base verl/ppo_trainer, with the file's settings as overrides in the script"
+        raise bad_value("--config-name", name, rule, fix)
+    return recipe
+
+
 def _guess(script: Script) -> str:
     """Return the recipe of the trainer whose keys the overrides have."""
     keys = {override.lstrip("+").partition("=")[0] for override in script.overrides}
@@ -82,6 +96,8 @@ def _recipe(script: Path, found: Script, base: str, drop: bool) -> str:
     try:
         layer = import_layer(base, found.overrides, drop=drop)
     except ConfigError as error:
+        if drop or "millrace does not have" not in str(error):
+            raise
         raise ConfigError(f"{error}\nwith --drop, absent features are left out") from None
     lines = [
         f"# verl's settings of {script.name}, in millrace's words. Comments have verl's spelling.",

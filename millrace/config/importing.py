@@ -9,6 +9,7 @@ from pathlib import Path
 from millrace.config.layers import Tree, file_layers, is_native, nest, settings_of
 from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
+from millrace.config.unread import unread
 from millrace.config.verl.kinds import Absent
 from millrace.config.verl.translate import Note, entry, text_of, translate
 from millrace.config.verl.values import Updates, updates
@@ -50,17 +51,35 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
     layers, notes = translate([*below, kept], is_native)
     trees = [nest(layer) for layer in layers]
     merged, tree = resolve(trees), trees[-1]
-    parse({"name": "imported", **merged})
+    config = parse({"name": "imported", **merged})
+    comments = {key: _comment(note) for note in notes for key, _ in note.became}
+    needless = [f"{note.theirs}: {note.why}" for note in notes if not note.became]
+    for key, why, _ in unread(
+        config.value_of
+    ):  # verl ignores such a key, and `millrace train` refuses it
+        if _removed(tree, key):
+            needless.append(f"{comments.pop(key, text_of(key, config.value_of(key)))}: {why}")
     for side in ("actor", "critic"):
         optim = tree.get(side, {}).get("optim", {})
         if isinstance(optim.get("lr_warmup_steps"), Updates):
             optim["lr_warmup_steps"] = merged[side]["optim"]["lr_warmup_steps"]
     return Imported(
         tree,
-        {key: _comment(note) for note in notes for key, _ in note.became},
-        [f"{note.theirs}: {note.why}" for note in notes if not note.became],
+        comments,
+        needless,
         [text_of(*setting) for setting in absent],
     )
+
+
+def _removed(tree: Tree, key: str) -> bool:
+    """Remove a dotted key from a tree, with sections that become empty. Return whether it was there."""
+    first, _, rest = key.partition(".")
+    if not rest:
+        return tree.pop(first, tree) is not tree
+    found = first in tree and _removed(tree[first], rest)
+    if found and not tree[first]:
+        del tree[first]
+    return found
 
 
 def _comment(note: Note) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,19 @@ def settings_of(overrides: Sequence[str]) -> list[Setting]:
 
 
 def _value(text: str) -> Any:
-    """Return the value of an override, as YAML reads it, with the numbers that YAML 1.1 misses."""
+    """Return the value of an override, as YAML reads it, with the numbers that YAML 1.1 misses.
+
+    As in Hydra, `{a:1}` is a mapping, and dates and times are texts.
+    """
+    spaced = re.sub(r"([{,]\s*[\w.]+):(?=[^\s:/])", r"\1: ", text) if text[:1] == "{" else text
     try:
-        value = yaml.safe_load(text) if text.strip() else ""
+        value = yaml.safe_load(spaced) if text.strip() else ""
     except YAMLError:
         return text
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)  # YAML 1.1 reads 1e-4 as a string
-    return value
+    time = isinstance(value, int | float) and ":" in text  # YAML 1.1 reads 1:30 as 90
+    return text if time or isinstance(value, date) else value
 
 
 def expand(layers: Iterable[Iterable[Setting]], notes: list[Note]) -> list[Tree]:

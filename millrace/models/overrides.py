@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.config.layers import merge
 from millrace.errors import ConfigError, bad_value
+from millrace.models.checks import LOGITS
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".py")
 _SHAPE = "the weights or the code of the model decide it"
@@ -17,8 +18,10 @@ _FIXED = {
     **dict.fromkeys(("architectures", "auto_map", "model_type", "tie_word_embeddings"), _SHAPE),
     **dict.fromkeys(("head_dim", "hidden_size", "intermediate_size", "num_hidden_layers"), _SHAPE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "vocab_size"), _SHAPE),
+    **dict.fromkeys(LOGITS, "training computes plain logits, hidden x lm_head^T"),
     **dict.fromkeys(("dtype", "torch_dtype"), "model.dtype decides it"),
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), "each engine has its own"),
+    "eos_token_id": "generation_config.json in the model's folder decides it",
     "quantization_config": "weights are not quantised",
     "router_aux_loss_coef": "the loss has no term for a router",
 }
@@ -38,8 +41,10 @@ def refusal(overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> Config
             return bad_value(f"{name}.{bad}", value[bad], _FIXED[bad], "leave it out")
         if key in _FIXED:
             return bad_value(name, value, _FIXED[key], "leave it out")
-        if value and ("dropout" in key or key.endswith("pdrop")):
-            return bad_value(name, value, "training has no dropout", f"{name}=0")
+        if "dropout" in key or key.endswith("pdrop"):  # verl's scripts set 0 for every model
+            if value:
+                return bad_value(name, value, "training has no dropout", f"{name}=0")
+            continue
         if key in ("rope_theta", "rope_scaling") and "rope_parameters" in settings:
             fix = f"model.override_config.rope_parameters.{key.replace('scaling', 'type')}"
             return bad_value(name, value, "this model has it in rope_parameters", fix)

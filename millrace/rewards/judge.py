@@ -39,8 +39,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -79,7 +79,7 @@ def score_of(config: JudgeConfig, answer: str) -> float:
     text = _field_of(config, answer) if config.json_field else _match_of(config, answer)
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RewardError("not_a_number", f"the judge's score is {text!r:.80}") from None
     if not config.min <= value <= config.max:  # NaN is outside too
         bounds = f"{config.min:g} to {config.max:g}"
@@ -97,7 +97,7 @@ def _match_of(config: JudgeConfig, answer: str) -> str:
 def _field_of(config: JudgeConfig, answer: str) -> Any:
     try:
         fields, _ = json.JSONDecoder().raw_decode(answer, answer.index("{"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RewardError("no_score", f"no JSON object in {answer!r:.200}") from None
     if config.json_field not in fields:
         raise RewardError("no_score", f"no field {config.json_field!r} in {answer!r:.200}")
@@ -162,8 +162,8 @@ class Judge:
     async def _judge(self, message: str) -> Score:
         completion = await self._ask(message)
         if completion.usage is not None:
-            self.figures["tokens_in"] += completion.usage.prompt_tokens
-            self.figures["tokens_out"] += completion.usage.completion_tokens
+            self.figures["tokens_in"] += int(completion.usage.prompt_tokens or 0)
+            self.figures["tokens_out"] += int(completion.usage.completion_tokens or 0)
         if not completion.choices:
             raise RewardError("bad_answer", "the endpoint's answer has no choices")
         if completion.choices[0].finish_reason == "length":
@@ -211,14 +211,15 @@ class Judge:
         fields |= {"max_tokens": c.max_tokens} if c.max_tokens else {}
         self.figures["requests"] += 1
         try:
-            raw = await self.client.chat.completions.with_raw_response.create(
-                model=c.model,
-                messages=[{"role": "user", "content": message}],
-                extra_body=c.extra_body,
-                **fields,
-            )
+            async with asyncio.timeout(c.request_timeout_s):  # httpx bounds each read alone
+                raw = await self.client.chat.completions.with_raw_response.create(
+                    model=c.model,
+                    messages=[{"role": "user", "content": message}],
+                    extra_body=c.extra_body,
+                    **fields,
+                )
             return _completions.decode(raw.http_response.content)
-        except openai.APITimeoutError:
+        except (openai.APITimeoutError, TimeoutError):
             limit = f"{self.key}.request_timeout_s = {c.request_timeout_s:g}"
             raise _TryAgain("timeout", f"the endpoint did not answer within {limit}") from None
         except openai.APIConnectionError as error:

@@ -93,7 +93,7 @@ class ScoreCache:
         lines = self._path.read_bytes().splitlines(keepends=True)
         self._lines = len(lines)
         for line in lines:
-            with suppress(ValueError, TypeError):
+            with suppress(ValueError, TypeError, OverflowError, RecursionError):
                 key, score = json.loads(line)
                 self._keep(str(key), float(score))
         return not lines or lines[-1].endswith(b"\n")

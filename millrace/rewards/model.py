@@ -55,7 +55,7 @@ class RewardModel:
                 f"{key}.batch_size", config.batch_size, rule, f"{key}.batch_size=1, or add one"
             )
         text.pad_token_id = pad
-        own = int(getattr(text, "max_position_embeddings", 0) or 0)
+        own = _most_tokens(model, text)
         limit = config.max_length or own or 1 << 20
         if own and limit > own:
             rule = f"the model reads at most {own} tokens"
@@ -146,6 +146,18 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
         rule = f"it has no weights for {', '.join(missing[:3])}, so their values would be random"
         raise _no_classifier(key, config, rule)
     return model
+
+
+def _most_tokens(model: Any, text: Any) -> int:
+    """Return the most tokens that the model reads, or 0 if it sets no limit.
+
+    RoBERTa's models number positions from their padding index + 1, so the first ones are unused.
+    """
+    own = int(getattr(text, "max_position_embeddings", 0) or 0)
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            own = min(own, table.num_embeddings) - table.padding_idx - 1
+    return own
 
 
 def _no_classifier(key: str, config: RewardModelConfig, rule: str) -> ConfigError:

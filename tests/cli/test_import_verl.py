@@ -78,6 +78,31 @@ def test_absent_features_are_refused_or_left_out_by_name(
     )
 
 
+def test_keys_that_the_algorithm_does_not_read_are_needless(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.rollout.n=4 algorithm.lam=0.95 critic.cliprange_value=0.2\n"
+    )
+    code, out, _ = run("import-verl", str(tmp_path / "run.sh"))
+    assert code == 0
+    assert "#   algorithm.lam=0.95: algorithm.adv_estimator=grpo does not read it" in out
+    (tmp_path / "my.yaml").write_text(out)
+    assert recipe.load(tmp_path / "my.yaml").algorithm.lam == 1.0
+
+
+@pytest.mark.parametrize("name", ["mine", "ppo_megatron_trainer.yaml"])
+def test_a_configuration_that_is_not_read_is_refused(
+    run: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m verl.trainer.main_ppo --config-name='{name}' rollout.n=4\n"
+    )
+    code, _, err = run("import-verl", str(tmp_path / "run.sh"))
+    assert code == 2 and name in err and "--base" in err
+
+
 @pytest.mark.parametrize("text", ["", "echo hello\n", "python3 train.py --lr=1e-6\n"])
 def test_a_script_without_overrides_is_refused(
     run: Callable[..., Any], tmp_path: Path, text: str

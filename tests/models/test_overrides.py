@@ -55,8 +55,11 @@ def test_a_newly_built_model_has_the_changed_config(tmp_path: Path) -> None:
         ({"hidden_size": 5}, ["hidden_size = 5", "decide it"]),
         ({"text_config": {"vocab_size": 5}}, ["text_config.vocab_size = 5"]),
         ({"attention_dropout": 0.1}, ["no dropout", "attention_dropout=0"]),
+        ({"eos_token_id": 5}, ["eos_token_id = 5", "generation_config.json"]),
+        ({"text_config": {"final_logit_softcapping": 30.0}}, ["plain logits"]),
         ({"max_position_embeding": 5}, ["no such key", "Fix: max_position_embeddings"]),
         ({"rope_theta": 5}, ["rope_parameters.rope_theta"]),
+        ({"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, []),
         ({"attention_dropout": 0.0, "rms_norm_eps": 1e-5, **ROPE}, []),
     ],
 )

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from millrace.data.tokenizer import make_tokenizer
 
@@ -36,6 +41,23 @@ def last_character(folder: Path, favourite: str) -> Path:
         model.score.weight.zero_()
         model.score.weight[0, tokenizer.convert_tokens_to_ids(favourite)] = width**-0.5
     return _save(folder, model, tokenizer)
+
+
+def roberta(folder: Path, positions: int) -> Path:
+    """Write a RoBERTa classifier. Its positions start after the padding index."""
+    tokenizer = _tokenizer(template=False)
+    labels: Any = {"num_labels": 1}
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=positions,
+        pad_token_id=tokenizer.pad_token_id,
+        **labels,
+    )
+    return _save(folder, RobertaForSequenceClassification(config), tokenizer)
 
 
 def _tokenizer(template: bool) -> Any:

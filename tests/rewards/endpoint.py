@@ -47,6 +47,8 @@ class Endpoint:
         self.most = 0
         self.wait_s = 0.0
         self.url = ""
+        self.piece = 0
+        """Bytes of an answer that are sent every 50 ms, or 0 to send it at once."""
         self._running = 0
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -85,6 +87,9 @@ class Endpoint:
             "huge": (*ok, completion("SCORE: 11")),
             "json": (*ok, completion('```json\n{"why": "so", "grade": 4.5}\n```')),
             "cut": (*ok, completion("SCORE: 1", "length")),
+            "free": (*ok, completion("SCORE: 7").replace(": 10", ": null")),
+            "digits": (*ok, completion(json.dumps({"grade": 10**400}))),
+            "deep": (*ok, completion('{"grade": ' + "[" * 100_000)),
             "truth": (*ok, completion('{"grade": true}')),
         }
         if word == "slow":
@@ -114,7 +119,9 @@ def endpoint() -> Iterator[Endpoint]:
             for name, value in (headers | {"Content-Length": str(len(payload))}).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(payload)
+            for at in range(0, len(payload), state.piece or len(payload) or 1):
+                self.wfile.write(payload[at : at + (state.piece or len(payload))])
+                time.sleep(0.05 if state.piece else 0)
 
         def log_message(self, *_: object) -> None:
             return

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, RewardError
-from millrace.rewards.functions import load_function, to_score
+from millrace.rewards.functions import failure, load_function, to_score
 from millrace.rewards.wire import Call, Frames, calls_decoder, frame
 from millrace.types import Score
 
@@ -237,3 +237,11 @@ def test_frames_survive_any_cutting(texts: Any, size: Any) -> None:
             for c in calls_decoder.decode(payload)
         ]
     assert got == sent
+
+
+def test_an_error_whose_message_fails_is_still_described() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert failure(Broken()) == "Broken: its message cannot be read"

@@ -121,9 +121,23 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert seconds_of("Thu, 01 Jan 1970 00:00:00 GMT") == 0
 
 
+def test_an_answer_that_drips_ends_at_the_limit_of_a_request(server: Endpoint) -> None:
+    server.piece = 10  # each read is quick, and the whole takes two seconds
+    assert re.search("^timeout: ", reason(judge(server, request_timeout_s=0.3), "9"))
+    assert len(server.requests) == 3
+
+
+def test_an_endpoint_may_leave_out_the_tokens_that_it_used(server: Endpoint) -> None:
+    one = judge(server)
+    assert asked(one, "free")[0].value == 7
+    assert one.take_figures() == {"requests": 1, "tokens_in": 0, "tokens_out": 3}
+
+
 def test_a_field_of_json_is_the_score(server: Endpoint) -> None:
     assert asked(judge(server, json_field="grade"), "json")[0].value == 4.5
     assert reason(judge(server, json_field="grade"), "truth").startswith("not_a_number")
+    assert reason(judge(server, json_field="grade"), "digits").startswith("not_a_number")
+    assert reason(judge(server, json_field="grade"), "deep").startswith("no_score: no JSON object")
     assert reason(judge(server, json_field="grade"), "9").startswith("no_score: no JSON object")
     assert reason(judge(server, json_field="mark"), "json").startswith("no_score: no field 'mark'")
 

@@ -61,7 +61,8 @@ def test_a_cache_keeps_the_newest_scores_and_a_bounded_file(
 def test_a_torn_line_or_a_wrong_value_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "judge.jsonl"
     path.write_bytes(
-        b'["a", 1.0]\n["b", NaN]\n{"c": 2}\n7\n\xff\xfe\n["d", null]\n["e", 3.0]\n["f", '
+        b'["a", 1.0]\n["b", NaN]\n{"c": 2}\n7\n\xff\xfe\n["d", null]\n["e", 3.0]\n'
+        + b'["d", 1%s]\n%s\n["f", ' % (b"0" * 400, b"[" * 100_000)
     )
     cache = filled(path, 10)
     assert [cache.get(key) for key in "abcdef"] == [1.0, None, None, None, 3.0, None]

@@ -19,7 +19,7 @@ from millrace.rewards.model import RewardModel
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
 from millrace.types import Prompt, tokens_of
-from tests.rewards.classifiers import last_character, random_classifier
+from tests.rewards.classifiers import last_character, random_classifier, roberta
 
 MESSAGES = [{"role": "user", "content": "count to ten"}]
 PROMPT = Prompt(0, tokens_of([1]), "count to ten", "d", columns={"prompt": MESSAGES})
@@ -99,6 +99,13 @@ def test_a_text_over_the_limit_is_an_error_or_is_cut_on_the_chosen_side(tmp_path
     left, right = (load(tmp_path, max_length=20, truncation=side) for side in ("left", "right"))
     assert left.score([left.encode(call(text), text)]) == pytest.approx([1.0], abs=1e-4)
     assert right.chat.decode(tokens_of(right.encode(call(text), text))) == "count to ten" + "a" * 8
+
+
+def test_unused_positions_of_roberta_are_no_room(tmp_path: Path) -> None:
+    scorer = load(roberta(tmp_path, 34), truncation="left")
+    assert scorer.limit == 33
+    text = "a" * 50
+    assert len(scorer.score([scorer.encode(call(text), text)])) == 1
 
 
 def no_head(folder: Path) -> None:

@@ -2,50 +2,32 @@
 
 Understood are assignments, `${NAME}` with verl's usual defaults `${NAME:-value}`, arithmetic
 `$(( ))`, arrays, line continuations, quotes and comments. Nothing is executed: a variable that only
-a command can set is an error that names it.
+a command or a condition can set is an error that names it.
 """
 
 from __future__ import annotations
 
-import ast
-import math
-import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.config.verl.lines import commands, words_of
+from millrace.config.verl.words import NAME, Variables, expand, unknown
 from millrace.errors import ConfigError, bad_value
 
-_NAME = r"[A-Za-z_]\w*"
 _OVERRIDE = re.compile(r"^(?:\+{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*)")
-_ASSIGNMENT = re.compile(rf"^{_NAME}\+?=")
+_ASSIGNMENT = re.compile(rf"^{NAME}\+?=")
 _OPENING = ("if", "for", "while", "until", "case")
-_CLOSING = ("fi", "done", "esac")
+_CLOSING = ("fi", "done", "esac", "}")
+_SETTERS = ("let", "mapfile", "read", "readarray", "unset")
+"""Commands that change variables, as `(( ))` and `printf -v` do."""
 _PROGRAMS = (
     ("fully_async", "verl/fully_async_ppo_trainer"),
     ("one_step_off", "verl/one_step_off_ppo_trainer"),
     ("main_ppo", "verl/ppo_trainer"),
+    ("main_dapo", "verl/ppo_trainer"),
 )
 """A part of the name of verl's program, and the recipe with its defaults."""
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(math.copysign(abs(a) // abs(b), a * b)),
-    ast.Mod: math.fmod,
-}
-"""As bash: a quotient is cut towards 0, and a remainder has the sign of the dividend."""
-
-
-class _Variables(dict[str, str]):
-    """The values of variables."""
-
-    def __init__(self, known: Mapping[str, str]) -> None:
-        super().__init__(known)
-        self.script: set[str] = set()
-        """The variables that the script itself sets."""
-        self.causes: dict[str, ConfigError] = {}
-        """Why a variable that the script sets has no value."""
 
 
 @dataclass(slots=True)
@@ -56,60 +38,125 @@ class Script:
     """`key=value`, in their order, with all variables replaced."""
     base: str = ""
     """The packaged recipe with the defaults of the program that the script starts, or empty."""
+    config: str = ""
+    """The value of --config-name, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A command with overrides."""
+
+    line: str
+    base: str
+    """The recipe of the program of verl's that it starts, or empty."""
+    config: str
+    overrides: list[str]
+    listed: bool
+    """Whether it has no program: it is a line in a list of overrides."""
 
 
 def read(text: str, variables: Mapping[str, str]) -> Script:
     """Return the overrides of a script.
 
     `variables` are the values of names that the script does not set itself. Raises ConfigError for
-    all variables without a value that an override needs, for arithmetic that cannot be computed,
-    and for an open quote.
+    all variables without a value that the command needs, for arithmetic that cannot be computed,
+    for an open quote, and for overrides of several commands.
     """
-    errors: dict[str, None] = {}
-    values = _Variables(variables)
-    arrays: dict[str, list[str]] = {}
-    script = Script()
+    values = Variables(variables)
+    found: list[_Command] = []
     depth = 0
-    for whole in _lines(text):
+    for whole, conditional in commands(text):
         line = re.sub(r"^(?:then|else|do)\s+", "", whole)
+        if depth:  # the pattern of a case
+            line = re.sub(r"^\(?[^()=\s]+(?:\s*\|\s*[^()=\s]+)*\)\s*", "", line) or line
         first = line.split()[0]
-        depth += (first in _OPENING) - (first in _CLOSING)
-        body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
-        words = _words(body)
-        if match := re.match(rf"^({_NAME})(\+?)=\((.*)\)$", body, re.S):
-            _assign_array(values, arrays, match, line, unknown=depth > 0)
-        elif words and all(_ASSIGNMENT.match(word) for word in words):
-            for word in words:
-                name, _, text_ = word.partition("=")
-                _assign(values, name, text_, line, unknown=depth > 0)
-        else:
-            while words and _ASSIGNMENT.match(words[0]):  # the environment of one command
-                words.pop(0)
-            errors |= dict.fromkeys(_command(script, words, line, values, arrays))
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return script
+        depth += (
+            (first in _OPENING) - (first in _CLOSING) + bool(re.search(r"(?:^|[\s)])\{$", line))
+        )
+        if not _assign(values, line, branch=conditional or depth > 0):
+            found += _command(line, values)
+    return _chosen(found)
 
 
-def _assign_array(
-    values: _Variables,
-    arrays: dict[str, list[str]],
-    match: re.Match[str],
-    line: str,
-    *,
-    unknown: bool,
-) -> None:
+def _chosen(found: Sequence[_Command]) -> Script:
+    """Return the overrides of the one command that starts a training."""
+    listed = [command for command in found if command.listed]
+    others = [command for command in found if not command.listed]
+    started = [command for command in others if command.base] or others
+    if len(started) > 1:
+        rule = f"the script has {len(started)} commands with overrides, and a recipe is for one"
+        fix = "a copy of the script with one of them"
+        raise bad_value("SCRIPT", _shown(started[1].line), rule, fix)
+    if not started:
+        return Script([item for command in listed for item in command.overrides])
+    if listed:
+        rule = (
+            "bash does not pass this line on: a comment or a missing \\ ends the command above it"
+        )
+        raise bad_value("SCRIPT", _shown(listed[0].line), rule, "leave the line out, or join it")
+    return Script(started[0].overrides, started[0].base, started[0].config)
+
+
+def _assign(values: Variables, line: str, *, branch: bool) -> bool:
+    """Keep the variables that a command sets. Return whether it does nothing else."""
+    body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
+    words = words_of(body)
+    if match := re.match(rf"^({NAME})(\+?)=\((.*)\)$", body, re.S):
+        _assign_array(values, match, line, branch=branch)
+    elif words and all(_ASSIGNMENT.match(word) for word in words):
+        for word in words:
+            name, _, text = word.partition("=")
+            _assign_text(values, name, text, line, branch=branch)
+    elif line.startswith(":"):
+        for word in words[1:]:
+            expand(word, values, line)
+    else:
+        for name in _changed(line):
+            values.forget(name, _branched(name, line) if "{" in line else unknown(name, line))
+        return line.startswith(("((", "{")) or words[0] in _SETTERS
+    return True
+
+
+def _changed(line: str) -> list[str]:
+    """Return the variables that a command changes in a way that only bash knows."""
+    names: list[str] = []
+    if line.startswith("(("):
+        names += re.findall(rf"({NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)", line)
+        names += re.findall(rf"(?:\+\+|--)({NAME})", line)
+    elif re.match(rf"(?:function\s+)?(?:{NAME}\s*\(\)\s*)?\{{\s", line):  # on one line
+        names += re.findall(rf"(?:[\s;{{])({NAME})\+?=", line)
+    elif line.split()[0] in _SETTERS:
+        names += re.findall(rf"(?<![-\w])({NAME})", line.partition(" ")[2])
+    elif match := re.match(rf"printf\s+-v\s+({NAME})", line):
+        names.append(match[1])
+    return names
+
+
+def _assign_array(values: Variables, match: re.Match[str], line: str, *, branch: bool) -> None:
     """Keep the words of an array. An array that is set inside `if` or a loop stays unknown."""
     name, added, text = match.groups()
-    if unknown:
-        arrays.pop(name, None)
-        values.causes[name] = _branched(name, line)
+    if branch:
+        values.forget(name, _branched(name, line))
         return
-    items = [_expand(word, values, line) for word in _words(text)]
-    arrays[name] = [*(arrays.get(name, []) if added else []), *items]
+    items = [item for word in words_of(text) for item in _items(word, values, line)]
+    values.arrays[name] = [*(values.arrays.get(name, []) if added else []), *items]
+    values.causes.pop(name, None)
 
 
-def _assign(values: _Variables, name: str, text: str, line: str, *, unknown: bool) -> None:
+def _items(word: str, values: Variables, line: str) -> list[str]:
+    """Return what bash makes of one word: the words of an array, or one word."""
+    match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
+    if not match:
+        return [expand(word, values, line)]
+    name, default = match.groups()
+    if name in values.arrays:
+        return values.arrays[name]
+    if name in values.causes or not default:
+        raise values.causes.get(name) or unknown(name, line)
+    return []
+
+
+def _assign_text(values: Variables, name: str, text: str, line: str, *, branch: bool) -> None:
     """Keep the value of a variable. A value that only a command or a branch knows stays unknown.
 
     A value from the caller wins: it is the answer to an error of this script.
@@ -118,283 +165,74 @@ def _assign(values: _Variables, name: str, text: str, line: str, *, unknown: boo
     name = name.removesuffix("+")
     if name in values and name not in values.script:
         return
-    values.script.add(name)
-    words = _words(text)
+    words = words_of(text)
     try:
-        if unknown:
+        if branch:
             raise _branched(name, line)
         if "`" in text:
-            raise _unknown(name, line)
+            raise unknown(name, line)
         before = values.get(name, "") if added else ""
-        values[name] = before + (_expand(words[0], values, line) if words else "")
+        values[name] = before + (expand(words[0], values, line) if words else "")
+        values.script.add(name)
         values.causes.pop(name, None)
     except ConfigError as error:
-        values.pop(name, None)
-        values.causes[name] = error  # it is raised where an override needs the name
+        values.forget(name, error)  # it is raised where an override needs the name
 
 
-def _command(
-    script: Script,
-    command: list[str],
-    line: str,
-    values: _Variables,
-    arrays: Mapping[str, list[str]],
-) -> list[str]:
-    """Add the overrides of one command, if it has any. Returns the errors of its words."""
-    if not command or command[0] in ("echo", "printf"):
+def _command(line: str, values: Variables) -> list[_Command]:
+    """Return a command with its overrides, if it has any."""
+    words = words_of(line)
+    while words and _ASSIGNMENT.match(words[0]):  # the environment of one command
+        words.pop(0)
+    words = words[: words.index("|") if "|" in words else None]
+    if not words or words[0] in ("echo", "printf"):
         return []
-    programs = [base for part, base in _PROGRAMS if any(part in word for word in command)]
-    known = [item for word in command for item in arrays.get(_array_of(word), [])]
-    if not programs and not any(_is_override(word) for word in (*command, *known)):
-        return []  # another command, such as `set -x`
-    script.base = script.base or (programs[0] if programs else "")
-    errors = []
-    for word in command:
-        try:
-            words = _overrides(word, line, values, arrays)
-        except ConfigError as error:
-            errors.append(str(error))
-        else:
-            script.overrides += [w for w in words if _is_override(w)]
-    return errors
+    bases = [base for part, base in _PROGRAMS if any(part in word for word in words)]
+    overrides: list[str] = []
+    errors: dict[str, None] = {}
+    certain, before = bool(bases), ""
+    for word in words:
+        if not re.fullmatch(r"[0-9&]*>>?", before):  # else it is the file of a redirection
+            try:
+                overrides += _overrides(word, values, line)
+            except ConfigError as error:
+                errors[str(error)] = None
+                certain |= _is_override(word.lstrip("'\""))
+        before = word
+    if errors and (certain or overrides):
+        raise ConfigError("\n".join(errors))
+    if not overrides:
+        return []
+    names = re.findall(r"\s--config-name(?:=|\s+)(\S+)", line)
+    config = expand(names[-1], values, line) if names else ""
+    return [_Command(line, (bases or [""])[0], config, overrides, _is_override(words[0]))]
 
 
-def _overrides(
-    word: str, line: str, values: _Variables, arrays: Mapping[str, list[str]]
-) -> list[str]:
-    """Return the words that one word of a command becomes, if it may hold overrides."""
-    if name := _array_of(word):
-        if name not in arrays:
-            raise values.causes.get(name) or _unknown(name, line)
-        return arrays[name]
-    if re.fullmatch(rf"\$\{{?{_NAME}\}}?", word):  # without quotes, bash splits the value
-        return _expand(word, values, line).split()
-    return [_expand(word, values, line)] if _is_override(word) else []
-
-
-def _array_of(word: str) -> str:
-    """Return the name of the array that a word like "${NAME[@]}" stands for, or ""."""
-    match = re.fullmatch(rf'"?\$\{{({_NAME})\[[@*]\]\}}"?', word)
-    return match[1] if match else ""
+def _overrides(word: str, values: Variables, line: str) -> list[str]:
+    """Return the overrides in a word. Raises ConfigError if it may have some without a value."""
+    whole = re.fullmatch(rf"\$\{{?{NAME}\}}?", word)  # without quotes, bash splits the value
+    try:
+        items = _items(word, values, line)
+    except ConfigError:
+        if whole or "[@]" in word or "[*]" in word or _is_override(word.lstrip("'\"")):
+            raise
+        return []
+    items = items[0].split() if whole else items
+    return [item for item in items if _is_override(item)]
 
 
 def _is_override(word: str) -> bool:
     """Return whether a word is `section.key=value`, or Hydra's form of it with + or ~."""
-    word = _bare(word)
     return bool(_OVERRIDE.match(word)) and "." in word.partition("=")[0]
 
 
-def _bare(word: str) -> str:
-    return word.lstrip("'\"")
-
-
-def _lines(text: str) -> list[str]:
-    """Return the script's logical lines: without comments, continuations and blank lines.
-
-    A line with an open bracket or quote goes on in the next one.
-    """
-    lines: list[str] = []
-    pending = ""
-    for raw in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
-        pending = f"{pending}\n{raw}" if pending else raw
-        bare = _without_comment(pending)
-        if _is_open(bare):
-            continue
-        lines += [part.strip() for part in _commands(bare) if part.strip()]
-        pending = ""
-    if pending.strip():
-        raise bad_value(
-            "SCRIPT",
-            pending.strip().splitlines()[0][:80],
-            "has an open quote or bracket",
-            "close it",
-        )
-    return lines
-
-
-def _scan(text: str, brackets: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the position, the character and whether it is bare, for each character and the end.
-
-    A bare character stands outside of quotes and brackets. A bracket itself is not bare. `brackets`
-    has the kinds that count, each with its two sides.
-    """
-    quote, depth = "", 0
-    for at, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-            yield at, char, False
-            continue
-        quote = char if char in "'\"" else ""
-        if char in brackets:
-            depth += 1 if brackets.index(char) % 2 == 0 else -1
-            yield at, char, False
-        else:
-            yield at, char, not quote and depth <= 0
-    yield len(text), "", not quote and depth <= 0
-
-
-_ALL = "()[]{}"
-
-
-def _commands(text: str) -> list[str]:
-    """Split a line at `;`, `&&` and `||` outside of quotes and brackets."""
-    parts, start = [], 0
-    for at, char, bare in _scan(text, _ALL):
-        sign = char if char == ";" else text[at : at + 2]
-        if bare and at >= start and sign in (";", "&&", "||"):
-            parts.append(text[start:at])
-            start = at + len(sign)
-    return [*parts, text[start:]]
-
-
-def _without_comment(text: str) -> str:
-    """Remove comments: `#` at the start of a word, outside of quotes."""
-    out = ""
-    while True:
-        starts = (
-            at
-            for at, char, bare in _scan(text, "")
-            if bare and char == "#" and (at == 0 or text[at - 1].isspace())
-        )
-        at = next(starts, len(text))
-        end = text.find("\n", at)
-        out += text[:at]
-        if end < 0:
-            return out
-        text = text[end:]
-
-
-def _is_open(text: str) -> bool:
-    """Return whether a quote is open, or the brackets of an array or of arithmetic."""
-    return not all(bare for at, _, bare in _scan(text, "()") if at == len(text))
-
-
-def _words(text: str) -> list[str]:
-    """Split a line at spaces outside of quotes and of `$(( ))`. Quotes stay."""
-    words, start = [], 0
-    for at, char, bare in _scan(text, _ALL):
-        if at == len(text) or (bare and char.isspace()):
-            words.append(text[start:at])
-            start = at + 1
-    return [word for word in words if word]
-
-
-def _expand(word: str, values: _Variables, line: str) -> str:
-    """Return a word with its variables and arithmetic replaced, and its quotes removed."""
-    out, quote, at = "", "", 0
-    while at < len(word):
-        char = word[at]
-        if char in "'\"" and quote in ("", char):
-            quote = "" if quote else char
-            at += 1
-        elif char == "\\" and quote != "'" and at + 1 < len(word):
-            out += word[at + 1]
-            at += 2
-        elif char == "$" and quote != "'":
-            text, at = _reference(word, at, values, line)
-            out += text
-        else:
-            out += char
-            at += 1
-    return out
-
-
-def _reference(word: str, at: int, values: _Variables, line: str) -> tuple[str, int]:
-    """Return the value of the reference at `at`, and where it ends."""
-    rest = word[at:]
-    if rest.startswith("$(("):
-        end = _closing(rest, 1, "(", ")")
-        return _arithmetic(rest[3 : end - 1], values, line), at + end + 1
-    if rest.startswith("$("):
-        raise _unknown(rest[: _closing(rest, 1, "(", ")") + 1], line)
-    if rest.startswith("${"):
-        end = _closing(rest, 1, "{", "}")
-        return _braces(rest[2:end], values, line), at + end + 1
-    if match := re.match(rf"\$({_NAME})", rest):
-        return _value(match[1], values, line), at + match.end()
-    if match := re.match(r"\$[\d#?]", rest):
-        raise _unknown(match[0], line)
-    if re.match(r"\$[@*]", rest):
-        return "", at + 2
-    return "$", at + 1
-
-
-def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    depth = 0
-    for i in range(at, len(text)):
-        depth += (text[i] == opening) - (text[i] == closing)
-        if depth == 0:
-            return i
-    raise bad_value("SCRIPT", text[:80], f"has no closing {closing!r}", f"add {closing!r}")
-
-
-def _braces(inner: str, values: _Variables, line: str) -> str:
-    """Return `${inner}`, with bash's defaults and the removal of a prefix or suffix."""
-    match = re.fullmatch(rf"({_NAME})(:?[-=]|##?|%%?)?(.*)", inner, re.S)
-    if not match:
-        raise _unknown(f"${{{inner}}}", line)
-    name, sign, text = match.groups()
-    if name in values.causes:
-        raise values.causes[name]
-    if sign and sign.strip(":") in "-=":
-        known = values.get(name)
-        use = known is None or (sign.startswith(":") and not known)
-        return _expand(text, values, line) if use else str(known)
-    value = _value(name, values, line)
-    if not sign:
-        if text:
-            raise _unknown(f"${{{inner}}}", line)
-        return value
-    pattern = _expand(text, values, line)
-    glob = re.escape(pattern).replace(r"\*", ".*" if len(sign) == 2 else ".*?")
-    if sign.startswith("#"):
-        return re.sub(f"^{glob}", "", value, count=1, flags=re.S)
-    cuts = [
-        i for i in range(len(value) + 1) if re.fullmatch(glob.replace("?", ""), value[i:], re.S)
-    ]
-    return value[: (min if len(sign) == 2 else max)(cuts)] if cuts else value
-
-
-def _value(name: str, values: _Variables, line: str) -> str:
-    if name in values.causes:
-        raise values.causes[name]
-    if name not in values:
-        raise _unknown(name, line)
-    return values[name]
-
-
-def _unknown(name: str, line: str) -> ConfigError:
-    set_name = re.match(rf"(?:export\s+)?({_NAME})=", line)
-    fix = name if re.fullmatch(_NAME, name) else set_name[1] if set_name else ""
-    return bad_value(
-        "SCRIPT",
-        " ".join(line.split())[:80],
-        f"{name} has no value in the script, and nothing is executed",
-        f"--set {fix}=VALUE" if fix else "write the value into the script",
-    )
-
-
 def _branched(name: str, line: str) -> ConfigError:
-    shown = " ".join(line.split())[:80]
-    rule = f"{name} is set inside `if`, `case` or a loop, and nothing is executed"
-    return bad_value("SCRIPT", shown, rule, f"--set {name}=VALUE")
+    rule = (
+        f"{name} is set inside `if`, `case`, a loop, a function or a condition, and nothing is "
+        "executed"
+    )
+    return bad_value("SCRIPT", _shown(line), rule, f"--set {name}=VALUE")
 
 
-def _arithmetic(text: str, values: _Variables, line: str) -> str:
-    """Compute integer arithmetic of bash: + - * / % and brackets."""
-    plain = re.sub(rf"\$?\{{?({_NAME})\}}?", lambda m: f"({_value(m[1], values, line)})", text)
-    try:
-        return str(_compute(ast.parse(plain.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-        rule = "this arithmetic cannot be computed"
-        raise bad_value("SCRIPT", f"$(({text}))", rule, "write the number") from None
-
-
-def _compute(node: ast.AST) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        return int(_OPERATORS[type(node.op)](_compute(node.left), _compute(node.right)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_compute(node.operand)
-    raise ValueError
+def _shown(line: str) -> str:
+    return " ".join(line.split())[:80]

@@ -156,18 +156,28 @@ class _Work:
         if result is SILENT:
             self.notes.append(Note(theirs, why=row.note or "this value decides nothing"))
         elif result is DROP:
-            self._reset(at, to)
+            self._reset(at, short, to)
             self.notes.append(Note(theirs, why=f"it leaves {to} at its default"))
         else:
             self.ours[at].append((theirs, (to, result)))
             if (to, result) != (short, value) or type(result) is not type(value):
                 self.notes.append(Note(theirs, ((to, result),), row.note))
 
-    def _reset(self, at: int, to: str) -> None:
-        """Remove a key of millrace, and all names under it, from the layers before `at`."""
+    def _reset(self, at: int, short: str, to: str) -> None:
+        """Remove a key of millrace, and all names under it, from the layers before `at`.
+
+        What another key of verl's became stays.
+        """
+
+        def goes(theirs: str, key: str) -> bool:
+            own = theirs == short or theirs.startswith(f"{short}.") or theirs not in MAPPED
+            return own and (key == to or key.startswith(f"{to}."))
+
         for layer in self.ours[:at]:
             layer[:] = [
-                item for item in layer if item[1][0] != to and not item[1][0].startswith(f"{to}.")
+                (theirs, ours)
+                for theirs, ours in layer
+                if not goes(theirs[0].removeprefix(PREFIX), ours[0])
             ]
 
 

@@ -77,6 +77,14 @@ def test_arithmetic_is_that_of_bash(
         "OPTS='t.x=1 t.y=2'\nOPTS+=' t.z=3'\npython3 $OPTS t.w=4\n",
         'declare -a ARGS=(t.x=1)\npython3 "${ARGS[@]}"\n',
         "true && python3 t.x=1 || echo t.y=2\n",
+        "cat <<EOF\nM=4 it's\nt.x=1\nEOF\nM=5\npython3 t.x=$M\n",
+        "# M=3 \\\nM=5\npython3 t.x=$M\n",
+        ': "${N:=4}"\npython3 t.x=$N t.y=${N:+on} t.z=$((${N}*${M:-3}))\n',
+        'A=(t.x=1)\nB=("${A[@]}" t.y=2)\npython3 "${B[@]}" ${A[@]+"${A[@]}"} "${C[@]:-}"\n',
+        'K=t.x\nA=t.z=1\npython3 "t.w"=1 $K=1 "$A" > log.x=1 | true t.y=2\n',
+        'python3 "t.x=\\d \\"q r\\"" t.y=it"\'"s t.z=it\\"s t.w=${1:-8}\n',
+        "P=/x/y.parquet\npython3 t.x=${P%/y?parquet} t.y=${P#/x/} t.z=${P##*.}\n",
+        "A=1 & A=2\npython3 t.x=$A &\nwait\n",
     ],
 )
 def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> None:
@@ -105,6 +113,14 @@ def test_a_list_of_overrides_needs_no_command() -> None:
         ("if x; then lr=1; else lr=2; fi\npython3 a.b=$lr", ["inside `if`", "--set lr=VALUE"]),
         ("for i in 1 2; do\nlr=$i\ndone\npython3 a.b=$lr", ["inside `if`"]),
         ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value"]),
+        ("lr=1\n[ -z x ] && lr=2\npython3 a.b=$lr", ["lr is set inside", "--set lr=VALUE"]),
+        ("lr=1\n[ x ] || { lr=2; }\npython3 a.b=$lr", ["lr is set inside"]),
+        ("lr=1\nf() {\nlr=2\n}\npython3 a.b=$lr", ["lr is set inside"]),
+        ("lr=1\ncase x in\n*) lr=2 ;;\nesac\npython3 a.b=$lr", ["lr is set inside"]),
+        ("n=1\n((n += 1))\npython3 a.b=$n", ["n has no value"]),
+        ("n=1\nunset n\npython3 a.b=$n", ["n has no value"]),
+        ("python3 main_ppo a.b=1\npython3 main_ppo a.c=1", ["has 2 commands", "a copy"]),
+        ("python3 a.b=1 \\\n # a.c=1\n a.d=1", ["bash does not pass", "a.d=1"]),
         ("python3 a.b=1 $MORE", ["MORE has no value"]),
     ],
 )
@@ -117,6 +133,11 @@ def test_what_cannot_be_known_is_named(text: str, parts: list[str]) -> None:
 def test_a_value_from_the_caller_wins() -> None:
     assert read("n=$(nproc)\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
     assert read("n=${n:-4}\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
+
+
+def test_a_command_that_prepares_data_gives_no_overrides() -> None:
+    text = "python3 prepare.py a.b=1\npython3 -m verl.trainer.main_ppo a.c=1\n"
+    assert read(text, {}).overrides == ["a.c=1"]
 
 
 @given(st.text(alphabet="ab.=$\\{}()'\"# \n+1", max_size=40))

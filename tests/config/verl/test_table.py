@@ -271,6 +271,7 @@ BYPASS_KEY, PROX = f"{RS}.bypass_mode", "async_training.compute_prox_log_prob"
         ({"reward.model.max_length": 9}, {"reward_model.max_length": None}, {}),
         ({"rollout.engine_kwargs.vllm.swap_space": 4}, {"rollout.engine_kwargs.vllm": None}, {}),
         ({"rollout.enable_chunked_prefill": False}, {"rollout.enable_chunked_prefill": True}, {}),
+        ({"rollout.enable_chunked_prefill": False}, {"rollout.engine_kwargs.vllm": None}, {"rollout.engine_kwargs.enable_chunked_prefill": False}),
         ({"actor.optim.warmup_style": "cosine"}, {"actor.optim.warmup_style": None}, {}),
         ({"rollout.gpu_memory_utilization": 0.6}, {"rollout.standalone_gpu_memory_utilization": None}, {"rollout.gpu_memory_utilization": 0.6}),
         ({f"{RS}.loss_type": "reinforce"}, {f"{RS}.loss_type": "ppo_clip"}, {}),
