@@ -88,7 +88,8 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
     model, tokens = config.model, config.actor.ppo_max_token_len_per_gpu
     trained = width if model.lora_rank else _STATE
     per_parameter = trained + (_STATE if config.needs_critic else 0)
-    per_parameter += 4 if config.needs_reference else 0
+    # With adapters, the reference is the same base with other adapters.
+    per_parameter += 4 if config.needs_reference and not model.lora_rank else 0
     recomputing = (
         round(size.layers * model.gradient_checkpointing_share)
         if model.gradient_checkpointing

@@ -66,6 +66,23 @@ def test_a_shape_has_the_parameters_of_the_model_that_is_built(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("overrides", "per_parameter"),
+    [
+        (["actor.use_kl_loss=true"], 20),
+        (["algorithm.adv_estimator=gae"], 32),
+        (["model.lora_rank=4", "actor.use_kl_loss=true"], 4),
+        (["model.lora_rank=4", "algorithm.adv_estimator=gae"], 20),
+    ],
+)
+def test_the_state_of_the_trainer_has_every_copy_of_the_model(
+    overrides: list[str], per_parameter: int
+) -> None:
+    size = Size(parameters=1000, hidden=8, intermediate=16, layers=3, kv_width=4)
+    state = estimate(recipe.load("quickstart", overrides), size)["trainer"]["state"]
+    assert state == 1000 * per_parameter
+
+
+@pytest.mark.parametrize(
     ("own", "width"),
     [
         (GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11), 32),
