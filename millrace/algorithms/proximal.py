@@ -40,10 +40,11 @@ def interpolate(rollout_log_probs: Tensor, log_probs: Tensor, ages: Tensor) -> T
 
     (A-3PO, arXiv 2512.06547; AReaL's `loglinear`.) The ratio theta / prox is
     (theta / mu)^(1 / (d + 1)): one version's share of the way from mu to theta. The estimate
-    assumes that log-probs move evenly from version to version. T = 0 gives an empty tensor.
+    assumes that log-probs move evenly from version to version. A log mu of -inf stays -inf, and
+    T = 0 gives an empty tensor.
     """
     mu, theta, alpha = _parts(rollout_log_probs, log_probs, ages)
-    return mu + alpha * (theta - mu)
+    return torch.where(mu.isneginf(), mu, mu + alpha * (theta - mu))
 
 
 def interpolate_linear(rollout_log_probs: Tensor, log_probs: Tensor, ages: Tensor) -> Tensor:

@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import Config
+from millrace.errors import bad_value
+
+_READ = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "vocab_size",
+)
 
 
 def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float:
@@ -25,7 +31,7 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
     FLOPs: recomputation (checkpointing, old log-probs) does not count, and a shared prompt counts
     for each of its responses.
     """
-    shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
+    shape = shape_of(model_folder)
     hidden, layers, heads = (
         shape["hidden_size"],
         shape["num_hidden_layers"],
@@ -41,3 +47,17 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
 
         per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config.model)
     return sum(per_token * n + 6.0 * layers * heads * head * n * n for n in lengths)
+
+
+def shape_of(model_folder: Path) -> dict[str, Any]:
+    """Return config.json. Raises ConfigError if the formula of `train_flops` does not fit."""
+    shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text())
+    if missing := [key for key in _READ if not shape.get(key)]:
+        raise bad_value(
+            "model.path",
+            shape.get("model_type"),
+            f"the model FLOPs are those of dense models with gated MLPs, and its config.json has "
+            f"no {', '.join(missing)}",
+            "a model such as Qwen2, Qwen3, Llama or Mistral",
+        )
+    return shape

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.flops import train_flops
+from millrace.bench.flops import shape_of, train_flops
 from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
@@ -134,6 +134,7 @@ async def bench_modes(
             [*QUIET, *group[0].overrides, f"trainer.run_dir={folder / f'engines-{k}'}"],
         )
         async with open_session(config, progress) as s:
+            shape_of(s.run.model)
             rate = (await s.engines.train.matmul_rates())[0]
             alone: dict[tuple[bool, int], float] = {}
             for turn in range(repeats):

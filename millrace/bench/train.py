@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from time import perf_counter
 from typing import Any
 
-from millrace.bench.flops import train_flops
+from millrace.bench.flops import shape_of, train_flops
 from millrace.config import Config
 from millrace.observe.progress import Progress
 from millrace.run.session import open_session
@@ -29,10 +28,9 @@ async def bench_train(
     """
     rows = config.actor.ppo_max_token_len_per_gpu // length * config.trainer_ranks
     async with open_session(config, progress, rollout=False) as s:
-        engine = s.engines.train
+        shape, engine = shape_of(s.run.model), s.engines.train
         await engine.begin("sft", steps + WARM_UP_STEPS)
         rate = min(await engine.matmul_rates())
-        shape: dict[str, Any] = json.loads((s.run.model / "config.json").read_text())
         draw, seconds = random.Random(config.trainer.seed), list[float]()
         for k in range(steps + WARM_UP_STEPS):
             documents = [_document(draw, length, shape["vocab_size"]) for _ in range(rows)]

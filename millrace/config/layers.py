@@ -116,6 +116,9 @@ def _value(text: str) -> Any:
     try:
         value = yaml.safe_load(spaced) if text.strip() else ""
     except YAMLError:
+        # In a list, YAML reads a `?` only in quotes, and a shell removes those. Sources have a `?`.
+        if re.fullmatch(r"\[[^][{}\"']*\]", text.strip()):
+            return [_value(part.strip()) for part in text.strip()[1:-1].split(",") if part.strip()]
         return text
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)  # YAML 1.1 reads 1e-4 as a string

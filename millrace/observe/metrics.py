@@ -102,7 +102,7 @@ class VersionMetrics:
         }
 
     def _training(self) -> dict[str, float]:
-        """Return the train engine's metrics as means over optimizer steps, and the step count."""
+        """Return the train engine's metrics by `joined`, and the step count."""
         steps = sum(r.optimizer_steps for r in self._steps)
         names = sorted({name for r in self._steps for name in r.metrics})
         row: dict[str, float] = {}
@@ -113,10 +113,7 @@ class VersionMetrics:
                 for r in self._steps
                 if name in r.metrics
             ]
-            row[name] = share(
-                sum(value * count for value, count in weighted),
-                sum(count for _, count in weighted),
-            )
+            row[name] = joined(name, weighted)
         for name in sorted({name for r in self._steps for name in r.totals}):
             row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
         return row | {
@@ -205,6 +202,21 @@ class VersionMetrics:
             ):
                 ages[version - segment.version] += len(segment.tokens)
         return ages
+
+
+def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:
+    """Return one figure from (value, weight) of several batches: their mean.
+
+    It is the largest value if the name ends in `max` or `max_deviation`, and the smallest if it
+    ends in `min`.
+    """
+    values = [value for value, _ in batches]
+    if name.endswith(("_max", "_max_deviation")):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    weight = sum(weight for _, weight in batches)
+    return share(sum(value * weight for value, weight in batches), weight)
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:

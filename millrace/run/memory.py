@@ -12,6 +12,9 @@ _STATE = 16
 _CHUNK = 2**30
 """Bytes of a chunk of logits and its passes, about."""
 
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+"""Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -39,10 +42,11 @@ def size_of(config: Config) -> Size | None:
     shape = model.config.get_text_config()
     heads = shape.num_attention_heads
     head = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    widths = (getattr(shape, key, None) for key in _WIDTHS)
     return Size(
         sum(p.numel() for p in model.parameters()),
         shape.hidden_size,
-        shape.intermediate_size,
+        next((width for width in widths if width), 4 * shape.hidden_size),
         shape.num_hidden_layers,
         head * (getattr(shape, "num_key_value_heads", None) or heads),
     )
@@ -84,7 +88,8 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
     model, tokens = config.model, config.actor.ppo_max_token_len_per_gpu
     trained = width if model.lora_rank else _STATE
     per_parameter = trained + (_STATE if config.needs_critic else 0)
-    per_parameter += 4 if config.needs_reference else 0
+    # With adapters, the reference is the same base with other adapters.
+    per_parameter += 4 if config.needs_reference and not model.lora_rank else 0
     recomputing = (
         round(size.layers * model.gradient_checkpointing_share)
         if model.gradient_checkpointing

@@ -15,6 +15,7 @@ from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.drift import by_age, drift
 from millrace.algorithms.kl import k3
 from millrace.algorithms.proximal import ESTIMATES
+from millrace.observe.metrics import joined
 from millrace.train.experience import Experience
 from millrace.train.options import StepOptions
 from millrace.train.packing import MicroBatch
@@ -151,7 +152,7 @@ def _policy_metrics(
     actor/lr                    learning rate; mean over optimizer steps
     train/zero_advantage_share  share of samples whose rewards are all equal
     train/trained_token_share   share of the batch's tokens trained in a pass
-    rollout_corr/...            metrics of `correct` for the batch, or their mean over mini-batches
+    rollout_corr/...            metrics of `correct` for the batch, or `joined` over mini-batches
     rollout_corr/off_policy_masked_fraction
                                 share of tokens that `off_policy_mask` takes out of the policy loss
 
@@ -181,7 +182,7 @@ def _policy_metrics(
             metrics["rollout_corr/off_policy_masked_fraction"] = masked
     parts = [part for part in (data.metrics, *corrections) if part]
     for name in parts[0] if parts else ():
-        metrics[name] = sum(part[name] for part in parts) / len(parts)
+        metrics[name] = joined(name, [(part[name], 1.0) for part in parts])
     return metrics
 
 

@@ -63,10 +63,10 @@ def test_tokens_of_any_probability_have_a_finite_estimate(estimate: Any) -> None
 
 
 def test_extreme_rollout_log_probs_stay_what_they_are() -> None:
-    mu = double([-math.inf, -1.0])
-    assert (
-        interpolate_linear(mu, double([-1.0, -1.0]), torch.tensor([0, 0])).tolist() == mu.tolist()
-    )
+    mu, theta = double([-math.inf, -1.0]), double([-1.0, -1.0])
+    for estimate in ESTIMATES.values():
+        assert estimate(mu, theta, torch.tensor([0, 0])).tolist() == mu.tolist()
+    assert interpolate(mu, theta, torch.tensor([2, 2])).tolist() == mu.tolist()
 
 
 def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy() -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config
 
 from millrace.bench.flops import train_flops
 from millrace.bench.modes import Arm, arms_of, bench_modes, check_size, counted, table
@@ -57,6 +58,12 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
     # gradient of their input.
     first = 2 * length * (32 * 8 * (4 + 2 * 2) + 4 * 32 * 3)
     assert train_flops(tmp_path, [length], config) + attention == counter.get_total_flops() + first
+
+
+def test_flops_refuse_a_model_that_their_formula_does_not_fit(tmp_path: Path) -> None:
+    GPT2Config(n_embd=8, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"'gpt2': .* has no hidden_size, num_hidden_layers"):
+        train_flops(tmp_path, [4], Config())
 
 
 def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:

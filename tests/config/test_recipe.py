@@ -274,6 +274,10 @@ def test_numbers_are_numbers_however_they_are_spelled(
             'data.train_files=["task:copy?size=3"]',
             lambda c: c.data.train_files == ("task:copy?size=3",),
         ),
+        (  # as a shell passes it, without the quotes
+            "data.train_files=[task:copy?size=3&min_digits=2, a.jsonl,]",
+            lambda c: c.data.train_files == ("task:copy?size=3&min_digits=2", "a.jsonl"),
+        ),
         ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
         ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
         ("+rollout.n=5", lambda c: c.rollout.n == 5),

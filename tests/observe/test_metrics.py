@@ -235,6 +235,27 @@ def test_percentiles_are_numpys(values: list[int], p: int) -> None:
     assert percentile(sorted(values), p) == pytest.approx(float(np.percentile(values, p)))
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("staleness/token_max", 3.0),
+        ("rollout_corr/rollout_is_seq_max_deviation", 3.0),
+        ("rollout_corr/log_ppl_diff_min", 1.0),
+        ("rollout_corr/rollout_rs_seq_max_k1_mean", 1.5),
+    ],
+)
+def test_a_row_has_the_extremes_of_its_batches_and_the_means_of_all_else(
+    name: str, value: float
+) -> None:
+    metrics = VersionMetrics()
+    for steps, own in ((3, 1.0), (1, 3.0)):
+        metrics.stepped([], 3, StepReport(steps, {name: own}))
+    none = RolloutStats(0, 0, 0.0, 1)
+    synced = Synced(TransferReport(0, 0.0), 0.0)
+    row = metrics.row(timing={}, before=none, after=none, usable_slots=1, synced=synced)
+    assert row[name] == value
+
+
 def test_the_counts_of_a_run_go_on_from_its_checkpoint() -> None:
     names = [
         f"fully_async/count/{kind}_processed" for kind in ("stale_samples", "stale_trajectory")

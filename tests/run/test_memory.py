@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, OPTConfig, PreTrainedConfig
 
 from millrace.config import recipe
 from millrace.models.model import write_shape
@@ -62,6 +63,40 @@ def test_a_shape_has_the_parameters_of_the_model_that_is_built(tmp_path: Path) -
     )
     assert size == size_of(recipe.load("quickstart", [*overrides, f"model.path={tmp_path}"]))
     assert size_of(recipe.load("quickstart")) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_parameter"),
+    [
+        (["actor.use_kl_loss=true"], 20),
+        (["algorithm.adv_estimator=gae"], 32),
+        (["model.lora_rank=4", "actor.use_kl_loss=true"], 4),
+        (["model.lora_rank=4", "algorithm.adv_estimator=gae"], 20),
+    ],
+)
+def test_the_state_of_the_trainer_has_every_copy_of_the_model(
+    overrides: list[str], per_parameter: int
+) -> None:
+    size = Size(parameters=1000, hidden=8, intermediate=16, layers=3, kv_width=4)
+    state = estimate(recipe.load("quickstart", overrides), size)["trainer"]["state"]
+    assert state == 1000 * per_parameter
+
+
+@pytest.mark.parametrize(
+    ("own", "width"),
+    [
+        (GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11), 32),
+        (GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11, n_inner=24), 24),
+        (OPTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, ffn_dim=20), 20),
+    ],
+)
+def test_a_model_with_another_name_for_the_width_of_its_mlp_has_an_estimate(
+    tmp_path: Path, own: PreTrainedConfig, width: int
+) -> None:
+    own.save_pretrained(tmp_path)
+    size = size_of(recipe.load("quickstart", [f"model.path={tmp_path}"]))
+    assert size is not None
+    assert (size.intermediate, size.layers, size.kv_width) == (width, 2, 8)
 
 
 def test_the_rollout_side_counts_weights_twice_and_every_sequence() -> None:
