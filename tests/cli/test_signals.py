@@ -25,7 +25,11 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(*numbers: signal.Signals) -> int:
     """Send the signals to a command that saves. Returns how often it was asked to stop."""
-    asked = []
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return True
 
     async def work() -> None:
         for number in numbers:
@@ -33,7 +37,7 @@ def run(*numbers: signal.Signals) -> int:
             await asyncio.sleep(0.01)
 
     with Progress(Lines(Console(quiet=True)), "a", "b") as progress:
-        asyncio.run(console._with_signals(work(), progress, lambda: asked.append(1) or True))
+        asyncio.run(console._with_signals(work(), progress, stop))
     return len(asked)
 
 
