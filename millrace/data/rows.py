@@ -25,6 +25,8 @@ from millrace.errors import bad_row
 Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""The columns of TRL and verl with the parts of a prompt that are no text."""
 _TAKEN = {"data_source", "reward_model", "extra_info", "metadata"}
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
@@ -57,6 +59,10 @@ def problem(
     part, at = rows.locate(i)
     row, where = part.get(at), rows.describe(i)
     used, prompt = _prompt(where, row, prompt_key)
+    for name in _MEDIA:
+        if isinstance(row.get(name), list | dict | bytes) and row[name]:
+            rule = "prompts are text, so the policy would not see it"
+            raise bad_row(f"{where}, {name}", row[name], rule, "delete the column, or the row")
     source = row.get("data_source") or part.name
     if not isinstance(source, str):
         raise bad_row(

@@ -157,8 +157,8 @@ class Trainable:
         self.optimizer.zero_grad()
         if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a {self.name} loss "
-                f"or gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
+                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a loss of the {self.name} "
+                f"or a gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
                 f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
             )
 
