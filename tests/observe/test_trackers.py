@@ -20,12 +20,13 @@ import pytest
 
 from millrace.errors import MissingDependency
 from millrace.observe import trackers
-from millrace.observe.trackers import About, Background
+from millrace.observe.background import Background
+from millrace.observe.trackers import About
 from tests.listening import listeners, outside
 
 ROWS = [
-    (1, {"reward/mean": 0.25, "actor/grad_norm": math.nan}),
-    (2, {"reward/mean": 0.5, "actor/grad_norm": math.inf}),
+    (1, {"actor/grad_norm": math.nan, "reward/mean": 0.25}),
+    (2, {"actor/grad_norm": math.inf, "reward/mean": 0.5}),
     (1, {"val/d/mean@1": 0.125}),  # A validation may end after the next row.
     (2, {"val/d/mean@1": 0.375}),
 ]
@@ -93,7 +94,7 @@ def test_wandb_has_every_row_and_the_version_as_its_axis(tmp_path: Path, said: l
         if r.HasField("history")
     ]
     rows = [
-        (int(r["version"]), {k: v for k, v in r.items() if k[0] != "_" and k != "version"})
+        (int(r["version"]), {k: r[k] for k in sorted(r) if k[0] != "_" and k != "version"})
         for r in history
     ]
     assert repr(rows) == repr([*ROWS, *AGAIN])  # NaN is not equal to itself
