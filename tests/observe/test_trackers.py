@@ -86,6 +86,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 def test_wandb_has_every_row_and_the_version_as_its_axis(tmp_path: Path, said: list[str]) -> None:
     track("wandb", tmp_path, said, ROWS)
+    time.sleep(1)  # wandb names the file of an attempt by its second
     track("wandb", tmp_path, said, AGAIN, resumed=True)
     records = [*wandb_records(tmp_path)]
     history = [
