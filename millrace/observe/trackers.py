@@ -38,7 +38,9 @@ class About:
 
     def __post_init__(self) -> None:
         if self.resumed and self._file.is_file():
-            with suppress(OSError, ValueError):  # a damaged file: the trackers start new runs
+            with suppress(
+                OSError, TypeError, ValueError
+            ):  # a damaged file: the trackers start new runs
                 self.ids.update(json.loads(self._file.read_text()))
 
     @property

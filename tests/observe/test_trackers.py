@@ -61,6 +61,8 @@ def track(
     for version, row in rows:
         tracker.write(version, row)
     until(lambda: not tracker._unwritten)  # a new database of MLflow takes seconds
+    me = psutil.Process()
+    assert not listeners([me, *me.children(recursive=True)])
     tracker.close(complete=resumed)
     assert not tracker.dropped and not [s for s in said if "warning" in s], said
 
@@ -88,6 +90,7 @@ def test_wandb_has_every_row_and_the_version_as_its_axis(tmp_path: Path, said: l
     track("wandb", tmp_path, said, ROWS)
     time.sleep(1)  # wandb names the file of an attempt by its second
     track("wandb", tmp_path, said, AGAIN, resumed=True)
+    until(lambda: sum(r.HasField("exit") for r in wandb_records(tmp_path)) == 2)  # it writes late
     records = [*wandb_records(tmp_path)]
     history = [
         {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in r.history.item}
@@ -149,6 +152,8 @@ def test_trackio_continues_its_run_and_prints_nothing(
         (tracker,) = trackers.start(["trackio"], about, said.append)
         for version, row in rows:
             tracker.write(version, row)
+        until(lambda sink=tracker: not sink._unwritten)  # type: ignore[misc]
+        assert not listeners([psutil.Process()])
         tracker.close()
     name = json.loads((tmp_path / "trackers.json").read_text())["trackio"]
     assert SQLiteStorage.get_runs(project) == [name] and name.startswith("quick-")
