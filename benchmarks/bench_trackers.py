@@ -52,7 +52,7 @@ def measure(name: str, folder: Path, rounds: int, versions: int, repetitions: in
     about = trackers.About(folder, "bench", name)
     (sink,) = trackers.start([name], about, lambda text: None)
     sink.write(0, ROW)
-    while sink._unwritten:  # the start of a library is not the cost of its rows
+    while not sink.idle():  # the start of a library is not the cost of its rows
         time.sleep(0.1)
     ratios, cpu, longest, version = [], [], 0.0, 0
     for _ in range(repetitions):
@@ -67,7 +67,7 @@ def measure(name: str, folder: Path, rounds: int, versions: int, repetitions: in
                     sink.write(version, ROW)
                     longest = max(longest, time.perf_counter() - called)
             seconds[tracked] = time.perf_counter() - begin
-            while sink._unwritten:  # its last row is not a cost of the next block
+            while not sink.idle():  # its last row is not a cost of the next block
                 time.sleep(0.01)
             time.sleep(0.5)
             used[tracked] += time.process_time()

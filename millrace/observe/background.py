@@ -61,6 +61,10 @@ class Background:
         else:
             self._rows.put((version, row))
 
+    def idle(self) -> bool:
+        """Whether no row waits."""
+        return not self._unwritten
+
     def close(self, complete: bool = True) -> None:
         """Wait for the tracker, but not longer than the deadline."""
         self._complete = complete
@@ -112,7 +116,7 @@ class Background:
         """Print the first problem of the run. The number of dropped rows tells of later ones."""
         if not self._warned:
             self._warned = True
-            self._note(f"warning: {self.name} does not work: {why}. The run continues without it.")
+            self._note(f"warning: {self.name} does not work: {why}. The run does not wait for it.")
 
 
 def text_of(error: BaseException) -> str:

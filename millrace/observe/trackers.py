@@ -65,7 +65,9 @@ class Wandb:
 
     def __init__(self, about: About) -> None:
         wandb = _quiet_wandb()
-        settings = wandb.Settings(console="off", silent=True, finish_timeout=8)
+        settings = wandb.Settings(
+            console="off", silent=True, finish_timeout=8, finish_timeout_raises=True
+        )
         self._run = wandb.init(
             project=about.project,
             name=about.name,
@@ -96,12 +98,14 @@ def _quiet_wandb() -> Any:
 
 
 def _end_wandb() -> None:
-    """End wandb's process until this one ends. Python's exit would wait for it without a limit.
+    """End wandb's process a second after the main thread. Python's exit waits for it forever.
 
     Its file has every row that it got. `wandb sync` sends them.
     """
 
     def work() -> None:
+        threading.main_thread().join()
+        time.sleep(1)
         while True:
             for child in psutil.Process().children():
                 with suppress(psutil.Error):

@@ -60,7 +60,7 @@ def track(
     (tracker,) = trackers.start([name, "tensorboard", "console"], about, said.append)
     for version, row in rows:
         tracker.write(version, row)
-    until(lambda: not tracker._unwritten)  # a new database of MLflow takes seconds
+    until(tracker.idle)  # a new database of MLflow takes seconds
     me = psutil.Process()
     assert not listeners([me, *me.children(recursive=True)])
     tracker.close(complete=resumed)
@@ -69,7 +69,9 @@ def track(
 
 def wandb_records(folder: Path) -> Iterator[Any]:
     """Yield the records of the .wandb files: a LevelDB log of wandb's own messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
+
+    record_of: Any = vars(wandb_internal_pb2)["Record"].FromString
 
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
         data, at, whole = path.read_bytes(), 7, b""
@@ -82,7 +84,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             whole += data[at + 7 : at + 7 + length]
             at += 7 + length
             if kind in (1, 4):  # a whole record, or the last part of one
-                yield Record.FromString(whole)
+                yield record_of(whole)
                 whole = b""
 
 
@@ -152,7 +154,7 @@ def test_trackio_continues_its_run_and_prints_nothing(
         (tracker,) = trackers.start(["trackio"], about, said.append)
         for version, row in rows:
             tracker.write(version, row)
-        until(lambda sink=tracker: not sink._unwritten)  # type: ignore[misc]
+        until(tracker.idle)
         assert not listeners([psutil.Process()])
         tracker.close()
     name = json.loads((tmp_path / "trackers.json").read_text())["trackio"]
@@ -186,7 +188,7 @@ def test_prometheus_scrapes_the_newest_row_and_the_newest_validation(
     rows = [(1, {"reward/mean": 0.25, "gone": 1.0}), ROWS[2], (2, {"reward/mean": math.nan})]
     for version, row in rows:
         tracker.write(version, row)
-    until(lambda: not tracker._unwritten)
+    until(tracker.idle)
     found = scrape(said)
     assert math.isnan(found.pop(("millrace_reward_mean", "reward/mean")))
     assert found == {
@@ -206,7 +208,8 @@ class Fake:
     where = "here"
 
     def __init__(self, act: Callable[[int], None] = lambda version: None) -> None:
-        self.act, self.rows, self.complete = act, [], None  # type: ignore[var-annotated]
+        self.act, self.complete = act, False
+        self.rows: list[int] = []
 
     def write(self, version: int, row: dict[str, float]) -> None:
         self.act(version)
@@ -241,7 +244,7 @@ def test_a_row_that_fails_is_dropped_and_counted_with_one_warning(
     warning = f"warning: fake does not work: {type(error).__name__}: {error}. "
     assert said == [
         "fake: here",
-        warning + "The run continues without it.",
+        warning + "The run does not wait for it.",
         "fake: It lacks 2 rows of this run. metrics.jsonl has them.",
     ]
 
