@@ -184,6 +184,13 @@ class TrainerConfig(Section):
                 "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
                 "`ray start --head`",
             )
+        if self.prometheus_port and "prometheus" not in self.logger:
+            raise bad_value(
+                "trainer.prometheus_port",
+                self.prometheus_port,
+                f"trainer.logger=[{','.join(self.logger)}] does not read it",
+                "a trainer.logger with prometheus, or trainer.prometheus_port=0",
+            )
         if self.ray_address and self.runtime != "ray":
             raise bad_value(
                 "trainer.ray_address",
