@@ -50,10 +50,14 @@ class CheckpointError(MillraceError):
 
 
 INSTALL = {
+    "mlflow-skinny": "pip install 'mlflow-skinny>=3' 'sqlalchemy>=2' 'alembic>=1.13'",
     "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",
+    "prometheus_client": "pip install 'prometheus_client>=0.20'",
     "ray": "pip install 'ray>=2.50'",
+    "trackio": "pip install 'trackio>=0.43'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",
+    "wandb": "pip install 'wandb>=0.31'",
 }
 """The command that installs each optional package."""
 

@@ -49,10 +49,16 @@ _NEEDED = {
 }
 """The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
+    "alembic": ("1.13", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
+    "mlflow-skinny": ("3", INSTALL["mlflow-skinny"], "trainer.logger=mlflow"),
     "openai": ("3", INSTALL["openai"], "reward.judge"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
+    "prometheus_client": ("0.20", INSTALL["prometheus_client"], "trainer.logger=prometheus"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
+    "sqlalchemy": ("2", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
+    "trackio": ("0.43", INSTALL["trackio"], "trainer.logger=trackio"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),
+    "wandb": ("0.31", INSTALL["wandb"], "trainer.logger=wandb"),
 }
 """The packages of the extras in pyproject.toml.
 

@@ -105,8 +105,22 @@ class TrainerConfig(Section):
     """
     run_dir: str = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
-    logger: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Further sinks of the metrics. metrics.jsonl is always written."""
+    logger: tuple[
+        Literal["console", "mlflow", "prometheus", "tensorboard", "trackio", "wandb"], ...
+    ] = ("tensorboard",)
+    """Further sinks of the metrics. metrics.jsonl is always written.
+
+    console prints a line for each version if the output is no terminal. Without it, there is a line
+    at most every 5 seconds. Keys of trackers come from the environment alone.
+    """
+    project_name: str = Field("millrace", min_length=1)
+    """Project of the run in wandb and Trackio, and its experiment in MLflow. `name` names the run
+    there."""
+    prometheus_port: int = Field(0, ge=0, le=65535)
+    """Port on loopback where trainer.logger=[prometheus] serves the newest figures.
+
+    0 takes a free port. The run prints the address.
+    """
     critic_warmup: int = Field(0, ge=0)
     """The first training step that trains the policy too. Before it, only the critic is trained.
 
@@ -169,6 +183,13 @@ class TrainerConfig(Section):
                 "the driver must run inside the cluster, so Ray Client does not work",
                 "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
                 "`ray start --head`",
+            )
+        if self.prometheus_port and "prometheus" not in self.logger:
+            raise bad_value(
+                "trainer.prometheus_port",
+                self.prometheus_port,
+                f"trainer.logger=[{','.join(self.logger)}] does not read it",
+                "a trainer.logger with prometheus, or trainer.prometheus_port=0",
             )
         if self.ray_address and self.runtime != "ray":
             raise bad_value(

@@ -64,7 +64,7 @@ HINTS: dict[str, str] = {
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,
     "repetition_penalty": _FULL,
-    "report_to": "trainer.logger=[tensorboard]",
+    "report_to": "trainer.logger=[NAME], of wandb, mlflow, trackio and tensorboard",
     "reward_funcs": "reward.function=FILE.py:NAME, or a part of reward.mix for each of several",
     "reward_weights": "reward.mix.NAME.weight=VALUE",
     "router_aux_loss_coef": "none: the loss has no term for a router",

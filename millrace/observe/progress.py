@@ -37,6 +37,8 @@ class State:
     validation: dict[str, float] = field(default_factory=dict)
     trained_since: float = 0.0
     trained_from: int = 0
+    each_version: bool = False
+    """Whether plain lines show each version."""
 
     def eta_s(self, now: float) -> float:
         """Return the seconds to the end at the average pace. NaN before the first sample."""
@@ -90,9 +92,12 @@ class Progress:
         )
         self._view.update(self.state, "phase" if changed else "phase step")
 
-    def training(self, samples: int, total: int, version: int, versions: int) -> None:
-        """Show that the RL loop begins."""
+    def training(
+        self, samples: int, total: int, version: int, versions: int, *, each_version: bool = False
+    ) -> None:
+        """Show that the RL loop begins. `each_version` makes plain lines show each version."""
         s = self.state
+        s.each_version = each_version
         s.phase, s.phase_total = "training", 0
         s.samples, s.total, s.version, s.versions = samples, total, version, versions
         s.row, s.rewards = {}, []  # An earlier run on the same engines may have left some.
@@ -145,7 +150,7 @@ def _clock(seconds: float) -> str:
 class Lines:
     """Plain lines for logs and pipes.
 
-    They show phases, and the state of training every `every_s` seconds.
+    They show phases. They show the state of training for each version, or every `every_s` seconds.
     """
 
     def __init__(self, console: Console, every_s: float = 5.0) -> None:
@@ -164,8 +169,11 @@ class Lines:
 
     def update(self, state: State, event: str) -> None:
         now = time.monotonic()
-        if event != "phase" and (
-            now - self._last < self._every_s or (state.phase == "training" and event != "row")
+        often = event == "row" and state.each_version
+        if (
+            event != "phase"
+            and not often
+            and (now - self._last < self._every_s or (state.phase == "training" and event != "row"))
         ):
             return
         self._last = now
@@ -176,11 +184,17 @@ class Lines:
         row = state.row
         self.note(
             f"version {state.version}/{state.versions}  samples {state.samples}/{state.total}  "
-            f"reward {row['reward/mean']:.3f}  staleness {row['staleness/mean']:.2f}  "
+            f"reward {row['reward/mean']:.3f}  {_loss(row)}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
             f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {_clock(state.eta_s(now))}"
         )
+
+
+def _loss(row: dict[str, float]) -> str:
+    """Return the figures of the policy's steps. A critic's warm-up has none."""
+    names = {"loss": "actor/pg_loss", "ppo_kl": "actor/ppo_kl"}
+    return "".join(f"{name} {row[key]:.4g}  " for name, key in names.items() if key in row)
 
 
 class LiveView:

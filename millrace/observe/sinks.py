@@ -1,4 +1,4 @@
-"""The outputs for metrics: always metrics.jsonl, and TensorBoard by default."""
+"""The outputs for metrics in the run's folder: metrics.jsonl, and TensorBoard by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 class Sink(Protocol):
     def write(self, version: int, row: dict[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, complete: bool = True) -> None:
+        """End the sink. `complete` says whether the run is at its end."""
 
 
 class JsonLines:
@@ -37,7 +38,7 @@ class JsonLines:
         self._file.write(json.dumps({"version": version, **clean}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, complete: bool = True) -> None:
         self._file.close()
 
 
@@ -97,12 +98,12 @@ class TensorBoard:
             self._event(step=version, wall_time=time.time(), summary=self._summary(value=values))
         )
 
-    def close(self) -> None:
+    def close(self, complete: bool = True) -> None:
         self._writer.close()
 
 
 def make_sinks(run_dir: Path, loggers: Sequence[str], resumed_from: int | None) -> list[Sink]:
-    """Return a sink for metrics.jsonl, and one for each name in trainer.logger."""
+    """Return the sinks in the run's folder: metrics.jsonl, and TensorBoard if `loggers` names it."""
     sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", resumed_from)]
     if "tensorboard" in loggers:
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_from))

@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.config import Config
 from millrace.config.keys import NOTHING, Derived, Trained
 from millrace.errors import ConfigError, MillraceError, bad_value
+from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
@@ -68,6 +69,8 @@ async def open_session(
     exit.
     """
     problems_.check_machine(config)
+    if run is None and rollout:
+        trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     sources = await abandonable(problems_.load, config, scored=rollout)
     reward = await abandonable(make_reward, config)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from millrace.config import Config, RolloutConfig
 from millrace.environments.single_turn import SingleTurn
+from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.trackers import About
 from millrace.pipeline.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
@@ -79,8 +81,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     )
     sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
+    outside = trackers.start(c.logger, about(s), s.progress.note)
+    sinks += outside
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
+    complete = False
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -97,7 +102,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=s.reward.take_figures,
+                figures=lambda: s.reward.take_figures() | trackers.dropped(outside),
             )
             complete, seconds = await _train_to_end(s, ledger, stop, record, validated)
             if complete:
@@ -105,7 +110,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         history.end(ledger.totals(), complete)
     finally:
         for sink in sinks:
-            sink.close()
+            sink.close(complete)
     return Outcome(
         run_dir=s.run.path,
         mode=mode_of(s.config),
@@ -117,6 +122,19 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         last=record.last if complete else None,
         complete=complete,
         checkpoint=next(reversed(s.checkpoints.all()), None),
+    )
+
+
+def about(s: Session) -> About:
+    """Return what trackers show of the run."""
+    c = s.config
+    return About(
+        folder=s.run.path,
+        project=c.trainer.project_name,
+        name=c.name,
+        config=c.model_dump(mode="json"),
+        port=c.trainer.prometheus_port,
+        resumed=s.run.resume_from is not None,
     )
 
 
@@ -146,7 +164,13 @@ async def _train_to_end(
     # The earlier attempt may have abandoned the validation of its last version.
     if ledger.version and ledger.version not in validated:
         record.validate(ledger.version)
-    s.progress.training(ledger.retired, derived.samples, ledger.version, derived.versions)
+    s.progress.training(
+        ledger.retired,
+        derived.samples,
+        ledger.version,
+        derived.versions,
+        each_version="console" in c.logger,
+    )
     stop.attach(queue, c.stop_grace_s, record.abandon_validation)
     start = clock()
     trained = await run_pipeline(rollouter, trainer)

@@ -9,7 +9,8 @@ from millrace.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("logger", "said"), [("wandb", "no wandb. "), ("[console,mlflow,wandb]", "no mlflow, wandb. ")]
+    ("logger", "said"),
+    [("swanlab", "no swanlab. "), ("[console,swanlab,clearml]", "no clearml, swanlab. ")],
 )
 def test_a_run_says_which_loggers_it_lacks(logger: str, said: str) -> None:
     notes = load("quickstart", [f"trainer.logger={logger}"]).notes

@@ -176,6 +176,22 @@ def test_the_means_of_equal_runs_make_the_bars() -> None:
     assert sparkline([0.0, 0.0, 1.0, 3.0], 2) == "▁█"
 
 
+def test_lines_show_each_version_if_asked(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    row = dict.fromkeys(("reward/mean", "staleness/mean", "actor/pg_loss", "actor/ppo_kl"), 0.5)
+    row |= {"trainer/idle_ratio": 0, "rollouter/idle_ratio": 0, "rollouter/tokens_per_s": 0}
+    for each_version, lines in ((True, 4), (False, 1)):
+        with path.open("w") as file:
+            progress = Progress(Lines(Console(file=file, width=300), every_s=60), "name", "mode")
+            progress.training(0, 100, 0, 10, each_version=each_version)
+            for version in (1, 2, 3):
+                progress.trained(10, 0.5)
+                progress.row(version, row)
+        said = path.read_text().splitlines()
+        assert len(said) == lines
+        assert all("loss 0.5  ppo_kl 0.5  staleness" in line for line in said[1:])
+
+
 def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) -> None:
     clock = Clock()
     path = tmp_path / "out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -54,8 +53,6 @@ JOINED: dict[str, str] = {
     "reward_model.enable": "it decides about reward_model.model.path",
     "rollout.max_model_len": "it must have room for a prompt and a response",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
-    "trainer.experiment_name": "name",
-    "trainer.project_name": "the first part of name, if there is no experiment_name",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
     **dict.fromkeys((*_DECAY, *_CRITIC_DECAY), _SCHEDULE),
     **{key: why for key, (_, _, why) in EQUAL.items()},
@@ -131,18 +128,6 @@ def _loss_type(given: Given) -> Parts:
     return {key: ([("actor.policy_loss.loss_mode", "reinforce")], "")}
 
 
-def _name(given: Given) -> Parts:
-    project, experiment = "trainer.project_name", "trainer.experiment_name"
-    name = given.get(experiment) or given.get(project)
-    settings = [("name", _as_name(name))] if name else []
-    chosen, other = (experiment, project) if given.get(experiment) else (project, experiment)
-    return {chosen: (settings, ""), other: ([], "the name of a run is that of the experiment")}
-
-
-def _as_name(text: object) -> str:
-    return re.sub(r"[^\w.-]+", "-", str(text)).lstrip(".-") or "run"
-
-
 def _resume(given: Given) -> Parts:
     key, mode = "trainer.resume_from_path", given.get("trainer.resume_mode")
     path, named = given.get(key), mode == "resume_path"
@@ -202,7 +187,6 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
         "algorithm.rollout_correction.loss_type",
         "algorithm.rollout_correction.bypass_mode",
     ): _loss_type,
-    ("trainer.project_name", "trainer.experiment_name"): _name,
     ("trainer.resume_from_path", "trainer.resume_mode"): _resume,
     **{
         (f"{s}.{path}", f"{s}.enable"): partial(_reward_model, section=s, path=path)

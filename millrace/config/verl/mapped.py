@@ -12,6 +12,7 @@ from millrace.config.verl.values import (
     if_set,
     loggers,
     lr_shape,
+    name_of_run,
     never,
     not_none,
     one_by_one,
@@ -25,7 +26,7 @@ from millrace.config.verl.values import (
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
-_SINKS = "the console and metrics.jsonl are always written; millrace has no wandb, mlflow, swanlab"
+_SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb and clearml"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 _SIDES = ("actor", "critic")
@@ -140,9 +141,11 @@ MAPPED: dict[str, Mapped] = {
     "rollout.total_epochs": Mapped("trainer.total_epochs"),
     "rollout.val_kwargs.top_k": Mapped("rollout.val_kwargs.top_k", never),
     "trainer.default_local_dir": Mapped("trainer.run_dir"),
+    "trainer.experiment_name": Mapped("name", name_of_run),
     "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
     "trainer.logger": Mapped("trainer.logger", loggers, _SINKS),
     "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", all_if_none),
+    "trainer.project_name": Mapped("trainer.project_name", not_none),
     "trainer.resume": Mapped("trainer.resume", resume_mode),
     "trainer.resume_mode": Mapped("trainer.resume", resume_mode),
     "trainer.save_freq": Mapped("trainer.save_freq", never),

@@ -5,6 +5,7 @@ The text of a ValueError has two parts, the rule and the fix, with "; " between 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,16 +104,21 @@ def by_engine(value: Any) -> Any:
     )
 
 
-NO_LOGGERS = frozenset({"wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml"})
-OTHER_LOGGERS = NO_LOGGERS | {"console", "file"}
+NO_LOGGERS = frozenset({"swanlab", "vemlp_wandb", "clearml"})
+OTHER_LOGGERS = NO_LOGGERS | {"file"}
 
 
 def loggers(value: Any) -> Any:
-    """Leave out the other sinks of verl. The console and metrics.jsonl are always written."""
+    """Leave out the sinks of verl that millrace lacks. metrics.jsonl, its file, is always there."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return value  # the check of types reports it
     return [name for name in names if name not in OTHER_LOGGERS]
+
+
+def name_of_run(value: Any) -> Any:
+    """Translate the name of an experiment, which becomes a part of a folder's name."""
+    return re.sub(r"[^\w.-]+", "-", str(value)).lstrip(".-") or "run" if value else DROP
 
 
 def resume_mode(value: Any) -> Any:

@@ -1,0 +1,311 @@
+"""Trackers outside the run: wandb, MLflow, Trackio, Prometheus. None can stop or delay the run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.observe.background import Background, Row, Tracker, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the trackers show of a run, and the ids that they know it by."""
+
+    folder: Path
+    project: str
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    port: int = 0
+    resumed: bool = False
+    ids: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.resumed and self._file.is_file():
+            with suppress(
+                OSError, TypeError, ValueError
+            ):  # a damaged file: the trackers start new runs
+                self.ids.update(json.loads(self._file.read_text()))
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "trackers.json"
+
+    def save(self) -> None:
+        """Write the ids for the next attempt. A link in the file's place is replaced."""
+        with self._lock:
+            temporary = self._file.with_suffix(".new")
+            temporary.unlink(missing_ok=True)
+            temporary.write_text(json.dumps(self.ids) + "\n")
+            temporary.replace(self._file)
+
+
+class Wandb:
+    """Weights & Biases, online or with WANDB_MODE=offline.
+
+    Its own steps must rise, and rows of validations and of a resume do not. So the version is a
+    figure of each row, and the x-axis of all others.
+    """
+
+    def __init__(self, about: About) -> None:
+        wandb = _quiet_wandb()
+        settings = wandb.Settings(
+            console="off", silent=True, finish_timeout=8, finish_timeout_raises=True
+        )
+        self._run = wandb.init(
+            project=about.project,
+            name=about.name,
+            id=about.ids.setdefault("wandb", secrets.token_hex(4)),
+            resume="allow",
+            dir=os.environ.get("WANDB_DIR") or str(about.folder),
+            settings=settings,
+        )
+        self._run.config.update(about.config, allow_val_change=True)
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+        self.where = self._run.url or f"wandb sync {self._run.settings.sync_dir}"
+
+    def write(self, version: int, row: Row) -> None:
+        self._run.log({**row, "version": version})
+
+    def close(self, complete: bool) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+def _quiet_wandb() -> Any:
+    """Import wandb without its reports of its own errors. They need the network, also at exit."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    return wandb
+
+
+def _end_wandb() -> None:
+    """End wandb's process a second after the main thread. Python's exit waits for it forever.
+
+    Its file has every row that it got. `wandb sync` sends them.
+    """
+
+    def work() -> None:
+        threading.main_thread().join()
+        time.sleep(1)
+        while True:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if child.name().startswith("wandb-core"):
+                        child.kill()
+            time.sleep(0.1)
+
+    threading.Thread(target=work, name="end-wandb", daemon=True).start()
+
+
+class MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI. Parameters never change there, so tags do."""
+
+    def __init__(self, about: About) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        for logger in ("alembic", "mlflow"):
+            logging.getLogger(logger).setLevel(logging.WARNING)
+        self._client, self._metric = MlflowClient(), Metric
+        self._run = self._open(about)
+        known = self._client.get_run(self._run).data.params
+        given = {_mlflow_name(key): str(v)[:500] for key, v in _flat(about.config).items()}
+        new = [Param(key, value) for key, value in given.items() if key not in known]
+        changed = [RunTag(k, v) for k, v in given.items() if known.get(k, v) != v]
+        for i in range(0, len(new), 100):  # a server takes no more at once
+            self._client.log_batch(self._run, params=new[i : i + 100])
+        self._client.log_batch(self._run, tags=changed)
+        self.where = f"experiment {about.project}, run {self._run}"
+
+    def _open(self, about: About) -> str:
+        """Return the id of this run there, or of a new one."""
+        from mlflow.exceptions import MlflowException
+
+        if "mlflow" in about.ids:
+            try:
+                self._client.update_run(about.ids["mlflow"], status="RUNNING")
+                return about.ids["mlflow"]
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another server has it
+                    raise
+        found = self._client.get_experiment_by_name(about.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(about.project)
+        run: str = self._client.create_run(experiment, run_name=about.name).info.run_id
+        about.ids["mlflow"] = run
+        return run
+
+    def write(self, version: int, row: Row) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(_mlflow_name(k), v, now, version) for k, v in row.items()]
+        for i in range(0, len(metrics), 1000):
+            self._client.log_batch(self._run, metrics=metrics[i : i + 1000])
+
+    def close(self, complete: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if complete else "KILLED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name that MLflow accepts, as verl does: @ becomes _at_."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a tree by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict) and value
+        flat |= _flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
+    return flat
+
+
+class Trackio:
+    """Trackio: a local database, or TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+
+    It continues a run by its name, so the name has a random end.
+    """
+
+    def __init__(self, about: About) -> None:
+        import trackio
+
+        for name, module in list(sys.modules.items()):  # stdout belongs to --json
+            if name.partition(".")[0] == "trackio":
+                vars(module)["print"] = lambda *text, **options: None
+        name = about.ids.setdefault("trackio", f"{about.name}-{secrets.token_hex(3)}")
+        self._run = trackio.init(
+            about.project,
+            name,
+            config=about.config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # they sample in threads of this process
+            auto_log_cpu=False,
+        )
+        self.where = f"trackio show --project {about.project}, run {name}"
+
+    def write(self, version: int, row: Row) -> None:
+        self._run.log(dict(row), step=version)
+
+    def close(self, complete: bool) -> None:
+        self._run.finish()
+
+
+class Prometheus:
+    """The newest row and the newest validation at http://127.0.0.1:PORT/metrics."""
+
+    def __init__(self, about: About) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import GaugeMetricFamily
+
+        self._gauge, self._name = GaugeMetricFamily, about.name
+        self._rows: dict[str, Row] = {}
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]  # a Collector by its shape
+        self._server, _ = start_http_server(about.port, addr="127.0.0.1", registry=registry)
+        self.where = f"http://127.0.0.1:{self._server.server_port}/metrics"
+
+    def collect(self) -> Iterator[Any]:
+        """Yield each figure under a name that Prometheus accepts. A label has the exact one."""
+        for row in [*self._rows.values()]:
+            for name, value in row.items():
+                gauge = self._gauge(
+                    f"millrace_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}",
+                    name,
+                    labels=("run", "metric"),
+                )
+                gauge.add_metric((self._name, name), value)
+                yield gauge
+
+    def write(self, version: int, row: Row) -> None:
+        kind = "val/" if all(name.startswith("val/") for name in row) else ""
+        self._rows[kind] = {f"{kind}version": float(version), **row}
+
+    def close(self, complete: bool) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+TRACKERS: dict[str, tuple[Callable[[About], Tracker], str, str]] = {
+    "mlflow": (MLflow, "mlflow", "mlflow-skinny"),
+    "prometheus": (Prometheus, "prometheus_client", "prometheus_client"),
+    "trackio": (Trackio, "trackio", "trackio"),
+    "wandb": (Wandb, "wandb", "wandb"),
+}
+"""The class of each name in trainer.logger, the module that it needs, and its name in INSTALL."""
+
+
+def check(loggers: Sequence[str]) -> None:
+    """Raise MissingDependency without a library, and ConfigError without the key of wandb."""
+    for name, (_, module, package) in TRACKERS.items():
+        if name in loggers and importlib.util.find_spec(module) is None:
+            raise MissingDependency(
+                f"trainer.logger={name} needs {package}, which is not installed here. "
+                f"Fix: {INSTALL[package]}."
+            )
+    if "wandb" in loggers and not _wandb_may_start():
+        raise bad_value(
+            "trainer.logger",
+            list(loggers),
+            "wandb has no API key",
+            "WANDB_API_KEY=KEY in the environment, `wandb login`, or WANDB_MODE=offline",
+        )
+
+
+def _wandb_may_start() -> bool:
+    """Whether wandb has a key or needs none. Without this check it would ask at the terminal."""
+    try:
+        wandb = _quiet_wandb()
+        mode = wandb.setup().settings.mode
+        return mode not in ("online", "run") or wandb.login(prompt=False, verify=False)
+    except Exception:  # noqa: BLE001 - its thread tells of it
+        return True
+
+
+def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> list[Background]:
+    """Start each tracker that `loggers` names, in a thread of its own."""
+
+    def starter(make: Callable[[About], Tracker]) -> Callable[[], Tracker]:
+        def make_and_save() -> Tracker:
+            tracker = make(about)
+            try:
+                about.save()
+            except OSError as error:
+                note(f"warning: a resume will start new runs in the trackers: {text_of(error)}")
+            return tracker
+
+        return make_and_save
+
+    return [
+        Background(
+            name,
+            starter(make),
+            note,
+            abandon=_end_wandb if name == "wandb" else lambda: None,
+        )
+        for name, (make, *_) in TRACKERS.items()
+        if name in loggers
+    ]
+
+
+def dropped(trackers: Sequence[Background]) -> Row:
+    """Return trackers/NAME/dropped for each tracker that dropped rows of this attempt."""
+    return {f"trackers/{t.name}/dropped": float(t.dropped) for t in trackers if t.dropped}
