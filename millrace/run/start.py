@@ -18,7 +18,14 @@ async def start_state(s: Session) -> Ledger:
         s.progress.note(f"resuming from {s.run.resume_from}")
         await s.engines.train.begin("rl", derived.lr_horizon)
         await s.engines.train.load(str(s.run.resume_from / "engine"))
-        return Ledger.restore(s.config.schedule, read_ledger(s.run.resume_from), derived.samples)
+        snapshot = read_ledger(s.run.resume_from)
+        ledger = Ledger.restore(s.config.schedule, snapshot, derived.samples)
+        if ledger.retired >= derived.samples:
+            s.progress.note(
+                f"nothing is left to train: the checkpoint has all {derived.samples} samples of "
+                "the run"
+            )
+        return ledger
     ledger = Ledger(s.config.schedule, derived.samples)
     if s.config.sft.steps:
         await warm_up(s)

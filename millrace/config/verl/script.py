@@ -1,8 +1,8 @@
 """The overrides in a launch script of verl's, read without running the script.
 
-Understood are assignments, `${NAME}` with verl's usual defaults `${NAME:-value}`, arithmetic
-`$(( ))`, arrays, line continuations, quotes and comments. Nothing is executed: a variable that only
-a command or a condition can set is an error that names it.
+It understands assignments, `${NAME}` with defaults such as `${NAME:-value}`, arithmetic `$(( ))`,
+arrays, line continuations, quotes and comments. Nothing is executed: a variable that only a command
+or a condition can set is an error that names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROGRAMS = (
 
 @dataclass(slots=True)
 class Script:
-    """What a launch script says."""
+    """The overrides of a launch script, and the recipe with its defaults."""
 
     overrides: list[str] = field(default_factory=list)
     """`key=value`, in their order, with all variables replaced."""
@@ -109,7 +109,7 @@ def _assign(values: Variables, line: str, *, branch: bool) -> bool:
             _assign_text(values, name, text, line, branch=branch)
     elif line.startswith(":"):
         for word in words[1:]:
-            expand(word, values, line)
+            _default(word, values, line)
     else:
         for name in _changed(line):
             values.forget(name, _branched(name, line) if "{" in line else unknown(name, line))
@@ -138,7 +138,11 @@ def _assign_array(values: Variables, match: re.Match[str], line: str, *, branch:
     if branch:
         values.forget(name, _branched(name, line))
         return
-    items = [item for word in words_of(text) for item in _items(word, values, line)]
+    try:
+        items = [item for word in words_of(text) for item in _items(word, values, line)]
+    except ConfigError as error:
+        values.forget(name, error)  # it is raised where an override needs the name
+        return
     values.arrays[name] = [*(values.arrays.get(name, []) if added else []), *items]
     values.causes.pop(name, None)
 
@@ -149,11 +153,25 @@ def _items(word: str, values: Variables, line: str) -> list[str]:
     if not match:
         return [expand(word, values, line)]
     name, default = match.groups()
-    if name in values.arrays:
-        return values.arrays[name]
-    if name in values.causes or not default:
+    known = values.arrays.get(name)
+    if name in values.causes or (known is None and not default):
         raise values.causes.get(name) or unknown(name, line)
-    return []
+    sign, text = (default.lstrip(":")[0], default.lstrip(":")[1:]) if default else ("", "")
+    if sign == "+" or (sign == "-" and not known):
+        # bash takes the text if the array has words (+), or if it has none (-).
+        if sign == "+" and not known:
+            return []
+        return [item for one in words_of(text) for item in _items(one, values, line)]
+    return known or []
+
+
+def _default(word: str, values: Variables, line: str) -> None:
+    """Keep the value that `: ${NAME:=value}` sets."""
+    try:
+        expand(word, values, line)
+    except ConfigError as error:
+        if match := re.match(rf'"?\$\{{({NAME})', word):
+            values.forget(match[1], error)
 
 
 def _assign_text(values: Variables, name: str, text: str, line: str, *, branch: bool) -> None:
@@ -187,7 +205,8 @@ def _command(line: str, values: Variables) -> list[_Command]:
     words = words[: words.index("|") if "|" in words else None]
     if not words or words[0] in ("echo", "printf"):
         return []
-    bases = [base for part, base in _PROGRAMS if any(part in word for word in words)]
+    programs = [word for word in words if not _is_override(word.lstrip("'\""))]
+    bases = [base for part, base in _PROGRAMS if any(part in _program(w) for w in programs)]
     overrides: list[str] = []
     errors: dict[str, None] = {}
     certain, before = bool(bases), ""
@@ -208,9 +227,17 @@ def _command(line: str, values: Variables) -> list[_Command]:
     return [_Command(line, (bases or [""])[0], config, overrides, _is_override(words[0]))]
 
 
+def _program(word: str) -> str:
+    """Return a module's name, or the end of a Python file's path; else an empty string."""
+    if word.endswith(".py"):  # the folder says which main_ppo.py it is
+        return "/".join(word.split("/")[-2:])
+    return word if re.fullmatch(rf"{NAME}(?:\.{NAME})*", word) else ""
+
+
 def _overrides(word: str, values: Variables, line: str) -> list[str]:
     """Return the overrides in a word. Raises ConfigError if it may have some without a value."""
-    whole = re.fullmatch(rf"\$\{{?{NAME}\}}?", word)  # without quotes, bash splits the value
+    # Without quotes, bash splits the value.
+    whole = re.fullmatch(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})", word)
     try:
         items = _items(word, values, line)
     except ConfigError:

@@ -96,15 +96,17 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 
 def _braces(inner: str, values: Variables, line: str) -> str:
     """Return `${inner}`, with bash's defaults and the removal of a prefix or suffix."""
-    match = re.fullmatch(rf"({NAME}|[1-9])(:?[-=+]|##?|%%?)?(.*)", inner, re.S)
+    match = re.fullmatch(rf"({NAME}|[1-9])(:?[-=+?]|##?|%%?)?(.*)", inner, re.S)
     if not match:
         raise unknown(f"${{{inner}}}", line)
     name, sign, text = match.groups()
     if name in values.causes:
         raise values.causes[name]
-    if sign and sign.strip(":") in "-=+":
-        known = values.get(name, values.arrays.get(name, [None])[0])
+    if sign and sign.strip(":") in "-=+?":
+        known = values.get(name, (values.arrays.get(name) or [None])[0])
         absent = known is None or (sign.startswith(":") and not known)
+        if absent and sign.endswith("?"):
+            raise unknown(name, line)
         if sign.endswith("+"):
             return "" if absent else expand(text, values, line)
         result = expand(text, values, line) if absent else str(known)

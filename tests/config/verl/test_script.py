@@ -85,6 +85,10 @@ def test_arithmetic_is_that_of_bash(
         'python3 "t.x=\\d \\"q r\\"" t.y=it"\'"s t.z=it\\"s t.w=${1:-8}\n',
         "P=/x/y.parquet\npython3 t.x=${P%/y?parquet} t.y=${P#/x/} t.z=${P##*.}\n",
         "A=1 & A=2\npython3 t.x=$A &\nwait\n",
+        'EXTRA="t.x=1 t.y=2"\npython3 ${EXTRA:-} t.z=3 ${NONE:-t.u=1 t.v=2}\n',
+        'A=(t.x=1)\npython3 "${E[@]:-t.x=1}" t.y=2 ${A[@]:+t.z=1}\n',
+        "X=()\nM=4\npython3 t.x=${X:-y} t.y=${M:?needed}\n",
+        "GPUS=($(echo 1 2))\n: ${X:=$(echo 3)}\npython3 t.x=1\n",
     ],
 )
 def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> None:
@@ -122,6 +126,9 @@ def test_a_list_of_overrides_needs_no_command() -> None:
         ("python3 main_ppo a.b=1\npython3 main_ppo a.c=1", ["has 2 commands", "a copy"]),
         ("python3 a.b=1 \\\n # a.c=1\n a.d=1", ["bash does not pass", "a.d=1"]),
         ("python3 a.b=1 $MORE", ["MORE has no value"]),
+        ("python3 a.b=${M:?needed}", ["M has no value", "--set M=VALUE"]),
+        ("G=($(nproc))\npython3 a.b=1 ${G[@]}", ["$(nproc) has no value", "--set G=VALUE"]),
+        (": ${X:=$(nproc)}\npython3 a.b=$X", ["$(nproc) has no value"]),
     ],
 )
 def test_what_cannot_be_known_is_named(text: str, parts: list[str]) -> None:
@@ -133,6 +140,20 @@ def test_what_cannot_be_known_is_named(text: str, parts: list[str]) -> None:
 def test_a_value_from_the_caller_wins() -> None:
     assert read("n=$(nproc)\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
     assert read("n=${n:-4}\npython3 a.b=$n", {"n": "8"}).overrides == ["a.b=8"]
+
+
+@pytest.mark.parametrize(
+    ("program", "base"),
+    [
+        ("-m verl.trainer.main_ppo t.name=vs_fully_async", "verl/ppo_trainer"),
+        ("-m verl.trainer.main_ppo t.x=/data/one_step_off/x", "verl/ppo_trainer"),
+        ("/home/fully_async/verl/trainer/main_ppo.py t.x=1", "verl/ppo_trainer"),
+        ("one_step_off_policy/main_ppo.py t.x=1", "verl/one_step_off_ppo_trainer"),
+        ("-m a.fully_async_policy.fully_async_main t.x=1", "verl/fully_async_ppo_trainer"),
+    ],
+)
+def test_the_program_decides_the_base(program: str, base: str) -> None:
+    assert read(f"python3 {program}", {}).base == base
 
 
 def test_a_command_that_prepares_data_gives_no_overrides() -> None:
