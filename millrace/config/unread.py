@@ -1,7 +1,6 @@
-"""Keys that only some choices read. With another choice, a value of their own is an error.
+"""Keys that only some choices read. With another choice, a value other than the default is an error.
 
-Clips are not in the table: most loss modes read them, and recipes inherit them. The keys of a
-switch may stay if a layer sets the switch to false, and those of vLLM if it chooses another engine.
+Clips are not in the table: most loss modes read them, and recipes inherit them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,14 @@ Choice = dict[str, tuple[Any, ...]]
 LOSS, CORRECTION = "actor.policy_loss", "algorithm.rollout_correction"
 BY_STD: Choice = {"algorithm.adv_estimator": ("grpo", "grpo_passk", "gdpo")}
 LEVELS = ("group", "batch")
-SWITCHES: tuple[tuple[Any, ...], ...] = ((True,), ("vllm",))
-"""Values of switches. If a layer sets another value, keys that only these read may stay.
+SWITCHES = {
+    "actor.use_kl_loss",
+    "algorithm.filter_groups.enable",
+    "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.use_kl_in_reward",
+    "rollout.engine",
+}
+"""If a layer sets one of these keys to another value, the keys that need it may stay.
 
 A recipe for vLLM then runs on a CPU with rollout.engine=torch alone: its keys of vLLM change speed
 and memory, and no results.
@@ -112,8 +117,8 @@ def unread(
             unmet = min(map(unmet_of, choices), key=len)  # the choice that needs the fewest changes
             if value_of(key) == default_of(key) or not unmet:
                 continue
-            other, values = unmet[0]
+            other, _ = unmet[0]
             place, _, name = other.rpartition(".")
-            if values in SWITCHES and name in value_of(place).model_fields_set:
+            if other in SWITCHES and name in value_of(place).model_fields_set:
                 continue  # a layer sets the switch to false, or chooses the torch engine
             yield key, f"{other}={shown(value_of(other))} does not read it", unmet[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
@@ -23,7 +24,9 @@ class Tracker(Protocol):
 
 
 class Background:
-    """A sink that hands rows to a tracker in a thread. No call of the sink waits or fails.
+    """A sink that hands rows to a tracker in a thread.
+
+    `write` never waits. `close` waits for at most `close_s`. Neither raises.
 
     A tracker that cannot start tries again until the run ends. Rows wait for it. A row is dropped
     if the tracker refuses it, and if too many rows wait.
@@ -45,6 +48,7 @@ class Background:
         self._most_rows, self._close_s = most_rows, close_s
         self._rows: SimpleQueue[tuple[int, Row] | None] = SimpleQueue()
         self._closing, self._complete, self._warned = threading.Event(), False, False
+        self._end = 0.0
         self._unwritten = 0
         """Rows that wait, with the one that the tracker writes."""
         self._lock = threading.Lock()
@@ -62,15 +66,21 @@ class Background:
             self._rows.put((version, row))
 
     def idle(self) -> bool:
-        """Whether no row waits."""
+        """Return whether the tracker has written every row."""
         return not self._unwritten
 
+    def finish(self, complete: bool) -> None:
+        """Ask the tracker to end, and do not wait for it."""
+        if not self._closing.is_set():
+            self._complete = complete
+            self._rows.put(None)
+            self._closing.set()
+            self._end = time.monotonic() + self._close_s
+
     def close(self, complete: bool = True) -> None:
-        """Wait for the tracker, but not longer than the deadline."""
-        self._complete = complete
-        self._rows.put(None)
-        self._closing.set()
-        self._thread.join(self._close_s)
+        """Wait for the tracker until `close_s` after it was first asked to end."""
+        self.finish(complete)
+        self._thread.join(max(0.0, self._end - time.monotonic()))
         late = ""
         if self._thread.is_alive():
             late, self._warned = f" It did not end within {self._close_s:g} s.", True
@@ -104,16 +114,17 @@ class Background:
         while True:
             try:
                 tracker = self._start()
-                self._note(f"{self.name}: {tracker.where}")
-                return tracker
             except BaseException as error:  # noqa: BLE001 - the boundary to a library
                 self._warn(text_of(error))
+            else:
+                self._note(f"{self.name}: {tracker.where}")
+                return tracker
             if self._closing.wait(wait_s):
                 return None
             wait_s = min(60.0, 2 * wait_s)
 
     def _warn(self, why: str) -> None:
-        """Print the first problem of the run. The number of dropped rows tells of later ones."""
+        """Print the first problem of the run. Later ones only count dropped rows."""
         if not self._warned:
             self._warned = True
             self._note(f"warning: {self.name} does not work: {why}. The run does not wait for it.")
@@ -121,5 +132,5 @@ class Background:
 
 def text_of(error: BaseException) -> str:
     """Return the first line of an error, without the password of a URL."""
-    line = next(iter(str(error).splitlines()), "").rstrip(".")[:200]
-    return f"{type(error).__name__}: " + re.sub(r"//[^/@\s]+@", "//***@", line)
+    line = next(iter(str(error).splitlines()), "").rstrip(".")
+    return f"{type(error).__name__}: " + re.sub(r"//[^/\s]+@", "//***@", line)[:200]

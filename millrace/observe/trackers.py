@@ -25,7 +25,7 @@ from millrace.observe.background import Background, Row, Tracker, text_of
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the trackers show of a run, and the ids that they know it by."""
+    """The name and the configuration of a run, and its ids in its trackers."""
 
     folder: Path
     project: str
@@ -59,8 +59,8 @@ class About:
 class Wandb:
     """Weights & Biases, online or with WANDB_MODE=offline.
 
-    Its own steps must rise, and rows of validations and of a resume do not. So the version is a
-    figure of each row, and the x-axis of all others.
+    wandb's steps must rise. Rows of validations and of a resume do not rise. So each row has the
+    figure `version`, and it is the x-axis.
     """
 
     def __init__(self, about: About) -> None:
@@ -117,7 +117,10 @@ def _end_wandb() -> None:
 
 
 class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI. Parameters never change there, so tags do."""
+    """A run of MLflow, at MLFLOW_TRACKING_URI.
+
+    Its parameters cannot change. A changed key becomes a tag.
+    """
 
     def __init__(self, about: About) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -128,13 +131,15 @@ class MLflow:
             logging.getLogger(logger).setLevel(logging.WARNING)
         self._client, self._metric = MlflowClient(), Metric
         self._run = self._open(about)
-        known = self._client.get_run(self._run).data.params
+        data = self._client.get_run(self._run).data
+        known = data.params | data.tags  # a tag is newer
         given = {_mlflow_name(key): str(v)[:500] for key, v in _flat(about.config).items()}
-        new = [Param(key, value) for key, value in given.items() if key not in known]
+        new = [Param(key, value) for key, value in given.items() if key not in data.params]
         changed = [RunTag(k, v) for k, v in given.items() if known.get(k, v) != v]
         for i in range(0, len(new), 100):  # a server takes no more at once
             self._client.log_batch(self._run, params=new[i : i + 100])
-        self._client.log_batch(self._run, tags=changed)
+        for i in range(0, len(changed), 100):
+            self._client.log_batch(self._run, tags=changed[i : i + 100])
         self.where = f"experiment {about.project}, run {self._run}"
 
     def _open(self, about: About) -> str:
@@ -276,7 +281,7 @@ def _wandb_may_start() -> bool:
         wandb = _quiet_wandb()
         mode = wandb.setup().settings.mode
         return mode not in ("online", "run") or wandb.login(prompt=False, verify=False)
-    except Exception:  # noqa: BLE001 - its thread tells of it
+    except Exception:  # noqa: BLE001 - its thread reports the error
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,11 +82,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
     )
     sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
-    outside = trackers.start(c.logger, about(s), s.progress.note)
-    sinks += outside
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     complete = False
+    outside = trackers.start(c.logger, about(s), s.progress.note)
+    sinks += outside
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -109,8 +110,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 await record.validate_now(ledger.version, "validating the final weights")
         history.end(ledger.totals(), complete)
     finally:
-        for sink in sinks:
-            sink.close(complete)
+        for tracker in outside:  # all of them end at the same time
+            tracker.finish(complete)
+        with ExitStack() as ends:
+            for sink in sinks:
+                ends.callback(sink.close, complete)
     return Outcome(
         run_dir=s.run.path,
         mode=mode_of(s.config),
