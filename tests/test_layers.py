@@ -222,6 +222,16 @@ def test_few_functions_take_the_whole_configuration() -> None:
     assert len(taking) <= 54, taking
 
 
+def test_the_factory_alone_knows_the_train_engine() -> None:
+    """A second train engine shares the rest of `train/`. The FLOPs count an engine's adapters."""
+    users = {
+        str(p.relative_to(PACKAGE))
+        for p in PACKAGE.rglob("*.py")
+        if "from millrace.train.fsdp" in p.read_text() and p.parent.name != "fsdp"
+    }
+    assert users == {"train/factory.py", "bench/flops.py"}
+
+
 def test_ray_appears_in_one_file() -> None:
     users = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if "ray" in {
         a.name.split(".")[0] for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, ast.Import) for a in n.names}}  # fmt: skip

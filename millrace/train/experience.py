@@ -17,7 +17,7 @@ from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
 from millrace.algorithms.drift import drift
 from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
-from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.rows import BatchArrays, Rows
 

@@ -22,7 +22,7 @@ from millrace.algorithms.proximal import ESTIMATES
 from millrace.algorithms.ratio import clipped_surrogate, log_ratio
 from millrace.algorithms.selection import clip_cov_tokens, high_entropy, kl_cov_tokens
 from millrace.train.experience import Experience, Policy
-from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace.errors import bad_value
-from millrace.train.fsdp.packed_attention import Ints, Layout, make_layout
+from millrace.train.layout import Ints, Layout, make_layout
 from millrace.train.rows import Rows
 
 SMALL_UNIT = 4
@@ -39,6 +39,10 @@ class MicroBatch:
     """[M] int64 on the host: row of each trained token in this micro-batch. Never decreasing."""
     num_sequences: int
     """Number of rows of this micro-batch."""
+
+
+Outputs = tuple[Tensor, ...]
+"""The outputs of a model for the trained tokens of a micro-batch, each [M]."""
 
 
 def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:

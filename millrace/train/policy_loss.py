@@ -16,10 +16,9 @@ from millrace.algorithms.policy_losses import POLICY_LOSSES
 from millrace.algorithms.proximal import ESTIMATES
 from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
-from millrace.train.fsdp.trainable import Outputs
 from millrace.train.mini_batch import MiniBatch
 from millrace.train.options import StepOptions
-from millrace.train.packing import MicroBatch
+from millrace.train.packing import MicroBatch, Outputs
 
 POLICY_SUMS = (
     "loss",

@@ -19,7 +19,7 @@ from millrace.algorithms.ragged import sequence_ids
 from millrace.config import AlgorithmConfig
 from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
-from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.layout import Ints
 from millrace.types import (
     Author,
     Floats,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from millrace.observe.stopwatch import Parts
 from millrace.train.experience import Forward, Models, Policy
-from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.layout import Ints
 from millrace.train.rows import Rows
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from millrace.errors import MissingDependency
 from millrace.observe import trackers
-from millrace.observe.background import Background
+from millrace.observe.background import Background, text_of
 from millrace.observe.trackers import About
 from tests.listening import listeners, outside
 
@@ -33,6 +33,12 @@ ROWS = [
 AGAIN = [(2, {"reward/mean": 0.75}), (3, {"reward/mean": 1.25})]
 """The rows of a resume from version 1."""
 CONFIG = {"name": "quick", "trainer": {"seed": 3, "logger": ["wandb"]}, "actor": {"kl": None}}
+
+
+def opened(before: list[Any]) -> list[Any]:
+    """Return the sockets that this process and its children opened since `before`."""
+    me = psutil.Process()
+    return [s for s in listeners([me, *me.children(recursive=True)]) if s not in before]
 
 
 @pytest.fixture
@@ -56,13 +62,12 @@ def track(
 ) -> None:
     """Write rows as one attempt of a run does."""
     config = CONFIG | {"trainer": {"seed": 4 if resumed else 3}}
-    about = About(folder, "some project", "quick", config, resumed=resumed)
+    about, before = About(folder, "some project", "quick", config, resumed=resumed), opened([])
     (tracker,) = trackers.start([name, "tensorboard", "console"], about, said.append)
     for version, row in rows:
         tracker.write(version, row)
     until(tracker.idle)  # a new database of MLflow takes seconds
-    me = psutil.Process()
-    assert not listeners([me, *me.children(recursive=True)])
+    assert not opened(before)
     tracker.close(complete=resumed)
     assert not tracker.dropped and not [s for s in said if "warning" in s], said
 
@@ -150,12 +155,12 @@ def test_trackio_continues_its_run_and_prints_nothing(
     project = f"project-{os.getpid()}"  # the library reads TRACKIO_DIR once
     monkeypatch.setattr(sys.modules["trackio.sqlite_storage"], "TRACKIO_DIR", tmp_path / "t")
     for resumed, rows in ((False, ROWS), (True, AGAIN)):
-        about = About(tmp_path, project, "quick", CONFIG, resumed=resumed)
+        about, before = About(tmp_path, project, "quick", CONFIG, resumed=resumed), opened([])
         (tracker,) = trackers.start(["trackio"], about, said.append)
         for version, row in rows:
             tracker.write(version, row)
         until(tracker.idle)
-        assert not listeners([psutil.Process()])
+        assert not opened(before)
         tracker.close()
     name = json.loads((tmp_path / "trackers.json").read_text())["trackio"]
     assert SQLiteStorage.get_runs(project) == [name] and name.startswith("quick-")
@@ -184,6 +189,7 @@ def scrape(said: list[str]) -> dict[tuple[str, str], float]:
 def test_prometheus_scrapes_the_newest_row_and_the_newest_validation(
     tmp_path: Path, said: list[str]
 ) -> None:
+    before = opened([])
     (tracker,) = trackers.start(["prometheus"], About(tmp_path, "p", "quick"), said.append)
     rows = [(1, {"reward/mean": 0.25, "gone": 1.0}), ROWS[2], (2, {"reward/mean": math.nan})]
     for version, row in rows:
@@ -196,10 +202,15 @@ def test_prometheus_scrapes_the_newest_row_and_the_newest_validation(
         ("millrace_val_version", "val/version"): 1,
         ("millrace_val_d_mean_1", "val/d/mean@1"): 0.125,
     }
-    mine = listeners([psutil.Process()])
+    mine = opened(before)
     assert str(mine[0][1]) in said[0] and not outside(mine)
     tracker.close()
-    assert not listeners([psutil.Process()])
+    assert not opened(before)
+
+
+def test_a_password_is_never_cut_open() -> None:
+    long = "x" * 180 + " http://user:pass@word@host/path is out of reach"
+    assert "pass" not in text_of(OSError(long)) and "***@host" in text_of(OSError(long[90:]))
 
 
 class Fake:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError
-from millrace.train.fsdp.packed_attention import EXACT_LENGTHS
+from millrace.train.layout import EXACT_LENGTHS
 from millrace.train.packing import pack, split
 from millrace.train.rows import rows_of_examples, rows_of_samples
 from millrace.types import Author, Prompt, Sample, Segment, Trajectory, floats_of, tokens_of

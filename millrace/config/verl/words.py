@@ -103,7 +103,8 @@ def _braces(inner: str, values: Variables, line: str) -> str:
     if name in values.causes:
         raise values.causes[name]
     if sign and sign.strip(":") in "-=+?":
-        known = values.get(name, (values.arrays.get(name) or [None])[0])
+        listed = values.arrays.get(name)
+        known = values.get(name, listed[0] if listed else None)
         absent = known is None or (sign.startswith(":") and not known)
         if absent and sign.endswith("?"):
             raise unknown(name, line)

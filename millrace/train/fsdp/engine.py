@@ -29,11 +29,11 @@ from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import load, mesh_of
-from millrace.train.fsdp.trainable import Outputs, Trainable, moved
+from millrace.train.fsdp.trainable import Trainable, moved
 from millrace.train.metrics import Meter, batch_metrics, pad_share
 from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
-from millrace.train.packing import MicroBatch
+from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from millrace.config import ModelConfig
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.models.model import DTYPES, empty_model
-from millrace.train.fsdp.packed_attention import Ints
 from millrace.train.fsdp.policy import layers_of
+from millrace.train.layout import Ints
 from millrace.train.rows import Rows
 
 if TYPE_CHECKING:

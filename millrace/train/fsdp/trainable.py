@@ -15,18 +15,15 @@ from torch.distributed.tensor import DTensor
 from millrace.config import ActorConfig, OptimConfig
 from millrace.errors import MillraceError
 from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
-from millrace.train.fsdp.packed_attention import Ints
+from millrace.train.layout import Ints
 from millrace.train.metrics import Meter
-from millrace.train.packing import MicroBatch, pack, split
+from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
 
 MAX_NONFINITE_STEPS = 3
 """The run fails after this number of steps in a row without a finite loss and gradient."""
 
 WHOLE_GRADIENT_BYTES = 1 << 30
-
-Outputs = tuple[Tensor, ...]
-"""Outputs of a module for the trained tokens of a micro-batch, each [M]."""
 
 LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
 """(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
