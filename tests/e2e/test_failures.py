@@ -109,6 +109,15 @@ class Chain:
         os.killpg(self.process.pid, number)
         return under
 
+    def saves_after_a_signal_to_all(self) -> None:
+        """Send SIGTERM to every process. The run saves, and leaves no process and no sample."""
+        under = self.signal_all(signal.SIGTERM)
+        assert self.end(60) == 143, "\n".join(self.said())
+        assert not psutil.wait_procs(under, timeout=10)[1]
+        assert Checkpoints(self.folder, keep=2).newest()[0] is not None
+        found = runs.audit(self.folder)
+        assert (found["lost"], found["trained_twice"], found["dropped"]) == (0, 0, {})
+
     def kill_tree(self) -> None:
         """Send kill -9 to the driver and its descendants, like a scheduler or the OOM killer."""
         assert self.process is not None
@@ -326,16 +335,10 @@ def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
     chain = Chain(tmp_path)
     try:
         chain.start("trainer.runtime=ray")
-        under = chain.signal_all(signal.SIGTERM)
-        assert chain.end(60) == 143, "\n".join(chain.said())
-        _, left = psutil.wait_procs(under, timeout=10)
-        assert not left
+        chain.saves_after_a_signal_to_all()
     finally:
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
-    assert Checkpoints(chain.folder, keep=2).newest()[0] is not None
-    said = runs.audit(chain.folder)
-    assert (said["lost"], said["trained_twice"], said["dropped"]) == (0, 0, {})
 
 
 def test_after_all_of_this_no_process_is_left() -> None:

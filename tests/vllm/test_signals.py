@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from millrace.pipeline.checkpoint import Checkpoints
-from tests.e2e import runs
 from tests.e2e.test_failures import Chain
 from tests.listening import listeners, outside
 from tests.vllm.test_e2e import VLLM
@@ -25,13 +22,7 @@ def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: 
         found = listeners([process, *process.children(recursive=True)])
         assert any("VLLM::" in command for _, _, command in found), found
         assert outside(found) == []
-        under = chain.signal_all(signal.SIGTERM)
-        assert chain.end(60) == 143, "\n".join(chain.said())
-        _, left = psutil.wait_procs(under, timeout=10)
-        assert not left
+        chain.saves_after_a_signal_to_all()
     finally:
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
-    assert Checkpoints(chain.folder, keep=2).newest()[0] is not None
-    said = runs.audit(chain.folder)
-    assert (said["lost"], said["trained_twice"], said["dropped"]) == (0, 0, {})
