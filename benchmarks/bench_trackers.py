@@ -5,8 +5,8 @@
 
 One process does the work of a version in pure Python, and then writes a row of 120 figures. Its
 work needs the interpreter all the time, which a run does not: the cost is an upper limit. Versions
-with the tracker and without it take turns in blocks. All
-trackers work in their local mode, in a temporary folder. For each tracker, it prints:
+with the tracker and without it take turns in blocks. All trackers work in their local mode, in a
+temporary folder. For each tracker, it prints:
 
 | figure | meaning |
 |---|---|
