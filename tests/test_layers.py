@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
+    "report": set(),
     "run": {
         *("config", "data", "environments", "models", "observe", "pipeline", "ports", "rewards"),
         *("rollout", "runtime", "schedule", "sync", "train"),
@@ -55,6 +56,7 @@ OPTIONAL: dict[str, set[str]] = {
     "simulate": set(),
     "testing": set(),
     "bench": {"cli"},
+    "report": {"bench", "cli", "run"},
     "vllm": {"runtime"},
 }
 """Rooms that training works without, and the rooms that may import them."""
@@ -90,7 +92,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 26
+    assert len(rooms - {"__main__"}) <= 27
     assert not circle(ARROWS)
 
 

@@ -19,6 +19,7 @@ from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardCo
 from millrace.config.keys import Config, Derived
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
 from millrace.config.optim_keys import OptimConfig
+from millrace.config.report_keys import ReportConfig
 from millrace.config.reward_keys import JudgeConfig, MixedReward, OneReward, RewardModelConfig
 from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
 from millrace.config.schedule_keys import AsyncConfig
@@ -49,6 +50,7 @@ __all__ = [
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
+    "ReportConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
 from millrace.config.model_keys import ModelConfig, SftConfig
+from millrace.config.report_keys import ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
@@ -79,6 +80,8 @@ class Config(Section):
     """Weight sync."""
     guard: GuardConfig = GuardConfig()
     """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
+    report: ReportConfig = ReportConfig()
+    """What a run leaves for its readers: a trace, samples and a report."""
     _notes: tuple[str, ...] = PrivateAttr(())
     _translated: tuple[str, ...] = PrivateAttr(())
 

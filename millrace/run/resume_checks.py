@@ -164,7 +164,7 @@ _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", 
 
 APPLIED = (
     *("name", "mode", "trainer", "reward", "actor", "critic", "algorithm", "async_training"),
-    *("sync", "guard"),
+    *("sync", "guard", "report"),
     *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT)),
     *(f"data.{key}" for key in _DATA),
     *(f"model.{key}" for key in _MEMORY),

@@ -1,0 +1,22 @@
+"""The keys of what a run leaves for its readers: accounts, trace, samples and report."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from millrace.config.section import Section
+
+
+class ReportConfig(Section):
+    enable: bool = True
+    """Write RUN/report.html at the end of the run."""
+    trace: bool = True
+    """Write RUN/trace/ as the run goes. Perfetto opens these files."""
+    trace_mb: int = Field(512, ge=1)
+    """MiB of the traces of all attempts. Beyond it, the trace ends."""
+    samples: float = Field(1.0, ge=0, le=1)
+    """Share of the samples whose texts are kept in RUN/samples/. 0 keeps none."""
+    samples_mb: int = Field(512, ge=1)
+    """MiB of RUN/samples/. Beyond it, no more samples are kept."""
+    price: float = Field(0.0, ge=0)
+    """Money that one device costs per hour. 0 prints no money."""
