@@ -1,0 +1,243 @@
+"""Lanes: the states of each device over time, from the spans of a trace.
+
+A lane is cut where its state changes. An idle replica waits for what has the slots, by the rule of
+report/devices.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.report.page.figures import Array
+from millrace.report.page.states import STATES, state_of
+from millrace.report.spans import Span
+
+NAMES = tuple(STATES)
+_OF_TRAINER, _OF_SYNC = ("ready", "taken"), ("trained", "sealed")
+_OCCUPIED = ("waiting", "running", *_OF_TRAINER, *_OF_SYNC)
+
+
+@dataclass
+class Lane:
+    """The states of one device: pieces of time in order."""
+
+    name: str
+    starts: Array
+    ends: Array
+    states: Array
+    """Indices of NAMES."""
+
+
+@dataclass
+class Spans:
+    """The spans of a trace, in columns."""
+
+    trainer: list[tuple[float, float, str]] = field(default_factory=list)
+    """The trainer's states."""
+    requests: dict[str, Array] = field(default_factory=dict)
+    """Start, end, and whether it validates, of each replica's requests."""
+    slots: dict[str, Array] = field(default_factory=dict)
+    """Start and end of every stay of a sample in each state."""
+    pauses: Array = field(default_factory=lambda: np.empty((0, 2)))
+    scores: Array = field(default_factory=lambda: np.empty((0, 2)))
+    marks: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
+    """Start, end and key of syncs, validations and checkpoints."""
+    attempts: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Start and end of each attempt."""
+    end: float = 0.0
+
+
+def columns(spans: Sequence[Span]) -> Spans:
+    """Return the spans in columns. The time between two attempts is cut out."""
+    shift, attempts = _squeezed(spans)
+    found = Spans(attempts=attempts, end=float(attempts[-1, 1]) if len(attempts) else 0.0)
+    requests: dict[str, list[tuple[float, float, float]]] = {}
+    slots: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {"pause": [], "score": []}
+    for span in spans:
+        by, track, name = shift[span.attempt], span.track, span.name
+        start, end = span.start + by, span.end + by
+        if name == "request":
+            requests.setdefault(track, []).append((start, end, span.key.startswith("val/")))
+        elif track == "samples":
+            slots.setdefault(name, []).append((start, end))
+        elif track == "trainer":
+            found.trainer.append((start, end, name))
+        elif name in pairs:
+            pairs[name].append((start, end))
+        elif track in ("sync", "validation", "checkpoint"):
+            found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
+    found.trainer.sort()
+    found.requests = {
+        track: _sorted(rows, 3) for track, rows in sorted(requests.items(), key=_by_number)
+    }
+    found.slots = {name: _sorted(rows, 2) for name, rows in slots.items()}
+    found.pauses, found.scores = _sorted(pairs["pause"], 2), _sorted(pairs["score"], 2)
+    return found
+
+
+def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
+    """Return what to add to the times of each attempt, and the attempts' starts and ends."""
+    times: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        start, end = times.get(span.attempt, (span.start, span.end))
+        times[span.attempt] = min(start, span.start), max(end, span.end)
+    shift, placed, at = {}, [], 0.0
+    for attempt in sorted(times):
+        start, end = times[attempt]
+        shift[attempt] = at - start
+        placed.append((at, at + end - start))
+        at += end - start
+    return shift, np.array(placed).reshape(-1, 2)
+
+
+def _by_number(item: tuple[str, object]) -> tuple[int, str]:
+    tail = item[0].rpartition("-")[2]
+    return (int(tail) if tail.isdigit() else 0, item[0])
+
+
+def _sorted(rows: list[tuple[float, ...]] | list[tuple[float, float]], width: int) -> Array:
+    if not rows:
+        return np.empty((0, width))
+    made = np.array(rows, dtype=np.float64)
+    return made[np.argsort(made[:, 0], kind="stable")]
+
+
+def lanes(spans: Spans, capacity: int, colocated: bool) -> list[Lane]:
+    """Return a lane for the trainer and one for each replica.
+
+    `capacity` is the number of slots. On shared devices the replicas take the trainer's states in
+    its turn.
+    """
+    trainer = _trainer(spans)
+    made = [] if trainer is None else [trainer]
+    waits = _Waits(spans, capacity)
+    for track, requests in spans.requests.items():
+        made.append(_replica(track, requests, spans, waits, trainer if colocated else None))
+    return made
+
+
+def _trainer(spans: Spans) -> Lane | None:
+    """Return the trainer's lane. A wait for samples is one for rewards if nothing is drawn."""
+    if not spans.trainer:
+        return None
+    busy = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
+    busy = union(busy[np.argsort(busy[:, 0])])
+    scored = union(spans.scores)
+    pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
+    cuts = np.unique(np.concatenate([pieces[:, :2].ravel(), busy.ravel(), scored.ravel()]))
+    starts, ends = cuts[:-1], cuts[1:]
+    middle = (starts + ends) / 2
+    at = np.clip(np.searchsorted(pieces[:, 0], middle, side="right") - 1, 0, None)
+    states = pieces[at, 2].astype(np.int64)
+    inside = (middle >= pieces[at, 0]) & (middle < pieces[at, 1])
+    waits = states == NAMES.index("wait_trajectories")
+    rewards = waits & ~within(busy, middle) & within(scored, middle)
+    states[rewards] = NAMES.index("wait_rewards")
+    return _merged("trainer", starts[inside], ends[inside], states[inside])
+
+
+class _Waits:
+    """What idle replicas wait for, at any time."""
+
+    def __init__(self, spans: Spans, capacity: int) -> None:
+        self._capacity, self._pauses = capacity, union(spans.pauses)
+        self._starts = {name: np.sort(rows[:, 0]) for name, rows in spans.slots.items()}
+        self._ends = {name: np.sort(rows[:, 1]) for name, rows in spans.slots.items()}
+        drawn = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
+        self._drawn = union(drawn[np.argsort(drawn[:, 0])])
+        last = [t[-1] for name, t in self._starts.items() if name == "waiting" and len(t)]
+        self._last_admitted = max(last, default=np.inf)
+        moves = [*self._starts.values(), *self._ends.values(), self._pauses.ravel()]
+        self.cuts = np.unique(np.concatenate([*moves, self._drawn.ravel()]))
+
+    def _count(self, names: Iterable[str], times: Array) -> Array:
+        total = np.zeros(len(times), dtype=np.int64)
+        for name in names:
+            if name in self._starts:
+                total += np.searchsorted(self._starts[name], times, side="right")
+                total -= np.searchsorted(self._ends[name], times, side="right")
+        return total
+
+    def at(self, times: Array) -> Array:
+        """Return the states at these times, as indices of NAMES."""
+        occupied = self._count(_OCCUPIED, times)
+        trainer, sync = self._count(_OF_TRAINER, times), self._count(_OF_SYNC, times)
+        states = np.full(len(times), NAMES.index("other"))
+        full = occupied >= self._capacity
+        behind = np.maximum(trainer, sync) >= occupied - trainer - sync
+        for mask, name in (
+            (full & behind & (trainer >= sync), "wait_trainer"),
+            (full & behind & (trainer < sync), "wait_sync"),
+            (full & ~behind & within(self._drawn, times), "wait_trajectories"),
+            (full & ~behind & ~within(self._drawn, times), "wait_rewards"),
+            (~full & (times > self._last_admitted), "tail"),
+            (within(self._pauses, times), "sync"),
+        ):
+            states[mask] = NAMES.index(name)
+        return states
+
+
+def _replica(
+    track: str, requests: Array, spans: Spans, waits: _Waits, trainer: Lane | None
+) -> Lane:
+    drawn = union(requests[requests[:, 2] == 0])
+    validated = union(requests[requests[:, 2] == 1])
+    lists = [drawn.ravel(), validated.ravel(), waits.cuts, np.array([0.0, spans.end])]
+    if trainer is not None:
+        lists += [trainer.starts, trainer.ends]
+    cuts = np.unique(np.concatenate(lists))
+    starts, ends = cuts[:-1], cuts[1:]
+    middle = (starts + ends) / 2
+    states = waits.at(middle)
+    if trainer is not None and len(trainer.starts):
+        at = np.clip(np.searchsorted(trainer.starts, middle, side="right") - 1, 0, None)
+        turn = ~np.isin(trainer.states[at], [NAMES.index("wait_trajectories"), NAMES.index("wait_rewards")])  # fmt: skip
+        states[turn] = trainer.states[at][turn]
+    states[within(validated, middle)] = NAMES.index("validate")
+    states[within(drawn, middle)] = NAMES.index("generate")
+    return _merged(track, starts, ends, states)
+
+
+def union(rows: Array) -> Array:
+    """Return the union of intervals that are sorted by their starts."""
+    if not len(rows):
+        return np.empty((0, 2))
+    latest = np.maximum.accumulate(rows[:, 1])
+    first = np.concatenate([[True], rows[1:, 0] > latest[:-1]])
+    last = np.concatenate([np.flatnonzero(first)[1:] - 1, [len(rows) - 1]])
+    return np.column_stack([rows[first, 0], latest[last]])
+
+
+def within(intervals: Array, times: Array) -> Array:
+    """Return whether each time is in one of the disjoint intervals."""
+    if not len(intervals):
+        return np.zeros(len(times), dtype=bool)
+    at = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    return (at >= 0) & (times < intervals[np.clip(at, 0, None), 1])
+
+
+def _merged(name: str, starts: Array, ends: Array, states: Array) -> Lane:
+    """Join neighbouring pieces of the same state."""
+    if not len(starts):
+        return Lane(name, starts, ends, states)
+    new = np.concatenate([[True], (states[1:] != states[:-1]) | (starts[1:] > ends[:-1] + 1e-9)])
+    first = np.flatnonzero(new)
+    last = np.concatenate([first[1:] - 1, [len(starts) - 1]])
+    return Lane(name, starts[first], ends[last], states[first])
+
+
+def shares(lane: Lane, edges: Array) -> Array:
+    """Return the share of each bin of time that each state takes: bins x states."""
+    made = np.zeros((len(edges) - 1, len(NAMES)))
+    widths = np.diff(edges)
+    for state in np.unique(lane.states):
+        mine = lane.states == state
+        # The integral of "is in this state" at every edge: it is linear between the changes.
+        times = np.column_stack([lane.starts[mine], lane.ends[mine]]).ravel()
+        total = np.cumsum(np.column_stack([np.zeros(mine.sum()), (lane.ends - lane.starts)[mine]]).ravel())  # fmt: skip
+        made[:, state] = np.diff(np.interp(edges, times, total)) / widths
+    return made
