@@ -19,6 +19,7 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from millrace.codec import sendable
@@ -62,6 +63,8 @@ class Translator:
 
     def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
+        if not event.key.isascii() or len(event.key) > _MOST_TEXT:
+            event = replace(event, key=_plain(event.key))
         ts = self.ts(event.time)
         if event.phase == "begin":
             self._begin(event, ts, out)

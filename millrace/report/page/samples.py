@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.report import samples as store
 from millrace.report.page.figures import Array
 
 _LIGHT = ("version", "sample", "trajectory", "reward", "tokens")
@@ -47,7 +48,7 @@ def read_table(run_dir: Path) -> Table:
     import pyarrow.parquet as pq
 
     files, columns, bad = [], [], 0
-    for path in sorted((run_dir / "samples").glob("version-*.parquet")):
+    for path in store.files(run_dir):
         try:
             read = pq.read_table(path, columns=[*_LIGHT, "outcome"], partitioning=None)
             arrays = [read[name].cast(pa.float64()).to_numpy() for name in _LIGHT]

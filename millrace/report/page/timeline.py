@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def _from_accounts(
         mine = mine[:: max(1, len(mine) // BINS)] + mine[-1:]
         if edges[-1] > 0:
             borders.append(edges[-1])
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in itertools.pairwise(mine):
             width = after.seconds - before.seconds
             if not 0 < width < 1e9:
                 continue
