@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.report.page.figures import (
+    AGES,
     BLUE,
     GREEN,
     GREY,
@@ -24,7 +25,6 @@ from millrace.report.page.figures import (
     missing,
     number,
     rounded,
-    shades,
 )
 from millrace.report.page.folder import RunFolder
 
@@ -130,7 +130,7 @@ def staleness(run: RunFolder) -> Block:
             "y": rounded(shares[:, i]),
             "marker": {"color": colour, "line": {"width": 0}},
         }
-        for i, (name, colour) in enumerate(zip(names, shades(len(names)), strict=True))
+        for i, (name, colour) in enumerate(zip(names, AGES, strict=False))
     ]
     mean = float((counts * np.array(ages)).sum() / max(counts.sum(), 1))
     bound = run.key("async_training.staleness_threshold")
@@ -142,7 +142,7 @@ def staleness(run: RunFolder) -> Block:
         "if rollouts are idle."
     )
     note = f"Each bar is {step} versions." if step > 1 else ""
-    layout = {"barmode": "stack", "bargap": 0, "yaxis": {"title": {"text": "% of tokens"}, "range": [0, 100]}}  # fmt: skip
+    layout = {"barmode": "stack", "bargap": 0, "legend": {"traceorder": "normal"}, "yaxis": {"title": {"text": "% of tokens"}, "range": [0, 100]}}  # fmt: skip
     return figure(how, data, note=note, xaxis=_VERSION, **layout)
 
 

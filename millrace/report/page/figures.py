@@ -26,6 +26,9 @@ BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY, YELLOW)
 """Colours that colour-blind people can tell apart. Source: Okabe and Ito, 2008."""
 
+AGES = (BLUE, SKY, YELLOW, ORANGE, RED, "#8c3b00", "#4d2000")
+"""Colours from fresh to old."""
+
 
 def label(text: object, limit: int = 60) -> str:
     """Return a text from a run for a figure: short, and without tags."""
@@ -129,16 +132,6 @@ def seconds(value: float) -> str:
 
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def shades(count: int) -> list[str]:
-    """Return colours from blue (fresh) over yellow to red (old), for figures with an order."""
-    stops = np.array([[0, 114, 178], [86, 180, 233], [240, 228, 66], [230, 159, 0], [160, 50, 0]])
-    at = np.linspace(0, len(stops) - 1, max(count, 2))[:count]
-    mixed = [
-        [np.interp(a, range(len(stops)), stops[:, channel]) for channel in range(3)] for a in at
-    ]
-    return ["#" + "".join(f"{round(c):02x}" for c in colour) for colour in mixed]
 
 
 def by_version(

@@ -142,7 +142,14 @@ def _shares(
     """Return the chart of the whole run: a lane of stacked shares for each device."""
     data: list[dict[str, Any]] = []
     rows = len(parts) + 0.45 * bool(strips)
-    layout: dict[str, Any] = {"xaxis": {"title": {"text": "seconds of RL"}, "range": rounded([0, edges[-1]])}}  # fmt: skip
+    layout: dict[str, Any] = {
+        "xaxis": {
+            "title": {"text": "seconds of RL"},
+            "range": rounded([0, edges[-1]]),
+            "anchor": "free",
+            "position": 0,
+        }
+    }  # fmt: skip
     shown: set[str] = set()
     for i, (name, table) in enumerate(parts):
         axis = "" if i == 0 else str(i + 1)

@@ -102,7 +102,7 @@ def devices(run: RunFolder) -> list[Block]:
         return [_without_accounts(run)]
     states = [state for state in STATES if any(_by_state(s)[state] for _, s in found.values())]
     rows = [
-        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(_by_state(spent)[s], length) for s in states), share(_idle(spent), length)]
+        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(v, length) if (v := _by_state(spent)[s]) else "" for s in states), share(_idle(spent), length)]
         for track, (count, spent) in found.items()
     ]  # fmt: skip
     how = (
@@ -136,6 +136,7 @@ def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
     rows: list[list[object]] = [
         [part, STATES[state_of(part)].words, number(value), share(value, whole), *([f"{value * price / 3600:,.2f}"] if price else [])]
         for part, value in total.most_common()
+        if value > 1e-6 * whole
     ]  # fmt: skip
     rows.append(["sum", f"{count} devices x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
     how = "Device-seconds of all devices by part, over all attempts."

@@ -44,18 +44,19 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
         end = max(float(starts[MOST_SPANS]), begin + (end - begin) * MOST_SPANS / count / 2)
         chosen = {t: r[r[:, 0] < end][:MOST_SPANS] for t, r in chosen.items()}
         note = f"Cut after {sum(map(len, chosen.values()))} requests; the files in RUN/trace/ have all of them for Perfetto."  # fmt: skip
-    data, ticks = _bars(lanes, begin, end)
-    for i, lane in enumerate(lanes):
+    tops = np.cumsum([0.0, *(1.0 if lane.name in chosen else 0.4 for lane in lanes)]).tolist()
+    data = _bars(lanes, tops, begin, end)
+    for lane, top in zip(lanes, tops, strict=False):
         if lane.name in chosen:
-            data += _requests(chosen[lane.name], begin, end, i)
+            data += _requests(chosen[lane.name], begin, end, top)
     marks = [(at, key) for _, at, key in spans.marks.get("sync activate", []) if begin <= at <= end]
     layout: dict[str, Any] = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": "seconds of RL"}, "range": rounded([begin, end])},
         "yaxis": {
-            "tickvals": [i + 0.5 for i in range(len(ticks))],
-            "ticktext": ticks,
-            "range": [len(lanes), -0.05],
+            "tickvals": [top + 0.15 for top in tops[:-1]],
+            "ticktext": [label(lane.name, 14) for lane in lanes],
+            "range": [tops[-1], -0.05],
             "showgrid": False,
             "zeroline": False,
             "fixedrange": True,
@@ -75,19 +76,19 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
         "under idle devices are the long tail: `rollout.max_response_length`, or a mode that "
         "does not wait for them (`async_training.on_sync`)."
     )
-    return figure(how, data, int(120 + 90 * len(lanes)), note, **layout)
+    return figure(how, data, int(120 + 90 * tops[-1]), note, **layout)
 
 
-def _bars(lanes: list[Lane], begin: float, end: float) -> tuple[list[dict[str, Any]], list[str]]:
+def _bars(lanes: list[Lane], tops: list[float], begin: float, end: float) -> list[dict[str, Any]]:
     """Return a bar for every state of every lane, as one trace for each state."""
     pieces: dict[int, list[tuple[float, float, float]]] = {}
-    for i, lane in enumerate(lanes):
+    for lane, top in zip(lanes, tops, strict=False):
         inside = (lane.ends > begin) & (lane.starts < end)
         for start, stop, state in zip(
             lane.starts[inside], lane.ends[inside], lane.states[inside], strict=True
         ):
             a, b = max(float(start), begin), min(float(stop), end)
-            pieces.setdefault(int(state), []).append((a, b - a, i + 0.15))
+            pieces.setdefault(int(state), []).append((a, b - a, top + 0.15))
     data = []
     for state, found in sorted(pieces.items()):
         look = STATES[NAMES[state]]
@@ -104,10 +105,10 @@ def _bars(lanes: list[Lane], begin: float, end: float) -> tuple[list[dict[str, A
                 "hovertemplate": f"{look.words} %{{x:.3f}} s<extra></extra>",
             }
         )  # fmt: skip
-    return data, [label(lane.name, 14) for lane in lanes]
+    return data
 
 
-def _requests(rows: Array, begin: float, end: float, lane: int) -> list[dict[str, Any]]:
+def _requests(rows: Array, begin: float, end: float, top: float) -> list[dict[str, Any]]:
     """Return a thin line for each request. Requests at the same time have rows of their own."""
     free: list[float] = []
     places = np.zeros(len(rows))
@@ -123,7 +124,7 @@ def _requests(rows: Array, begin: float, end: float, lane: int) -> list[dict[str
             continue
         n = int(mine.sum())
         x = np.column_stack([np.clip(rows[mine, 0], begin, end), np.clip(rows[mine, 1], begin, end), np.full(n, np.nan)])  # fmt: skip
-        y = lane + 0.34 + height * (places[mine] + 0.5)
+        y = top + 0.34 + height * (places[mine] + 0.5)
         look = STATES[state]
         data.append(
             {

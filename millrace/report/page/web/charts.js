@@ -9,6 +9,8 @@ async function load(code) {
   script.textContent = code;
   document.head.append(script);
   for (const [place, block] of charts) {
+    const entries = block.data.filter((trace) => trace.name && trace.showlegend !== false).length;
+    if (innerWidth < 640) place.style.height = block.height + 18 * Math.ceil(entries / 2) + "px";
     await Plotly.newPlot(place, block.data, themed(block), {
       responsive: true, displaylogo: false, showLink: false,
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
@@ -26,9 +28,12 @@ function themed(block) {
   const layout = {
     hovermode: "closest",
     margin: { l: 56, r: 8, t: 24, b: 40 },
-    legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: narrow ? 10 : 12 } },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     ...structuredClone(block.layout),
+    legend: {
+      orientation: "h", x: 0, y: 1 + (block.layout.annotations?.length ? 18 : 2) / (block.height - 80), yanchor: "bottom",
+      font: { size: narrow ? 10 : 12 }, ...block.layout.legend,
+    },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("--front"), size: narrow ? 10 : 12 },
