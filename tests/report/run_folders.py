@@ -23,7 +23,7 @@ from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Sample, Tokens
 from tests.pipeline.simulated import Outcome, mixed, schedule_of, simulate
 
-WORDS = "the a one two sum of is so then we add take digit answer four nine".split()
+WORDS = ("the", "a", "one", "two", "sum", "of", "is", "so", "then", "we", "add", "take", "digit")
 
 
 def decode(tokens: Tokens) -> str:

@@ -25,6 +25,8 @@ class Lane:
     """The states of one device: pieces of time in order."""
 
     name: str
+    """The name in charts."""
+    track: str
     starts: Array
     ends: Array
     states: Array
@@ -109,14 +111,16 @@ def _sorted(rows: list[tuple[float, ...]] | list[tuple[float, float]], width: in
 def lanes(spans: Spans, capacity: int, colocated: bool) -> list[Lane]:
     """Return a lane for the trainer and one for each replica.
 
-    `capacity` is the number of slots. On shared devices the replicas take the trainer's states in
-    its turn.
+    `capacity` is the number of slots. On shared devices the replicas have the trainer's states in
+    its turn, and the trainer has no lane.
     """
     trainer = _trainer(spans)
-    made = [] if trainer is None else [trainer]
+    made = [] if trainer is None or (colocated and spans.requests) else [trainer]
     waits = _Waits(spans, capacity)
     for track, requests in spans.requests.items():
         made.append(_replica(track, requests, spans, waits, trainer if colocated else None))
+        if colocated:
+            made[-1].name = track.replace("rollout", "shared")
     return made
 
 
@@ -223,11 +227,11 @@ def within(intervals: Array, times: Array) -> Array:
 def _merged(name: str, starts: Array, ends: Array, states: Array) -> Lane:
     """Join neighbouring pieces of the same state."""
     if not len(starts):
-        return Lane(name, starts, ends, states)
+        return Lane(name, name, starts, ends, states)
     new = np.concatenate([[True], (states[1:] != states[:-1]) | (starts[1:] > ends[:-1] + 1e-9)])
     first = np.flatnonzero(new)
     last = np.concatenate([first[1:] - 1, [len(starts) - 1]])
-    return Lane(name, starts[first], ends[last], states[first])
+    return Lane(name, name, starts[first], ends[last], states[first])
 
 
 def shares(lane: Lane, edges: Array) -> Array:

@@ -36,7 +36,7 @@ def windows(spans: Spans, lanes: list[Lane]) -> list[Block]:
 def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: str) -> Block:
     """Return the Gantt chart of all lanes from `begin` to `end`, or less if there is too much."""
     chosen = {t: r[(r[:, 1] > begin) & (r[:, 0] < end)] for t, r in spans.requests.items()}
-    chosen = {lane.name: chosen[lane.name] for lane in lanes if lane.name in chosen}
+    chosen = {lane.track: chosen[lane.track] for lane in lanes if lane.track in chosen}
     count = sum(map(len, chosen.values()))
     note = ""
     if count > MOST_SPANS:
@@ -44,11 +44,11 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
         end = max(float(starts[MOST_SPANS]), begin + (end - begin) * MOST_SPANS / count / 2)
         chosen = {t: r[r[:, 0] < end][:MOST_SPANS] for t, r in chosen.items()}
         note = f"Cut after {sum(map(len, chosen.values()))} requests; the files in RUN/trace/ have all of them for Perfetto."  # fmt: skip
-    tops = np.cumsum([0.0, *(1.0 if lane.name in chosen else 0.4 for lane in lanes)]).tolist()
+    tops = np.cumsum([0.0, *(1.0 if lane.track in chosen else 0.4 for lane in lanes)]).tolist()
     data = _bars(lanes, tops, begin, end)
     for lane, top in zip(lanes, tops, strict=False):
-        if lane.name in chosen:
-            data += _requests(chosen[lane.name], begin, end, top)
+        if lane.track in chosen:
+            data += _requests(chosen[lane.track], begin, end, top)
     marks = [(at, key) for _, at, key in spans.marks.get("sync activate", []) if begin <= at <= end]
     layout: dict[str, Any] = {
         "barmode": "overlay",

@@ -42,7 +42,7 @@ function table(block, keys) {
     row.forEach((value) => {
       const number = typeof value === "number" || /^[-+]?[\d.,]+( %)?$/.test(value ?? "");
       const cell = line.insertCell();
-      cell.className = number ? "number" : "";
+      cell.className = number ? "number" : String(value ?? "").length < 24 ? "short" : "";
       if (typeof value === "number") cell.textContent = value.toLocaleString("en-US");
       else sentence(cell, String(value ?? ""), keys);
     });
