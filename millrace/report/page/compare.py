@@ -23,7 +23,6 @@ from millrace.report.page.figures import (
 from millrace.report.page.folder import RunFolder, flat
 from millrace.report.page.states import STATES, state_of
 
-_MOST_RUNS = 8
 _MOST_METRICS = 4
 
 
@@ -117,19 +116,23 @@ def _differences(runs: list[RunFolder], names: list[str]) -> Block:
     return table("Keys of the configuration that differ.", ["key", *names], rows[:200])
 
 
-def _curves(
-    runs: list[RunFolder], names: list[str], points: Callable[[RunFolder], Any]
-) -> list[dict[str, Any]]:
-    return [
-        line(name, *found, colour)
-        for run, name, colour in zip(runs, names, PALETTE * len(runs), strict=False)
-        if (found := points(run))[0]
-    ][:_MOST_RUNS]
+Points = Callable[[RunFolder], tuple[list[float], list[float | None]]]
+
+
+def _curves(runs: list[RunFolder], names: list[str], points: Points) -> list[dict[str, Any]]:
+    curves = []
+    for run, name, colour in zip(runs, names, PALETTE, strict=False):
+        x, y = points(run)
+        if x:
+            curves.append(line(name, x, y, colour))
+    return curves
 
 
 def _over_time(run: RunFolder, metric: str) -> tuple[list[float], list[float | None]]:
     """Return a metric over the seconds of training until its version."""
-    seconds, x, y = 0.0, [], []
+    seconds = 0.0
+    x: list[float] = []
+    y: list[float | None] = []
     for version in sorted(run.rows):
         row = run.rows[version]
         seconds += row.get("timing_s/step", 0.0)
@@ -140,7 +143,7 @@ def _over_time(run: RunFolder, metric: str) -> tuple[list[float], list[float | N
 
 
 def _learning(runs: list[RunFolder], names: list[str]) -> list[Block]:
-    def chart(how: str, title: str, points: Callable[[RunFolder], Any], y: str = "reward") -> Block:
+    def chart(how: str, title: str, points: Points, y: str = "reward") -> Block:
         data = _curves(runs, names, points)
         if not data:
             return missing(y, "no run has it yet.")
@@ -186,25 +189,34 @@ def _speed(runs: list[RunFolder], names: list[str]) -> list[Block]:
 
 
 def _devices(runs: list[RunFolder], names: list[str]) -> Block:
-    columns: list[dict[str, float]] = []
-    for run in runs:
-        found, _ = totals.device_seconds(run.accounts)
-        sums: dict[str, float] = {}
-        for track, (count, spent) in found.items():
-            side = track.partition("-")[0]
-            for part, value in spent.items():
-                key = f"{side} {STATES[state_of(part)].words}"
-                sums[key] = sums.get(key, 0.0) + count * value
-        whole: dict[str, float] = {}
-        for key, value in sums.items():
-            whole[key.partition(" ")[0]] = whole.get(key.partition(" ")[0], 0.0) + value
-        columns.append({k: v / whole[k.partition(" ")[0]] for k, v in sums.items() if whole[k.partition(" ")[0]]})  # fmt: skip
+    columns = [_shares(run) for run in runs]
     keys = sorted({key for column in columns for key in column})
     if not keys:
         return missing("accounts of time", "no run has accounts.jsonl.")
     rows = [[key, *(share(c[key], 1) if key in c else "" for c in columns)] for key in keys]
-    how = "Share of the time of each side's devices. A larger wait in one run shows what its mode costs."  # fmt: skip
+    how = (
+        "Share of the time of each side's devices. A larger wait in one run shows what its mode "
+        "costs."
+    )
     return table(how, ["device and state", *names], rows)
+
+
+def _shares(run: RunFolder) -> dict[str, float]:
+    """Return the share of the time of each side's devices by state."""
+    found, _ = totals.device_seconds(run.accounts)
+    sides: dict[str, dict[str, float]] = {}
+    for track, (count, spent) in found.items():
+        states = sides.setdefault(track.partition("-")[0], {})
+        for part, value in spent.items():
+            words = STATES[state_of(part)].words
+            states[words] = states.get(words, 0.0) + count * value
+    return {
+        f"{side} {words}": value / whole
+        for side, states in sides.items()
+        if (whole := sum(states.values()))
+        for words, value in states.items()
+        if value > 1e-6 * whole
+    }
 
 
 def _tokens(runs: list[RunFolder], names: list[str]) -> Block:

@@ -142,7 +142,7 @@ def staleness(run: RunFolder) -> Block:
         "if rollouts are idle."
     )
     note = f"Each bar is {step} versions." if step > 1 else ""
-    layout = {"barmode": "stack", "bargap": 0, "legend": {"traceorder": "normal"}, "yaxis": {"title": {"text": "% of tokens"}, "range": [0, 100]}}  # fmt: skip
+    layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "legend": {"traceorder": "normal"}, "yaxis": {"title": {"text": "% of tokens"}, "range": [0, 100]}}  # fmt: skip
     return figure(how, data, note=note, xaxis=_VERSION, **layout)
 
 

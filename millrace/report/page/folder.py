@@ -14,7 +14,7 @@ import yaml
 
 from millrace.errors import CheckpointError, bad_value
 from millrace.pipeline import history
-from millrace.report import accounts
+from millrace.report.accounts import Line, read
 
 Row = dict[str, float]
 
@@ -31,9 +31,9 @@ class RunFolder:
     rows: dict[int, Row] = field(default_factory=dict)
     """The metrics of each version."""
     validations: dict[int, Row] = field(default_factory=dict)
-    history: list[history.Line] = field(default_factory=list)
+    lines: list[history.Line] = field(default_factory=list)
     audit: history.Audit | None = None
-    accounts: list[accounts.Line] = field(default_factory=list)
+    accounts: list[Line] = field(default_factory=list)
     """The lines of accounts.jsonl, of all attempts."""
     running: bool = False
     """Whether the run seems to go on."""
@@ -54,7 +54,7 @@ class RunFolder:
     @property
     def versions(self) -> int:
         """Return the newest version."""
-        return max([*self.rows, *self.validations, *(line.version for line in self.history)], default=0)  # fmt: skip
+        return max([*self.rows, *self.validations, *(line.version for line in self.lines)], default=0)  # fmt: skip
 
 
 def check(path: Path) -> None:
@@ -79,12 +79,12 @@ def load(path: Path) -> RunFolder:
             only_val = all(name.startswith("val/") for name in figures)
             (run.validations if only_val else run.rows)[version] = figures
     try:
-        run.history = history.read(path)
+        run.lines = history.read(path)
         run.audit = history.audit(path)
     except (CheckpointError, OSError, UnicodeDecodeError) as error:
         run.notes.append(f"history.jsonl: {error}")
     try:
-        run.accounts = accounts.read(path)
+        run.accounts = read(path)
     except OSError as error:
         run.notes.append(f"accounts.jsonl: {error.strerror}")
     run.running = _is_fresh(run)
@@ -156,7 +156,7 @@ def _is_fresh(run: RunFolder) -> bool:
 
     The lock of the folder says nothing here: a process that reads its own lock would release it.
     """
-    if not run.history or run.history[-1].event == "end":
+    if not run.lines or run.lines[-1].event == "end":
         return False
     steps = [row["timing_s/step"] for row in run.rows.values() if "timing_s/step" in row]
     try:

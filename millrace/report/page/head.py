@@ -76,7 +76,7 @@ def _schedule(run: RunFolder) -> Schedule | None:
 def state_of(run: RunFolder) -> str:
     """Return whether the run is complete, with its attempts and how each of them ended."""
     audit = run.audit
-    if audit is None or not run.history:
+    if audit is None or not run.lines:
         return "unknown: no history.jsonl"
     if audit.complete:
         words = "complete"
@@ -93,14 +93,14 @@ def state_of(run: RunFolder) -> str:
 def attempts(run: RunFolder) -> list[str]:
     """Return the beginning and the end of each attempt in words."""
     words = []
-    for attempt in sorted({line.attempt for line in run.history}):
-        lines = [line for line in run.history if line.attempt == attempt]
+    for attempt in sorted({line.attempt for line in run.lines}):
+        lines = [line for line in run.lines if line.attempt == attempt]
         first, last = lines[0], lines[-1]
         start = f"{attempt} from version {first.version}" if first.version else f"{attempt}"
         if last.event == "end":
             end = "complete" if last.complete else "stopped"
         else:
-            end = "goes on" if run.running and last is run.history[-1] else "killed"
+            end = "goes on" if run.running and last is run.lines[-1] else "killed"
         words.append(f"{start} {end} at version {last.version}")
     return words
 

@@ -101,7 +101,7 @@ def _by_number(item: tuple[str, object]) -> tuple[int, str]:
     return (int(tail) if tail.isdigit() else 0, item[0])
 
 
-def _sorted(rows: list[tuple[float, ...]] | list[tuple[float, float]], width: int) -> Array:
+def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
     if not rows:
         return np.empty((0, width))
     made = np.array(rows, dtype=np.float64)

@@ -47,7 +47,9 @@ def read_table(run_dir: Path) -> Table:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    files, columns, bad = [], [], 0
+    files: list[Path] = []
+    columns: list[list[Array]] = []
+    bad = 0
     for path in store.files(run_dir):
         try:
             read = pq.read_table(path, columns=[*_LIGHT, "outcome"], partitioning=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import Any
 
 from millrace.report.accounts import Line
 from millrace.report.page.figures import (
@@ -39,7 +39,8 @@ BUCKETS = {
 }
 """The buckets of tokens in words."""
 
-DeviceSeconds = dict[str, tuple[int, Counter[str]]]
+Seconds = dict[str, float]
+DeviceSeconds = dict[str, tuple[int, Seconds]]
 
 
 def tokens(run: RunFolder) -> list[Block]:
@@ -66,7 +67,7 @@ def tokens(run: RunFolder) -> list[Block]:
         "hovertemplate": "%{y}: %{x:,}<extra></extra>",
         "showlegend": False,
     }
-    layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"automargin": True}}
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"automargin": True}}
     return [
         figure(how, [chart], 110 + 26 * len(found), **layout),
         table("", ["bucket", "tokens", "share", "tokens that"], rows),
@@ -89,9 +90,9 @@ def device_seconds(lines: list[Line]) -> tuple[DeviceSeconds, float]:
     found: DeviceSeconds = {}
     for line in last.values():
         for track, device in line.devices.items():
-            _, spent = found.setdefault(track, (max(device.count, 1), Counter()))
+            _, spent = found.setdefault(track, (max(device.count, 1), {}))
             for part, value in device.seconds.items():
-                spent[part] += value
+                spent[part] = spent.get(part, 0.0) + value
     return found, sum(line.seconds for line in last.values())
 
 
@@ -100,9 +101,9 @@ def devices(run: RunFolder) -> list[Block]:
     found, length = device_seconds(run.accounts)
     if not found or length <= 0:
         return [_without_accounts(run)]
-    states = [state for state in STATES if any(_by_state(s)[state] for _, s in found.values())]
+    states = [state for state in STATES if any(_by_state(s).get(state) for _, s in found.values())]
     rows = [
-        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(v, length) if (v := _by_state(spent)[s]) else "" for s in states), share(_idle(spent), length)]
+        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(v, length) if (v := _by_state(spent).get(s)) else "" for s in states), share(_idle(spent), length)]
         for track, (count, spent) in found.items()
     ]  # fmt: skip
     how = (
@@ -115,27 +116,28 @@ def devices(run: RunFolder) -> list[Block]:
     return [table(how, head, rows[:200]), *_money(run.accounts[-1].price, found, length)]
 
 
-def _by_state(spent: Counter[str]) -> Counter[str]:
-    states: Counter[str] = Counter()
+def _by_state(spent: Seconds) -> Seconds:
+    states: Seconds = {}
     for part, value in spent.items():
-        states[state_of(part)] += value
+        states[state_of(part)] = states.get(state_of(part), 0.0) + value
     return states
 
 
-def _idle(spent: Counter[str]) -> float:
+def _idle(spent: Seconds) -> float:
     return sum(v for part, v in spent.items() if STATES[state_of(part)].waits)
 
 
 def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
     """Return the device-seconds by part over all devices, and the check that they add up."""
-    total: Counter[str] = Counter()
+    total: Seconds = {}
     for count, spent in found.values():
-        total.update({part: count * value for part, value in spent.items()})
+        for part, value in spent.items():
+            total[part] = total.get(part, 0.0) + count * value
     count = sum(n for n, _ in found.values())
     whole = sum(total.values())
     rows: list[list[object]] = [
         [part, STATES[state_of(part)].words, number(value), share(value, whole), *([f"{value * price / 3600:,.2f}"] if price else [])]
-        for part, value in total.most_common()
+        for part, value in sorted(total.items(), key=lambda item: -item[1])
         if value > 1e-6 * whole
     ]  # fmt: skip
     rows.append(["sum", f"{count} devices x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
