@@ -46,13 +46,14 @@ class _Attempt:
     ) -> None:
         self._folder, self._attempt, self._now = folder, attempt, 0.0
         self._start, self._before = start, before
+        self.tokens = TokenAccount()
         self.closing: list[TraceWriter | SampleStore] = []
         self.accounts: Accounts | None = None
         self.notes: list[str] = []
 
     def __call__(self, now: float, ledger: Ledger) -> list[Any]:
         self._now = now
-        tokens, flow = TokenAccount(), FlowAccount(now)
+        tokens, flow = self.tokens, FlowAccount(now)
         if self._start and self._before:
             earlier = self._before.tokens
             slots = self._start.slots
@@ -108,12 +109,13 @@ def write_run(
     start: LedgerSnapshot | None = None
     writers: _Attempt | None = None
     rows: dict[int, dict[str, float]] = {}
-    options = {"replicas": 2, "chance": mixed, "validation_s": 3.0, "save_s": 1.0} | options
+    chosen: dict[str, Any] = {"replicas": 2, "chance": mixed, "validation_s": 3.0, "save_s": 1.0}
+    chosen |= options
     attempts = [killed_at, None] if killed_at else [None]
     for attempt, stop_at in enumerate(attempts, start=1):
         writers = _Attempt(folder, attempt, start, writers)
         done: Outcome = simulate(
-            schedule, samples, watchers=writers, start=start, stop_at=stop_at, **options
+            schedule, samples, watchers=writers, start=start, stop_at=stop_at, **chosen
         )
         start = done.record.saved
         rows |= {int(row.pop("version")): row for row in done.record.rows}

@@ -108,15 +108,15 @@ def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
     return made[np.argsort(made[:, 0], kind="stable")]
 
 
-def lanes(spans: Spans, capacity: int, colocated: bool) -> list[Lane]:
+def lanes(spans: Spans, capacity: int, *, colocated: bool, complete: bool) -> list[Lane]:
     """Return a lane for the trainer and one for each replica.
 
     `capacity` is the number of slots. On shared devices the replicas have the trainer's states in
-    its turn, and the trainer has no lane.
+    its turn, and the trainer has no lane. A complete run admits nothing after its last sample.
     """
     trainer = _trainer(spans)
     made = [] if trainer is None or (colocated and spans.requests) else [trainer]
-    waits = _Waits(spans, capacity)
+    waits = _Waits(spans, capacity, complete)
     for track, requests in spans.requests.items():
         made.append(_replica(track, requests, spans, waits, trainer if colocated else None))
         if colocated:
@@ -147,14 +147,14 @@ def _trainer(spans: Spans) -> Lane | None:
 class _Waits:
     """What idle replicas wait for, at any time."""
 
-    def __init__(self, spans: Spans, capacity: int) -> None:
+    def __init__(self, spans: Spans, capacity: int, complete: bool) -> None:
         self._capacity, self._pauses = capacity, union(spans.pauses)
         self._starts = {name: np.sort(rows[:, 0]) for name, rows in spans.slots.items()}
         self._ends = {name: np.sort(rows[:, 1]) for name, rows in spans.slots.items()}
         drawn = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
         self._drawn = union(drawn[np.argsort(drawn[:, 0])])
-        last = [t[-1] for name, t in self._starts.items() if name == "waiting" and len(t)]
-        self._last_admitted = max(last, default=np.inf)
+        admitted = self._starts.get("waiting", np.empty(0))
+        self._last_admitted = admitted[-1] if complete and len(admitted) else np.inf
         moves = [*self._starts.values(), *self._ends.values(), self._pauses.ravel()]
         self.cuts = np.unique(np.concatenate([*moves, self._drawn.ravel()]))
 
@@ -178,7 +178,7 @@ class _Waits:
             (full & behind & (trainer < sync), "wait_sync"),
             (full & ~behind & within(self._drawn, times), "wait_trajectories"),
             (full & ~behind & ~within(self._drawn, times), "wait_rewards"),
-            (~full & (times > self._last_admitted), "tail"),
+            (times > self._last_admitted, "tail"),
             (within(self._pauses, times), "sync"),
         ):
             states[mask] = NAMES.index(name)

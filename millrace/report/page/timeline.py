@@ -32,7 +32,8 @@ def timeline(run: RunFolder, spans: Sequence[Span], capacity: int) -> list[Block
     colocated = run.key("async_training.placement") == "colocated"
     if spans:
         found = columns(spans)
-        every = lanes(found, capacity, colocated)
+        complete = run.audit is not None and run.audit.complete
+        every = lanes(found, capacity, colocated=colocated, complete=complete)
         if every and found.end > 0:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
@@ -45,11 +46,11 @@ def timeline(run: RunFolder, spans: Sequence[Span], capacity: int) -> list[Block
         edges, parts, borders = made
         note = f"From the accounts of each version, without single spans: {why}."
         return [_shares(edges, parts[:MOST_LANES], borders, note, {})]
-    if run.rows:
-        edges, part = _from_rows(run)
+    edges, part = _from_rows(run)
+    if len(part):
         note = f"Only the trainer's time is known: {why}, and there is no accounts.jsonl."
         return [_shares(edges, [("trainer", part)], [], note, {})]
-    return [missing("timeline", f"{why}, and no version was trained.")]
+    return [missing("timeline", f"{why}, and the metrics have no times.")]
 
 
 def _some(every: list[Lane]) -> list[Lane]:
@@ -248,4 +249,4 @@ def _largest_wait(edges: Array, parts: Sequence[tuple[str, Array]]) -> str:
         return "No device waits for more than 5 % of the time."
     share, name, state = max(waits)
     look = STATES[state]
-    return f"The largest wait: {name} {look.words} {100 * share:.0f} % of the time; change {look.lifts}."  # fmt: skip
+    return f"The largest wait: {name} {look.words} {100 * share:.0f} % of the time. This shortens it: {look.lifts}."  # fmt: skip
