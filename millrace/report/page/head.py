@@ -17,6 +17,9 @@ from millrace.report.page.folder import RunFolder
 from millrace.schedule.modes import name_of
 from millrace.schedule.schedule import Schedule
 
+_MOST_FAILED = 0.02
+"""The largest share of samples that errors may drop without an alarm."""
+
 
 def facts(run: RunFolder) -> Block:
     """Return the list of what the run was."""
@@ -127,12 +130,37 @@ def alarms(run: RunFolder) -> list[Block]:
         since = spans[-1][0] if active else spans[0][0]
         when = f"since version {since}, still active" if active else _past(spans)
         boxes.append(box("alarm" if active else "past", f"{name}: {when}", _fix(name)))
+    boxes = _of_samples(run) + boxes
     return boxes or [_no_alarms(run)]
 
 
+def _of_samples(run: RunFolder) -> list[Block]:
+    """Return boxes for samples that are lost, trained twice, or dropped because of errors."""
+    audit = run.audit
+    if audit is None:
+        return []
+    boxes = []
+    for count, what in ((audit.lost, "lost"), (audit.trained_twice, "trained twice")):
+        if count:
+            words = "This is a fault of millrace. `millrace ledger RUN` has the counts: report it."
+            boxes.append(box("alarm", f"{count:,} samples are {what}", words))
+    failed = {r: n for r, n in audit.dropped.items() if r != "equal_outcomes"}
+    part = sum(failed.values()) / max(audit.admitted, 1)
+    if part > _MOST_FAILED:
+        reasons = ", ".join(f"{n:,} for `{reason}`" for reason, n in failed.items())
+        words = (
+            f"Their work was for nothing: {reasons}. Mend `reward.function`, or look at "
+            "`reward.timeout_s`; the run's output has the first errors. The dropped samples may "
+            "have other lengths than the trained ones, so the policy learns from a biased choice."
+        )
+        boxes.append(box("alarm", f"{100 * part:.0f} % of the samples were dropped", words))
+    return boxes
+
+
 def _past(spans: list[list[int]]) -> str:
+    one = len(spans) == 1 and spans[0][1] - 1 <= spans[0][0]
     shown = ", ".join(f"{first} to {last - 1}" if last - 1 > first else str(first) for first, last in spans[:5])  # fmt: skip
-    return f"over; it was active in versions {shown}{' and later' if len(spans) > 5 else ''}"
+    return f"over; it was active in version{'s' * (not one)} {shown}{' and later' if len(spans) > 5 else ''}"
 
 
 def _fix(name: str) -> str:

@@ -17,7 +17,9 @@ from millrace.report.spans import Span
 
 NAMES = tuple(STATES)
 _OF_TRAINER, _OF_SYNC = ("ready", "taken"), ("trained", "sealed")
-_OCCUPIED = ("waiting", "running", *_OF_TRAINER, *_OF_SYNC)
+_DRAWN = ("waiting", "running")
+_ROLLOUTS_TURN = (NAMES.index("wait_trajectories"), NAMES.index("wait_rewards"))
+"""The trainer's states in which the rollouts have shared devices."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ def _trainer(spans: Spans) -> Lane | None:
 
 
 class _Waits:
-    """What idle replicas wait for, at any time."""
+    """What every idle replica waits for, over time: pieces of time with one state each."""
 
     def __init__(self, spans: Spans, capacity: int, complete: bool) -> None:
         self._capacity, self._pauses = capacity, union(spans.pauses)
@@ -156,7 +158,17 @@ class _Waits:
         admitted = self._starts.get("waiting", np.empty(0))
         self._last_admitted = admitted[-1] if complete and len(admitted) else np.inf
         moves = [*self._starts.values(), *self._ends.values(), self._pauses.ravel()]
-        self.cuts = np.unique(np.concatenate([*moves, self._drawn.ravel()]))
+        cuts = np.unique(np.concatenate([*moves, self._drawn.ravel(), [0.0, spans.end]]))
+        states = self._at((cuts[:-1] + cuts[1:]) / 2)
+        pieces = _merged("", cuts[:-1], cuts[1:], states)
+        self.starts, self._states = pieces.starts, pieces.states
+
+    def at(self, times: Array) -> Array:
+        """Return the states at these times, as indices of NAMES."""
+        if not len(self.starts):
+            return np.full(len(times), NAMES.index("other"))
+        place = np.searchsorted(self.starts, times, side="right") - 1
+        return self._states[np.clip(place, 0, None)]
 
     def _count(self, names: Iterable[str], times: Array) -> Array:
         total = np.zeros(len(times), dtype=np.int64)
@@ -166,18 +178,18 @@ class _Waits:
                 total -= np.searchsorted(self._ends[name], times, side="right")
         return total
 
-    def at(self, times: Array) -> Array:
-        """Return the states at these times, as indices of NAMES."""
-        occupied = self._count(_OCCUPIED, times)
+    def _at(self, times: Array) -> Array:
         trainer, sync = self._count(_OF_TRAINER, times), self._count(_OF_SYNC, times)
+        drawing = self._count(_DRAWN, times)
         states = np.full(len(times), NAMES.index("other"))
-        full = occupied >= self._capacity
-        behind = np.maximum(trainer, sync) >= occupied - trainer - sync
+        full = drawing + trainer + sync >= self._capacity
+        behind = np.maximum(trainer, sync) >= drawing
+        running = within(self._drawn, times)
         for mask, name in (
             (full & behind & (trainer >= sync), "wait_trainer"),
             (full & behind & (trainer < sync), "wait_sync"),
-            (full & ~behind & within(self._drawn, times), "wait_trajectories"),
-            (full & ~behind & ~within(self._drawn, times), "wait_rewards"),
+            (full & ~behind & running, "wait_trajectories"),
+            (full & ~behind & ~running, "wait_rewards"),
             (times > self._last_admitted, "tail"),
             (within(self._pauses, times), "sync"),
         ):
@@ -190,7 +202,7 @@ def _replica(
 ) -> Lane:
     drawn = union(requests[requests[:, 2] == 0])
     validated = union(requests[requests[:, 2] == 1])
-    lists = [drawn.ravel(), validated.ravel(), waits.cuts, np.array([0.0, spans.end])]
+    lists = [drawn.ravel(), validated.ravel(), waits.starts, np.array([0.0, spans.end])]
     if trainer is not None:
         lists += [trainer.starts, trainer.ends]
     cuts = np.unique(np.concatenate(lists))
@@ -199,7 +211,7 @@ def _replica(
     states = waits.at(middle)
     if trainer is not None and len(trainer.starts):
         at = np.clip(np.searchsorted(trainer.starts, middle, side="right") - 1, 0, None)
-        turn = ~np.isin(trainer.states[at], [NAMES.index("wait_trajectories"), NAMES.index("wait_rewards")])  # fmt: skip
+        turn = ~np.isin(trainer.states[at], _ROLLOUTS_TURN)
         states[turn] = trainer.states[at][turn]
     states[within(validated, middle)] = NAMES.index("validate")
     states[within(drawn, middle)] = NAMES.index("generate")

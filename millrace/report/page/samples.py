@@ -16,7 +16,7 @@ import numpy as np
 from millrace.report import samples as store
 from millrace.report.page.figures import Array
 
-_LIGHT = ("version", "sample", "trajectory", "reward", "tokens")
+_LIGHT = ("version", "sample", "reward", "tokens")
 _FILES = 48
 """The most files whose texts are read."""
 _MOST_TEXT = 6000
@@ -52,7 +52,8 @@ def read_table(run_dir: Path) -> Table:
     bad = 0
     for path in store.files(run_dir):
         try:
-            read = pq.read_table(path, columns=[*_LIGHT, "outcome"], partitioning=None)
+            with pq.ParquetFile(path) as file:
+                read = file.read([*_LIGHT, "outcome"], use_threads=False)
             arrays = [read[name].cast(pa.float64()).to_numpy() for name in _LIGHT]
             arrays.append(pc.equal(read["outcome"], "trained").to_numpy())
         except (OSError, pa.ArrowException, KeyError, ValueError):
@@ -61,11 +62,11 @@ def read_table(run_dir: Path) -> Table:
         columns.append([np.full(len(arrays[0]), len(files)), *arrays])
         files.append(path)
     notes = [f"RUN/samples: {bad} files are not readable"] if bad else []
-    whole = [np.concatenate(part) for part in zip(*columns, strict=True)] if columns else [np.empty(0)] * 7  # fmt: skip
-    file, version, sample, _, reward, tokens, trained = whole
+    whole = [np.concatenate(part) for part in zip(*columns, strict=True)] if columns else [np.empty(0)] * 6  # fmt: skip
+    number, version, sample, reward, tokens, trained = whole
     return Table(
         files,
-        file.astype(np.int64),
+        number.astype(np.int64),
         version.astype(np.int64),
         sample.astype(np.int64),
         reward,

@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import gzip
 import html
+import itertools
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -25,6 +27,9 @@ from millrace.report.page.samples import Table, choose, count, read_texts
 
 LIMIT = 2_950_000
 """Bytes of a report."""
+
+_DENSEST = 10
+"""Characters of text in a byte of the report, at most."""
 
 MARK = "<!-- millrace report -->"
 """The second line of every report. Files without it are not overwritten."""
@@ -89,20 +94,22 @@ def _page(page: dict[str, Any], run: RunFolder | None, table: Table | None) -> s
 
 def _samples(table: Table, room: int) -> str:
     """Return the chosen samples, packed, as many as fit into `room` bytes."""
-    found = read_texts(table, choose(table))
-    ordered = list(found.values())
+    found = list(read_texts(table, choose(table)).values())
+    texts = [msgspec.json.encode(sample) for sample in found]
     total = count(table)
-    kept = len(ordered)
+    # Text becomes at most this much smaller. So more than this cannot fit.
+    kept = bisect_right(list(itertools.accumulate(map(len, texts))), _DENSEST * room)
     while True:
-        shown = sorted(ordered[:kept], key=lambda s: (s["version"], s["id"]))
-        packed = _packed(msgspec.json.encode({"total": total, "samples": shown}))
+        order = sorted(range(kept), key=lambda i: (found[i]["version"], found[i]["id"]))
+        shown = b",".join(texts[i] for i in order)
+        packed = _packed(b'{"total":%d,"samples":[%b]}' % (total, shown), 6)
         if len(packed) <= room or not kept:
             return packed
         kept = min(kept - 1, int(kept * room / len(packed) * 0.97))
 
 
-def _packed(data: bytes) -> str:
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+def _packed(data: bytes, level: int = 9) -> str:
+    return base64.b64encode(gzip.compress(data, level, mtime=0)).decode()
 
 
 def _plotly() -> bytes:
