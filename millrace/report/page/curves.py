@@ -185,7 +185,7 @@ def lengths(all_tokens: Array, trained: Array) -> Block:
     bins = np.linspace(0, max(top, 1.0), min(40, int(max(all_tokens.max(), 1)) + 1) + 1)
     data = []
     for name, values, colour, pattern in (
-        ("all finished", all_tokens, GREY, ""),
+        ("all that ended", all_tokens, GREY, ""),
         ("trained", trained, GREEN, "/"),
     ):
         heights, _ = np.histogram(np.minimum(values, bins[-1]), bins)
@@ -202,8 +202,8 @@ def lengths(all_tokens: Array, trained: Array) -> Block:
     both = all_tokens.mean(), trained.mean() if len(trained) else 0.0
     bias = (both[1] / both[0] - 1) if both[0] else 0.0
     how = (
-        f"Lengths of trained responses (mean {number(both[1])}) against all that finished, also "
-        f"dropped ones (mean {number(both[0])}): {100 * bias:+.1f} %. "
+        f"Lengths of trained responses (mean {number(both[1])}) against all that ended, also "
+        f"dropped ones and those in flight (mean {number(both[0])}): {100 * bias:+.1f} %. "
         + (
             "The two agree, so no length is favoured."
             if abs(bias) < 0.05

@@ -49,6 +49,8 @@ class Spans:
     scores: Array = field(default_factory=lambda: np.empty((0, 2)))
     marks: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
     """Start, end and key of syncs, validations and checkpoints."""
+    lengths: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Tokens of every response that ended, and whether it was trained."""
     attempts: Array = field(default_factory=lambda: np.empty((0, 2)))
     """Start and end of each attempt."""
     end: float = 0.0
@@ -61,13 +63,19 @@ def columns(spans: Sequence[Span]) -> Spans:
     requests: dict[str, list[tuple[float, float, float]]] = {}
     slots: dict[str, list[tuple[float, float]]] = {}
     pairs: dict[str, list[tuple[float, float]]] = {"pause": [], "score": []}
+    lengths = _Lengths()
     for span in spans:
         by, track, name = shift[span.attempt], span.track, span.name
         start, end = span.start + by, span.end + by
         if name == "request":
-            requests.setdefault(track, []).append((start, end, span.key.startswith("val/")))
+            validates = span.key.startswith("val/")
+            requests.setdefault(track, []).append((start, end, validates))
+            if not validates:
+                lengths.add(span)
         elif track == "samples":
             slots.setdefault(name, []).append((start, end))
+            if name == "sealed":
+                lengths.trained.add(span.key)
         elif track == "trainer":
             found.trainer.append((start, end, name))
         elif name in pairs:
@@ -75,12 +83,36 @@ def columns(spans: Sequence[Span]) -> Spans:
         elif track in ("sync", "validation", "checkpoint"):
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
     found.trainer.sort()
+    found.lengths = lengths.table()
     found.requests = {
         track: _sorted(rows, 3) for track, rows in sorted(requests.items(), key=_by_number)
     }
     found.slots = {name: _sorted(rows, 2) for name, rows in slots.items()}
     found.pauses, found.scores = _sorted(pairs["pause"], 2), _sorted(pairs["score"], 2)
     return found
+
+
+class _Lengths:
+    """The lengths of responses. A response that was interrupted has several requests."""
+
+    def __init__(self) -> None:
+        self.trained: set[str] = set()
+        """Samples that were trained."""
+        self._tokens: dict[tuple[int, str], float] = {}
+        self._ended: set[tuple[int, str]] = set()
+
+    def add(self, span: Span) -> None:
+        tokens, key = span.facts.get("tokens"), (span.attempt, span.key)
+        if isinstance(tokens, int):
+            self._tokens[key] = self._tokens.get(key, 0.0) + tokens
+            if span.facts.get("stop") not in (None, "interrupted"):
+                self._ended.add(key)
+
+    def table(self) -> Array:
+        rows = [
+            (self._tokens[key], key[1].partition("/")[0] in self.trained) for key in self._ended
+        ]
+        return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
 def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:

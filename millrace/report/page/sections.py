@@ -9,12 +9,13 @@ from millrace.report import spans
 from millrace.report.page import curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
 from millrace.report.page.folder import RunFolder, flat
+from millrace.report.page.lanes import Spans, columns
 from millrace.report.page.samples import Table, read_table
 
 
 def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
     """Return the page of a run, and its samples without their texts."""
-    table = read_table(run.path)
+    table, found = read_table(run.path), _spans(run)
     run.notes += table.notes
     return {
         "title": f"{run.key('name', run.name)}: report of {run.name}",
@@ -24,10 +25,10 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
             section("alarms", "Alarms", head.alarms(run)),
             section("advice", "Advice", head.advice(run)),
             section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
-            section("timeline", "Timeline", _timeline(run)),
+            section("timeline", "Timeline", timeline.timeline(run, found, head.capacity_of(run))),
             section("devices", "Where the time went", totals.devices(run)),
             section("staleness", "Staleness", [curves.staleness(run)]),
-            section("lengths", "Lengths", _lengths(run, table)),
+            section("lengths", "Lengths", _lengths(run, found, table)),
             section("tokens", "Where the tokens went", [*totals.tokens(run), *head.errors(run)]),
             section("sync", "Weight syncs", [curves.syncs(run)]),
             section("samples", "Samples", [_samples(run, table)]),
@@ -35,22 +36,27 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
     }, table
 
 
-def _timeline(run: RunFolder) -> list[dict[str, Any]]:
+def _spans(run: RunFolder) -> Spans:
     # A trace has millions of small objects. The collector would look at them again and again.
     on = gc.isenabled()
     gc.disable()
     try:
-        return timeline.timeline(run, spans.read(run.path), head.capacity_of(run))
+        return columns(spans.read(run.path))
     finally:
         if on:
             gc.enable()
 
 
-def _lengths(run: RunFolder, table: Table) -> list[dict[str, Any]]:
-    if not len(table):
-        why = "`report.samples=0`" if run.key("report.samples") == 0 else "the folder has no samples/"  # fmt: skip
-        return [missing("lengths of all finished responses", f"{why}."), curves.length_curves(run)]
-    return [curves.lengths(table.tokens, table.tokens[table.trained]), curves.length_curves(run)]
+def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]:
+    """The trace has every response. The samples lack those that an error dropped."""
+    if len(found.lengths):
+        tokens, trained = found.lengths.T
+        chart = curves.lengths(tokens, tokens[trained == 1])
+    elif len(table):
+        chart = curves.lengths(table.tokens, table.tokens[table.trained])
+    else:
+        chart = missing("lengths of all finished responses", "the folder has no trace/ and no samples/.")  # fmt: skip
+    return [chart, curves.length_curves(run)]
 
 
 def _samples(run: RunFolder, table: Table) -> dict[str, Any]:

@@ -11,10 +11,9 @@ import numpy as np
 from millrace.report.accounts import Line
 from millrace.report.page.figures import Array, Block, figure, label, missing, rounded, seconds
 from millrace.report.page.folder import RunFolder
-from millrace.report.page.lanes import NAMES, Lane, Spans, columns, lanes, shares
+from millrace.report.page.lanes import NAMES, Lane, Spans, lanes, shares
 from millrace.report.page.states import STATES, state_of
 from millrace.report.page.window import windows
-from millrace.report.spans import Span
 
 BINS = 300
 """The most bins of time."""
@@ -27,14 +26,13 @@ _READ = (
 )
 
 
-def timeline(run: RunFolder, spans: Sequence[Span], capacity: int) -> list[Block]:
+def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
     """Return the charts of time: the whole run, and two windows with single spans."""
     colocated = run.key("async_training.placement") == "colocated"
-    if spans:
-        found = columns(spans)
+    if found.end > 0:
         complete = run.audit is not None and run.audit.complete
         every = lanes(found, capacity, colocated=colocated, complete=complete)
-        if every and found.end > 0:
+        if every:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
             borders = [float(start) for start in found.attempts[1:, 0]]

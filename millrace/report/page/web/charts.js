@@ -9,8 +9,7 @@ async function load(code) {
   script.textContent = code;
   document.head.append(script);
   for (const [place, block] of charts) {
-    const entries = block.data.filter((trace) => trace.name && trace.showlegend !== false).length;
-    if (innerWidth < 640) place.style.height = block.height + 18 * Math.ceil(entries / 2) + "px";
+    if (innerWidth < 640) place.before(legend(block));
     await Plotly.newPlot(place, block.data, themed(block), {
       responsive: true, displaylogo: false, showLink: false,
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
@@ -19,6 +18,23 @@ async function load(code) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     charts.forEach(([place, block]) => Plotly.relayout(place, themed(block)));
   });
+}
+
+// On a phone, the legend of Plotly takes the place of the chart. This one stands above it.
+function legend(block) {
+  const made = element("div", "legend");
+  const seen = new Set();
+  block.data.filter((trace) => trace.name && trace.showlegend !== false).forEach((trace) => {
+    if (seen.has(trace.name)) return;
+    seen.add(trace.name);
+    const swatch = element("i", (trace.fillpattern ?? trace.marker?.pattern)?.shape ? "hatched" : "");
+    const colour = trace.fillcolor ?? trace.line?.color ?? trace.marker.color;
+    swatch.style.backgroundColor = colour;
+    const name = element("span");
+    name.append(swatch, new DOMParser().parseFromString(trace.name, "text/html").body.textContent);
+    made.append(name);
+  });
+  return made;
 }
 
 function themed(block) {
@@ -32,11 +48,12 @@ function themed(block) {
     ...structuredClone(block.layout),
     legend: {
       orientation: "h", x: 0, y: 1 + (block.layout.annotations?.length ? 18 : 2) / (block.height - 80), yanchor: "bottom",
-      font: { size: narrow ? 10 : 12 }, ...block.layout.legend,
+      font: { size: 12 }, ...block.layout.legend,
     },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("--front"), size: narrow ? 10 : 12 },
+    showlegend: !narrow,
   };
   for (const name of ["xaxis", ...Object.keys(block.layout).filter((key) => key.startsWith("yaxis"))]) {
     layout[name] = { automargin: true, gridcolor: colour("--grid"), zerolinecolor: colour("--grid"), ...layout[name] };
