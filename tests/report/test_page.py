@@ -96,7 +96,7 @@ def test_a_report_draws_itself_alone_at_every_width(
     charts = page.page.locator(".js-plotly-plot").all()
     assert len(charts) >= 8
     assert all(chart.locator(".trace path").count() for chart in charts)
-    assert "1 killed at version" in texts(page, "#run")[0]
+    assert "Attempt 1 killed at version" in texts(page, "#run")[0]
     assert "which agrees" in texts(page, "#tokens")[0]
     assert "attempt 2" in texts(page, "#timeline")[0]
 

@@ -89,7 +89,7 @@ def state_of(run: RunFolder) -> str:
         words = "not complete: `trainer.resume=auto` resumes it"
     ends = attempts(run)
     if len(ends) > 1 or not (audit.complete or run.running):
-        words += f". {len(ends)} attempt{'s' * (len(ends) > 1)}: " + ", ".join(ends)
+        words += ". " + ", ".join(ends).capitalize()
     return words
 
 
@@ -99,7 +99,9 @@ def attempts(run: RunFolder) -> list[str]:
     for attempt in sorted({line.attempt for line in run.lines}):
         lines = [line for line in run.lines if line.attempt == attempt]
         first, last = lines[0], lines[-1]
-        start = f"{attempt} from version {first.version}" if first.version else f"{attempt}"
+        start = f"attempt {attempt}"
+        if first.version:
+            start += f", from version {first.version},"
         if last.event == "end":
             end = "complete" if last.complete else "stopped"
         else:

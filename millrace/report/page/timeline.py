@@ -140,7 +140,8 @@ def _shares(
 ) -> Block:
     """Return the chart of the whole run: a lane of stacked shares for each device."""
     data: list[dict[str, Any]] = []
-    rows = len(parts) + 0.45 * bool(strips)
+    strip = 0.09 + 0.2 * len(strips) if strips else 0.0
+    rows = len(parts) + strip
     layout: dict[str, Any] = {
         "xaxis": {
             "title": {"text": "seconds of RL"},
@@ -170,7 +171,7 @@ def _shares(
         axis = str(len(parts) + 1)
         data += _strip_bars(strips, f"y{axis}")
         layout[f"yaxis{axis}"] = {
-            "domain": [0, 0.36 / rows],
+            "domain": [0, (strip - 0.09) / rows],
             "range": [len(strips) - 0.4, -0.6],
             "tickvals": list(range(len(strips))),
             "ticktext": [{"validate": "validation", "save": "checkpoint"}.get(n, n) for n in strips],

@@ -103,7 +103,7 @@ function card(sample) {
 function response(r, low, high) {
   const made = element("div", "response");
   const left = element("div", "reward");
-  left.append(element("b", "", r.reward === null ? "no reward" : r.reward));
+  left.append(element("b", "", r.reward === null ? "no reward" : r.reward), " · " + r.tokens + " tokens, " + r.stop);
   const bar = element("div", "bar");
   const fill = element("i");
   fill.style.width = (100 * ((r.reward ?? low) - low)) / (high - low || 1) + "%";
@@ -112,7 +112,6 @@ function response(r, low, high) {
   const lines = Object.entries(r.components).map(([name, value]) => name + " " + value);
   if (r.raw !== null && r.raw !== r.reward) lines.unshift("before shaping " + r.raw);
   if (r.answer !== null) lines.push("answer: " + r.answer);
-  lines.push(r.tokens + " tokens, " + r.stop);
   lines.forEach((line) => left.append(element("div", "", line)));
   const words = element("div", "words");
   r.segments.forEach(([version, author, tokens, text]) => {
