@@ -33,7 +33,11 @@ def of_runs(runs: list[RunFolder]) -> dict[str, Any]:
         "title": "comparison of " + ", ".join(names),
         "keys": {},
         "sections": [
-            section("runs", "The runs", [_overview(runs, names), _differences(runs, names)]),
+            section(
+                "runs",
+                "The runs",
+                [*_first(runs), _overview(runs, names), _differences(runs, names)],
+            ),
             section("learning", "Learning", _learning(runs, names)),
             section("speed", "Speed", _speed(runs, names)),
             section("devices", "Where the time went", [_devices(runs, names)]),
@@ -41,6 +45,12 @@ def of_runs(runs: list[RunFolder]) -> dict[str, Any]:
             section("staleness", "Staleness", [_staleness(runs, names)]),
         ],
     }
+
+
+def _first(runs: list[RunFolder]) -> list[Block]:
+    if len(runs) <= len(PALETTE):
+        return []
+    return [text(f"Curves show the first {len(PALETTE)} of {len(runs)} runs. Tables have all.")]
 
 
 def _names(runs: list[RunFolder]) -> list[str]:
