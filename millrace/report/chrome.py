@@ -39,6 +39,8 @@ COUNTERS = (
 
 _OVERLAPPING = frozenset({"request", "score"})
 """Spans that overlap by nature. They have lanes of their own."""
+_STEPS = ("trainer", "train")
+"""The track and the state of local steps."""
 _SAMPLE, _STEP, _VERSION = range(3)
 _MOST_ITEMS, _MOST_TEXT = 1024, 500
 
@@ -55,6 +57,7 @@ class Translator:
         self._steps = 0
         self._sealed: int | None = None
         """The last step of the newest sealed version."""
+        self._step_from: float | None = None
         self._version = ""
 
     def ts(self, time: float) -> float:
@@ -138,6 +141,8 @@ class Translator:
         if lane is None:
             lane = self._states[event.track] = self._lanes.take(event.track, "state", out)
         else:
+            if (event.track, lane.cat) == _STEPS:
+                self._step_from = lane.since
             self._lanes.end(lane, ts, out)
         self._lanes.begin(lane, event.name, "", ts, out, plain(event.facts))
 
@@ -171,12 +176,14 @@ class Translator:
             self._lanes.free(lane)
 
     def _step(self, event: Event, ts: float, out: list[Line]) -> None:
-        """Draw a local step, which has just ended."""
-        dur = max(0.0, round(event.facts.get("seconds", 0.0) * 1e6))
+        """Draw a local step, which has just ended. It began when the trainer began to train."""
+        begin, self._step_from = ts if self._step_from is None else self._step_from, None
         args, arrow = plain(event.facts), _arrow(_STEP, self._steps)
         lane = self._passing("trainer", "steps", out)
         name = f"step {self._steps}"
-        out.append(Line(lane.pid, lane.tid, "X", ts - dur, dur, "step", name, args, arrow, True))
+        out.append(
+            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, arrow, True)
+        )
         self._steps += 1
 
     def _count(self, event: Event, ts: float, out: list[Line]) -> None:

@@ -35,11 +35,11 @@ class Line(msgspec.Struct, omit_defaults=True, gc=False):
 class Lane:
     """A thread of a track. It has one slice at a time."""
 
-    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "tid")
+    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "since", "tid")
 
     def __init__(self, pid: int, tid: int, number: int, pool: list[Lane]) -> None:
         self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
-        self.cat, self.name = "", ""
+        self.cat, self.name, self.since = "", "", 0.0
         self.arrow: int | None = None
         """The arrow that begins at the slice."""
 
@@ -81,7 +81,7 @@ class Lanes:
     ) -> None:
         """Begin a slice in `lane`. At most one of the arrows is given."""
         lane.cat, lane.name = cat, f"{cat} {key}" if key else cat
-        lane.arrow = arrow_out
+        lane.arrow, lane.since = arrow_out, ts
         self.open[lane.tid] = lane
         bind = arrow_in if arrow_out is None else arrow_out
         out.append(

@@ -108,7 +108,8 @@ class SampleStore:
         """
         self.lost = 0
         """Samples that found too many others waiting."""
-        self._folder, self._attempt, self._version = run_dir / "samples", attempt, version
+        self._folder, self._attempt = run_dir / "samples", attempt
+        self._start = self._version = version
         self._decode, self._note, self._share = decode, note, share
         self._limit, self._most_waiting = max_mb * 2**20, waiting_mb * 2**20
         self._close_s, self._ended = close_s, share <= 0
@@ -203,10 +204,10 @@ class SampleStore:
     def _prepare(self) -> None:
         """Supersede the versions that this attempt makes again, and remove unfinished files."""
         if self._ended:
-            supersede(self._folder, self._version)
+            supersede(self._folder, self._start)
             return
         folders.own(self._folder)
-        supersede(self._folder, self._version)
+        supersede(self._folder, self._start)
         for path in folders.files(self._folder, _OURS):
             if path.name.startswith(".writing-"):
                 path.unlink()

@@ -186,7 +186,7 @@ class _Attempt:
         if not isinstance(left, int | float):
             return
         for one in reversed(self._slices[:-1]):
-            if left <= 1e-6 or one.name == "stepped":
+            if left <= 1e-5 or one.name == "step":
                 return
             if one.pid == told.pid and one.name == source:
                 left -= (one.end - one.start) / 1e6
