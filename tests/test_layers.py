@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
-    "report": {"observe", "pipeline"},
+    "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
         *("config", "data", "environments", "models", "observe", "pipeline", "ports", "rewards"),
         *("rollout", "runtime", "schedule", "sync", "train"),

@@ -147,7 +147,7 @@ def test_all_trajectories_of_a_sample_are_kept_or_none(tmp_path: Path) -> None:
 
 
 def test_the_folder_never_exceeds_its_limit(tmp_path: Path) -> None:
-    text = os.urandom(60_000).hex()
+    text = os.urandom(100_000).hex()
     store_notes: list[str] = []
 
     def decode_noise(tokens: Tokens) -> str:
@@ -157,7 +157,7 @@ def test_the_folder_never_exceeds_its_limit(tmp_path: Path) -> None:
         store = SampleStore(
             *(tmp_path, attempt, 0, decode_noise, store_notes.append), max_mb=2, close_s=60
         )
-        for version in range(1, 5):
+        for version in range(1, 16):
             life(Watch(Clock(), [store]), Clock(), version, [version])
         store.close()
         assert len(store_notes) == attempt and "report.samples_mb" in store_notes[-1]
