@@ -43,8 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
     "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
-        *("config", "data", "environments", "models", "observe", "pipeline", "ports", "rewards"),
-        *("rollout", "runtime", "schedule", "sync", "train"),
+        *("config", "data", "environments", "models", "observe", "pipeline", "ports", "report"),
+        *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
     "bench": {"config", "observe", "rollout", "run", "schedule", "train"},
     "cli": {"bench", "config", "observe", "pipeline", "report", "run"},

@@ -146,7 +146,7 @@ def test_attempts_have_files_of_their_own_and_share_the_limit(tmp_path: Path) ->
     run.go(range(1, 1200), trace={"limit_mb": 1})
     (note,) = run.notes
     assert "1 MiB" in note and "report.trace_mb" in note and "continues" in note
-    run.go([1, 2, 3], trace={"limit_mb": 1})
+    run.go(range(1, 1200), trace={"limit_mb": 1})
     assert len(run.notes) == 2
     run.go([1, 2, 3], trace={"limit_mb": 2})
     assert len(run.notes) == 2
