@@ -57,8 +57,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 def read(run_dir: Path, tracks: Collection[str] | None = None) -> list[Span]:
     """Return the spans of a run by start, those of `tracks` alone if given.
 
-    `rollout-` stands for every track whose name begins so. The lines of other tracks are skipped
-    unread, which takes a tenth of the time.
+    `rollout-` stands for every track whose name begins so. Lines of other tracks are not decoded.
     """
     spans: list[Span] = []
     zero: float | None = None
