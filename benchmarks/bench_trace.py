@@ -3,7 +3,7 @@
     python benchmarks/bench_trace.py events [--samples 20000] [--repeats 3]
     python benchmarks/bench_trace.py quickstart [--pairs 4]
 
-`events` runs the loops of bench_control.py, whose engines answer at once, with n=8. All threads of
+`events` runs the loops of bench_control.py, whose engines answer at once, with n=1. All threads of
 the process count, so a figure has the work of the loop and of the writers. Its arms take turns.
 
 | arm | who watches |
@@ -63,7 +63,7 @@ def seconds(arm: str, c: Case, samples: int, folder: Path) -> tuple[float, int, 
         writers.append(store)
     watchers = [*writers, counter] if arm == "watched" else writers
     watch = UNWATCHED if arm == "none" else Watch(time.monotonic, watchers)
-    asyncio.run(pipeline(c, samples, 8, [], watch))
+    asyncio.run(pipeline(c, samples, 1, [], watch))
     for writer in writers:
         writer.close()
     lost = writers[0].dropped if writers else 0
@@ -74,7 +74,7 @@ def events(samples: int, repeats: int) -> dict[str, Any]:
     """Print the cost of an event at two capacities."""
     found: dict[str, Any] = {}
     for capacity in (64, 65_536):
-        c, count = case(capacity, lookahead=True, straggler=False), max(samples, 2 * capacity)
+        c, count = case(capacity, lookahead=True, straggler=False), max(samples, capacity)
         spent: dict[str, list[float]] = {arm: [] for arm in ARMS}
         number, size, read_s, lost = 0, 0, 0.0, 0
         for _ in range(repeats):

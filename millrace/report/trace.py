@@ -56,7 +56,7 @@ class TraceWriter:
         file_mb: float = 128,
         most_events: int = 1_000_000,
         every_s: float = 0.5,
-        close_s: float = 5.0,
+        close_s: float = 20.0,
     ) -> None:
         """`note` gets one line for each problem. The trace of a file begins at `clock()` now."""
         self.dropped = 0
