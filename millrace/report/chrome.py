@@ -39,8 +39,10 @@ COUNTERS = (
 
 _OVERLAPPING = frozenset({"request", "score"})
 """Spans that overlap by nature. They have lanes of their own."""
+_STEPS = ("trainer", "train")
+"""The track and the state of local steps."""
 _SAMPLE, _STEP, _VERSION = range(3)
-_MOST_ITEMS, _MOST_TEXT = 1024, 500
+_MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
 
 
 class Translator:
@@ -55,6 +57,7 @@ class Translator:
         self._steps = 0
         self._sealed: int | None = None
         """The last step of the newest sealed version."""
+        self._step_from: float | None = None
         self._version = ""
 
     def ts(self, time: float) -> float:
@@ -63,14 +66,15 @@ class Translator:
 
     def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
-        if not event.key.isascii() or len(event.key) > _MOST_TEXT:
-            event = replace(event, key=_plain(event.key))
-        ts = self.ts(event.time)
-        if event.phase == "begin":
+        if len(event.key) > _MOST_KEY or not event.key.isascii():
+            event = replace(event, key=sendable(event.key[:_MOST_TEXT]))
+        ts = round((event.time - self._zero) * 1e6)
+        phase = event.phase
+        if phase == "begin":
             self._begin(event, ts, out)
-        elif event.phase == "end":
+        elif phase == "end":
             self._end(event, ts, out)
-        elif event.phase == "state":
+        elif phase == "state":
             self._state(event, ts, out)
         elif event.track == SAMPLES:
             self._move(event, ts, out)
@@ -138,6 +142,8 @@ class Translator:
         if lane is None:
             lane = self._states[event.track] = self._lanes.take(event.track, "state", out)
         else:
+            if (event.track, lane.cat) == _STEPS:
+                self._step_from = lane.since
             self._lanes.end(lane, ts, out)
         self._lanes.begin(lane, event.name, "", ts, out, plain(event.facts))
 
@@ -171,12 +177,14 @@ class Translator:
             self._lanes.free(lane)
 
     def _step(self, event: Event, ts: float, out: list[Line]) -> None:
-        """Draw a local step, which has just ended."""
-        dur = max(0.0, round(event.facts.get("seconds", 0.0) * 1e6))
+        """Draw a local step, which has just ended. It began when the trainer began to train."""
+        begin, self._step_from = ts if self._step_from is None else self._step_from, None
         args, arrow = plain(event.facts), _arrow(_STEP, self._steps)
         lane = self._passing("trainer", "steps", out)
         name = f"step {self._steps}"
-        out.append(Line(lane.pid, lane.tid, "X", ts - dur, dur, "step", name, args, arrow, True))
+        out.append(
+            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, arrow, True)
+        )
         self._steps += 1
 
     def _count(self, event: Event, ts: float, out: list[Line]) -> None:
@@ -207,7 +215,7 @@ def _arrow(kind: int, number: int) -> int:
 def _number(key: str) -> int | None:
     """Return the number with which a key begins: 17 for `17/3`, None for `val/3`."""
     head = key.partition("/")[0]
-    return int(head) if head.isdecimal() and head.isascii() and len(head) < 16 else None
+    return int(head) if head.isdecimal() and len(head) < 16 else None
 
 
 def plain(facts: dict[str, Any]) -> dict[str, Any] | None:
@@ -225,7 +233,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if kind is bool or kind is float:
         return value
     if isinstance(value, str):
-        return sendable(value[:_MOST_TEXT])
+        short = value[:_MOST_TEXT]
+        return short if short.isascii() else sendable(short)
     if depth < 3 and kind in (list, tuple):
         return [_plain(item, depth + 1) for item in value[:_MOST_ITEMS]]
     if depth < 3 and kind is dict:

@@ -32,19 +32,27 @@ class Line(msgspec.Struct, omit_defaults=True, gc=False):
     s: str = ""
 
 
+class Pool:
+    """The lanes of one group of a track."""
+
+    __slots__ = ("free", "lanes")
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = []
+        self.free: list[int] = []
+        """A heap of the numbers of the free lanes."""
+
+
 class Lane:
     """A thread of a track. It has one slice at a time."""
 
-    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "tid")
+    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "since", "tid")
 
-    def __init__(self, pid: int, tid: int, number: int, pool: list[Lane]) -> None:
+    def __init__(self, pid: int, tid: int, number: int, pool: Pool) -> None:
         self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
-        self.cat, self.name = "", ""
+        self.cat, self.name, self.since = "", "", 0.0
         self.arrow: int | None = None
         """The arrow that begins at the slice."""
-
-    def __lt__(self, other: Lane) -> bool:
-        return self.number < other.number
 
 
 class Lanes:
@@ -56,16 +64,17 @@ class Lanes:
         self.open: dict[int, Lane] = {}
         """The lanes that have a slice, by thread."""
         self._pids: dict[str, int] = {}
-        self._pools: dict[tuple[str, str], list[Lane]] = {}
-        self._counts: dict[tuple[str, str], int] = {}
+        self._pools: dict[tuple[str, str], Pool] = {}
         self._tids = _FIRST_TID
 
     def take(self, track: str, group: str, out: list[Line]) -> Lane:
         """Return a free lane."""
         pool = self._pools.get((track, group))
         if pool is None:
-            pool = self._pools[track, group] = []
-        return heapq.heappop(pool) if pool else self._make(track, group, pool, out)
+            pool = self._pools[track, group] = Pool()
+        if pool.free:
+            return pool.lanes[heapq.heappop(pool.free)]
+        return self._make(track, group, pool, out)
 
     def begin(
         self,
@@ -81,15 +90,12 @@ class Lanes:
     ) -> None:
         """Begin a slice in `lane`. At most one of the arrows is given."""
         lane.cat, lane.name = cat, f"{cat} {key}" if key else cat
-        lane.arrow = arrow_out
+        lane.arrow, lane.since = arrow_out, ts
         self.open[lane.tid] = lane
         bind = arrow_in if arrow_out is None else arrow_out
-        out.append(
-            Line(
-                *(lane.pid, lane.tid, "B", ts, None, cat, lane.name, args, bind),
-                *(arrow_out is not None, arrow_in is not None),
-            )
-        )
+        leads, led = arrow_out is not None, arrow_in is not None
+        name = lane.name
+        out.append(Line(lane.pid, lane.tid, "B", ts, None, cat, name, args, bind, leads, led))
 
     def end(
         self, lane: Lane, ts: float, out: list[Line], args: dict[str, Any] | None = None
@@ -99,7 +105,7 @@ class Lanes:
         out.append(Line(lane.pid, lane.tid, "E", ts, args=args))
 
     def free(self, lane: Lane) -> None:
-        heapq.heappush(lane.pool, lane)
+        heapq.heappush(lane.pool.free, lane.number)
 
     def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
         """End every slice and free its lane."""
@@ -120,19 +126,19 @@ class Lanes:
             )
         return ends, heads
 
-    def _make(self, track: str, group: str, pool: list[Lane], out: list[Line]) -> Lane:
+    def _make(self, track: str, group: str, pool: Pool, out: list[Line]) -> Lane:
         pid = self._pids.get(track)
         if pid is None:
             pid = self._pids[track] = len(self._pids) + 1
             order = next((i for i, t in enumerate(ORDER) if track.startswith(t)), len(ORDER))
             self._name(pid, 0, "process_name", {"name": track}, out)
             self._name(pid, 0, "process_sort_index", {"sort_index": order}, out)
-        number = self._counts.get((track, group), 0)
-        self._counts[track, group] = number + 1
+        number = len(pool.lanes)
         self._tids += 1
         label = f"{group} {number}" if group in ("request", "score", "slot") else group
         self._name(pid, self._tids, "thread_name", {"name": label}, out)
-        return Lane(pid, self._tids, number, pool)
+        pool.lanes.append(Lane(pid, self._tids, number, pool))
+        return pool.lanes[number]
 
     def _name(self, pid: int, tid: int, what: str, args: dict[str, Any], out: list[Line]) -> None:
         line = Line(pid, tid, "M", 0, name=what, args=args)

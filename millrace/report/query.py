@@ -5,9 +5,8 @@ The files of a run and the SQL are untrusted. The SQL sees these tables and no f
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import msgspec
 from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
 from millrace.observe.sinks import read_rows
 from millrace.pipeline import history
+from millrace.report import accounts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,61 +177,38 @@ def _spans(run_dir: Path) -> pa.Table:
 
 
 def _accounts(run_dir: Path) -> pa.Table:
-    """Return one row for each amount of each line of accounts.jsonl."""
+    """Return one row for each amount of each line of the accounts."""
     import pyarrow as pa
 
-    path, rows = run_dir / "accounts.jsonl", []
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # a crash cut this line off
-        if isinstance(line, dict):
-            rows += [_head(line) | amount for amount in _amounts(line)]
+    rows = [
+        {"attempt": line.attempt, "event": line.event, "version": line.version}
+        | {"seconds": line.seconds, "kind": kind, "device": device, "name": name}
+        | {"amount": _number(amount)}
+        for line in accounts.read(run_dir)
+        for kind, device, name, amount in _amounts(line)
+    ]
+    texts = ("event", "kind", "device", "name")
     schema = pa.schema(
         [
-            ("attempt", pa.int32()),
-            ("event", pa.string()),
-            ("version", pa.int32()),
-            ("seconds", pa.float64()),
-            ("kind", pa.string()),
-            ("device", pa.string()),
-            ("name", pa.string()),
-            ("amount", pa.float64()),
+            *((name, pa.int64()) for name in ("attempt", "version")),
+            *((name, pa.string()) for name in texts),
+            *((name, pa.float64()) for name in ("seconds", "amount")),
         ]
     )
     return pa.Table.from_pylist(rows, schema)
 
 
-def _head(line: dict[str, Any]) -> dict[str, Any]:
-    whole = {name: line.get(name) for name in ("attempt", "version")}
-    return {
-        **{k: v if isinstance(v, int) and abs(v) < 2**31 else None for k, v in whole.items()},
-        "event": str(line.get("event", "")),
-        "seconds": _number(line.get("seconds")),
-    }
-
-
-def _amounts(line: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield kind, device, name and amount: `tokens`, null, `trained`, 1024."""
-    for kind, value in line.items():
-        if kind in ("attempt", "version", "event", "seconds", "time"):
-            continue
-        if kind == "devices" and isinstance(value, dict):
-            for device, parts in value.items():
-                seconds = parts.get("seconds") if isinstance(parts, dict) else None
-                for name, amount in (seconds if isinstance(seconds, dict) else {}).items():
-                    yield _amount("device_seconds", name, amount, device)
-        elif isinstance(value, dict):
-            for name, amount in value.items():
-                yield _amount(kind, name, amount)
-        else:
-            yield _amount("total", kind, value)
-
-
-def _amount(kind: str, name: str, amount: Any, device: str | None = None) -> dict[str, Any]:
-    return {"kind": kind, "device": device, "name": name, "amount": _number(amount)}
+def _amounts(line: accounts.Line) -> Iterator[tuple[str, str | None, str, float]]:
+    """Yield kind, device, name and amount, such as `tokens`, None, `trained`, 1024."""
+    for name in ("generated", "prefill", "retired", "price"):
+        yield "total", None, name, getattr(line, name)
+    for kind in ("tokens", "slots", "samples", "requests", "scores"):
+        for name, amount in msgspec.to_builtins(getattr(line, kind)).items():
+            yield kind, None, name, amount
+    for track, device in line.devices.items():
+        yield "devices", track, "count", device.count
+        for name, amount in device.seconds.items():
+            yield "device_seconds", track, name, amount
 
 
 def _history(run_dir: Path) -> pa.Table:

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from millrace.codec import sendable
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.types import PolicyVersion, Sample, Tokens, Trajectory
+from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory
 
 NAME = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
 """The files of the surviving history."""
@@ -108,7 +108,8 @@ class SampleStore:
         """
         self.lost = 0
         """Samples that found too many others waiting."""
-        self._folder, self._attempt, self._version = run_dir / "samples", attempt, version
+        self._folder, self._attempt = run_dir / "samples", attempt
+        self._start = self._version = version
         self._decode, self._note, self._share = decode, note, share
         self._limit, self._most_waiting = max_mb * 2**20, waiting_mb * 2**20
         self._close_s, self._ended = close_s, share <= 0
@@ -203,10 +204,10 @@ class SampleStore:
     def _prepare(self) -> None:
         """Supersede the versions that this attempt makes again, and remove unfinished files."""
         if self._ended:
-            supersede(self._folder, self._version)
+            supersede(self._folder, self._start)
             return
         folders.own(self._folder)
-        supersede(self._folder, self._version)
+        supersede(self._folder, self._start)
         for path in folders.files(self._folder, _OURS):
             if path.name.startswith(".writing-"):
                 path.unlink()
@@ -232,10 +233,11 @@ class SampleStore:
             temporary.rename(final)
             self._total += size
 
-    def _encode(self, path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    def _encode(self, path: Path, rows: Iterator[Row]) -> None:
         with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
             while batch := list(itertools.islice(rows, _ROWS)):
-                out.write_batch(pa.RecordBatch.from_pylist(batch, SCHEMA))
+                columns = zip(SCHEMA.names, zip(*batch, strict=True), strict=True)
+                out.write_batch(pa.RecordBatch.from_pydict(dict(columns), SCHEMA))
 
     def _stop(self, why: str) -> None:
         self._ended = True
@@ -301,49 +303,58 @@ def _bytes(sample: Sample) -> int:
     return sum(_BYTES_OF_TRAJECTORY + _BYTES_OF_TOKEN * t.num_tokens for t in sample.trajectories)
 
 
-def _rows(kept: list[Kept], decode: Decode) -> Iterator[dict[str, Any]]:
+Row = tuple[Any, ...]
+"""The values of one row, in the order of SCHEMA."""
+
+
+def _rows(kept: list[Kept], decode: Decode) -> Iterator[Row]:
     for sample, version, outcome in kept:
         prompt = sample.prompt
-        common = {
-            "version": version,
-            "sample": prompt.index,
-            "outcome": outcome,
-            "data_source": sendable(prompt.data_source),
-            "prompt": sendable(prompt.text),
-            "ground_truth": _text(prompt.ground_truth),
-            "prompt_tokens": len(prompt.tokens),
-            "admitted_version": sample.admitted_version,
-        }
+        texts = _clean(prompt.data_source), _clean(prompt.text)
+        truth, size = _text(prompt.ground_truth), len(prompt.tokens)
         for i, trajectory in enumerate(sample.trajectories):
-            yield common | {"trajectory": i} | _row(trajectory, decode)
+            response, tokens, segments = _segments(trajectory, decode)
+            score, stop = trajectory.score, trajectory.stop
+            yield (
+                *(version, prompt.index, i, outcome),
+                *(*texts, response, truth, *_scores(score)),
+                *(size, tokens, stop.value if stop else None),
+                *(sample.admitted_version, segments),
+            )
 
 
-def _row(trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
-    score, response = trajectory.score, sendable(decode(trajectory.tokens))
-    one = len(trajectory.segments) == 1
+def _segments(trajectory: Trajectory, decode: Decode) -> tuple[str, int, list[dict[str, Any]]]:
+    """Return the text and the length of a response, and its segments."""
     segments = [
         {
             "version": s.version,
-            "author": str(s.author),
+            "author": s.author.value,
             "tokens": len(s.tokens),
-            "text": response if one else sendable(decode(s.tokens)),
+            "text": _clean(decode(s.tokens)),
         }
         for s in trajectory.segments
     ]
-    return {
-        "response": response,
-        "reward": score.value if score else None,
-        "raw": score.unshaped if score else None,
-        "components": {sendable(k): float(v) for k, v in score.extra.items()} if score else {},
-        "answer": None if score is None or score.answer is None else sendable(score.answer),
-        "tokens": trajectory.num_tokens,
-        "stop": str(trajectory.stop) if trajectory.stop else None,
-        "segments": segments,
-    }
+    if len(segments) == 1:
+        return segments[0]["text"], segments[0]["tokens"], segments
+    # A character may begin in one segment and end in the next one.
+    return _clean(decode(trajectory.tokens)), trajectory.num_tokens, segments
+
+
+def _scores(score: Score | None) -> Row:
+    """Return reward, raw, components and answer."""
+    if score is None:
+        return None, None, {}, None
+    extra = {_clean(name): float(value) for name, value in score.extra.items()}
+    answer = None if score.answer is None else _clean(score.answer)
+    return score.value, score.unshaped, extra, answer
+
+
+def _clean(text: str) -> str:
+    return text if text.isascii() else sendable(text)
 
 
 def _text(value: Any) -> str | None:
     """Return a ground truth as text. Anything but a text is JSON."""
     if value is None or isinstance(value, str):
-        return value if value is None else sendable(value)
-    return sendable(json.dumps(value, default=str, ensure_ascii=False))
+        return value if value is None else _clean(value)
+    return _clean(json.dumps(value, default=str, ensure_ascii=False))

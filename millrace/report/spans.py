@@ -57,8 +57,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 def read(run_dir: Path, tracks: Collection[str] | None = None) -> list[Span]:
     """Return the spans of a run by start, those of `tracks` alone if given.
 
-    `rollout-` stands for every track whose name begins so. The lines of other tracks are skipped
-    unread, which takes a tenth of the time.
+    `rollout-` stands for every track whose name begins so. Lines of other tracks are not decoded.
     """
     spans: list[Span] = []
     zero: float | None = None
@@ -186,7 +185,7 @@ class _Attempt:
         if not isinstance(left, int | float):
             return
         for one in reversed(self._slices[:-1]):
-            if left <= 1e-6 or one.name == "stepped":
+            if left <= 1e-5 or one.name == "step":
                 return
             if one.pid == told.pid and one.name == source:
                 left -= (one.end - one.start) / 1e6

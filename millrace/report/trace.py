@@ -54,9 +54,9 @@ class TraceWriter:
         *,
         limit_mb: int = 512,
         file_mb: float = 128,
-        most_events: int = 250_000,
+        most_events: int = 1_000_000,
         every_s: float = 0.5,
-        close_s: float = 5.0,
+        close_s: float = 20.0,
     ) -> None:
         """`note` gets one line for each problem. The trace of a file begins at `clock()` now."""
         self.dropped = 0
@@ -99,8 +99,8 @@ class TraceWriter:
     def _lose(self) -> None:
         if not self.dropped:
             self._note(
-                f"warning: {self._folder} is too slow: {self._most} events wait for it. "
-                "The trace lacks events. The run does not wait for it."
+                f"warning: {self._folder} is too slow for the run: {self._most} events wait. "
+                "The trace lacks some. The run does not wait for it."
             )
         self.dropped += 1
         self._lost += 1

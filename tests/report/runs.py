@@ -74,6 +74,7 @@ def life(watch: Watch, clock: Clock, version: int, ids: Sequence[int], step_s: f
         watch.at("samples", "taken", str(i))
     watch.state("trainer", "train")
     clock.now += step_s
+    watch.state("trainer", "other")
     for i in ids:
         watch.at("samples", "trained", str(i))
     report = StepReport(1, seconds={"update_actor": step_s})
@@ -82,11 +83,10 @@ def life(watch: Watch, clock: Clock, version: int, ids: Sequence[int], step_s: f
         samples=[sample(i) for i in ids],
         version=version - 1,
         report=report,
-        seconds=step_s,
     )
-    watch.state("trainer", "sync_transfer")
     for i in ids:
         watch.at("samples", "sealed", str(i))
+    watch.state("trainer", "sync_transfer")
     with watch.span("sync", "transfer", str(version)) as last:
         clock.now += 0.25
         last["bytes"] = 1024

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from millrace.report.page import write_report
-from millrace.report.page.write import LIMIT
+from millrace.report.page.write import LIMIT, write_report
 from millrace.types import Author, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
 from tests.report import chromium
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run

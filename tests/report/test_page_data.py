@@ -17,13 +17,13 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.report import accounts, spans
-from millrace.report.page import sections, write_report
+from millrace.report.page import sections
 from millrace.report.page.folder import load
 from millrace.report.page.head import capacity_of
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
 from millrace.report.page.states import STATES, state_of
-from millrace.report.page.write import LIMIT, MARK
+from millrace.report.page.write import LIMIT, MARK, write_report
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample

@@ -37,19 +37,19 @@ def check(events: list[dict[str, Any]], *, whole: bool = True) -> None:
     """Check the rules for one file. A `whole` trace has no other file."""
     first = events[0]
     assert first["ph"] == "M" and first["name"] == "clock_zero" and first["args"]["unix_s"] > 1e9
-    named_pids, named_tids, stacks = set(), set(), defaultdict[int, list[str]](list)
+    pids, tids, stacks = set[int](), set[int](), defaultdict[int, list[str]](list)
     last: dict[int, float] = {}
     begins: set[int] = set()
     process_of: dict[int, int] = {}
     for e in events[1:]:
         assert process_of.setdefault(e["tid"], e["pid"]) == e["pid"] or e["tid"] == 0
         if e["ph"] == "M":
-            (named_pids if e["name"] == "process_name" else named_tids).add(
-                e["pid"] if e["name"] == "process_name" else e["tid"]
-            )
+            if e["name"] == "process_name":
+                pids.add(e["pid"])
+            tids.add(e["tid"])
             continue
-        assert e["pid"] in named_pids and e["tid"] in named_tids, "each lane has a name"
-        assert e["tid"] not in named_pids, "no lane is the main thread of a process"
+        assert e["pid"] in pids and e["tid"] in tids, "each lane has a name"
+        assert e["tid"] not in pids, "no lane is the main thread of a process"
         assert e["ts"] >= last.get(e["tid"], 0), "times of a lane are sorted"
         last[e["tid"]] = e["ts"] + e.get("dur", 0)
         if e["ph"] == "B":
@@ -146,7 +146,7 @@ def test_attempts_have_files_of_their_own_and_share_the_limit(tmp_path: Path) ->
     run.go(range(1, 1200), trace={"limit_mb": 1})
     (note,) = run.notes
     assert "1 MiB" in note and "report.trace_mb" in note and "continues" in note
-    run.go([1, 2, 3], trace={"limit_mb": 1})
+    run.go(range(1, 1200), trace={"limit_mb": 1})
     assert len(run.notes) == 2
     run.go([1, 2, 3], trace={"limit_mb": 2})
     assert len(run.notes) == 2
