@@ -44,6 +44,7 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.cli.query import query
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -63,6 +64,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
+app.command()(query)
 
 
 def version_option(value: bool) -> None:
