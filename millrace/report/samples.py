@@ -325,7 +325,7 @@ def _rows(kept: list[Kept], decode: Decode) -> Iterator[Row]:
 
 def _segments(trajectory: Trajectory, decode: Decode) -> tuple[str, int, list[dict[str, Any]]]:
     """Return the text and the length of a response, and its segments."""
-    segments = [
+    segments: list[dict[str, Any]] = [
         {
             "version": s.version,
             "author": s.author.value,
