@@ -45,6 +45,7 @@ from millrace.cli.console import (
 )
 from millrace.cli.import_verl import import_verl
 from millrace.cli.query import query
+from millrace.cli.report import report_page
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -65,6 +66,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
 app.command()(query)
+app.command("report")(report_page)
 
 
 def version_option(value: bool) -> None:
