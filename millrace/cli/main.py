@@ -44,6 +44,8 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.cli.serve import serve
+from millrace.cli.watch import watch
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -63,6 +65,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
+app.command()(watch)
+app.command()(serve)
 
 
 def version_option(value: bool) -> None:
