@@ -33,8 +33,6 @@ def serve(
         raise MissingDependency(
             f"millrace serve needs {error.name}, which is not installed here. Fix: {fix}."
         ) from error
-    from millrace.report.page import render
-
     folder, token = folder_of(run), secrets.token_urlsafe(24)
     with server.listen(port) as listening, suppress(KeyboardInterrupt):
         number = listening.getsockname()[1]
@@ -45,5 +43,5 @@ def serve(
         )
         with suppress(OSError):
             os.nice(10)  # a report on the machine of the run waits for the run
-        app = server.make_app(server.Pages(folder, render), token)
+        app = server.make_app(server.Pages(folder), token)
         server.server_of(app).run(sockets=[listening])

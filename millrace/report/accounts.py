@@ -128,7 +128,9 @@ class Accounts:
                 file.write(msgspec.json.encode(self.line(event)) + b"\n")
         except OSError as error:
             self._broken = True
-            self._note(f"warning: {self._path} cannot be written: {error.strerror}. The run goes on")
+            self._note(
+                f"warning: {self._path} cannot be written: {error.strerror}. The run goes on"
+            )
 
 
 def read(run_dir: Path) -> list[Line]:

@@ -23,7 +23,9 @@ from pydantic import ValidationError
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
-from millrace.report.tail import Tail
+from millrace.report.accounts import Device as Account
+from millrace.report.accounts import FILE, Line
+from millrace.report.tail import Tail, open_regular
 from millrace.schedule.modes import name_of
 
 RECENT = 10
@@ -48,7 +50,7 @@ class Device:
     recent: dict[str, float]
     """Share of each part in the last versions. The shares add up to 1."""
     whole: dict[str, float]
-    """The same for the whole run."""
+    """The same for the whole attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +110,10 @@ class Moment(msgspec.Struct, frozen=True):
     retired: int = 0
 
 
-class Account(msgspec.Struct, frozen=True):
-    """A line of accounts.jsonl, with the fields that a look needs."""
-
-    event: str
-    attempt: int
-    version: int
-    generated: int = 0
-    tokens: dict[str, int] = {}
-    devices: dict[str, Part] = {}
+L = TypeVar("L", Moment, Line)
 
 
-class Part(msgspec.Struct, frozen=True):
-    """The seconds of a device, or of a group of them, by part."""
-
-    count: int = 1
-    seconds: dict[str, float] = {}
-
-
-L = TypeVar("L", Moment, Account)
+NO_ACCOUNT = Account(0, {})
 
 
 class Looker:
@@ -137,11 +124,11 @@ class Looker:
         self._clock = clock
         self._metrics = Tail(folder / "metrics.jsonl", dict[str, float | None])
         self._history = Tail(folder / "history.jsonl", Moment)
-        self._accounts = Tail(folder / "accounts.jsonl", Account)
+        self._accounts = Tail(folder / FILE, Line)
         self._rows: dict[int, Row] = {}
         self._validations: dict[int, Row] = {}
         self._moments: list[Moment] = []
-        self._lines: list[Account] = []
+        self._lines: list[Line] = []
         self._config: tuple[float, Config | None] = (0.0, None)
 
     def look(self) -> Look:
@@ -201,7 +188,8 @@ class Looker:
         try:
             written = path.stat().st_mtime
             if written != self._config[0]:
-                tree = yaml.safe_load(path.read_text())
+                with open_regular(path) as file:
+                    tree = yaml.safe_load(file)
                 self._config = written, Config.model_validate(tree)
         except (OSError, ValueError, ValidationError, MillraceError, yaml.YAMLError):
             return self._config[1]  # half written, or of another version of millrace
@@ -227,7 +215,7 @@ class Looker:
         path = self.folder / ".lock"
         locked = changed(path)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 found = re.match(rb"process (\d{1,9}) on ([\w.-]{1,255})\n", file.read(400))
         except OSError:
             found = None
@@ -302,7 +290,7 @@ def changed(path: Path) -> float:
 
 def files_of(folder: Path) -> Iterator[Path]:
     """Yield the files that a run writes as it goes."""
-    for name in ("metrics.jsonl", "history.jsonl", "accounts.jsonl", ".lock"):
+    for name in ("metrics.jsonl", "history.jsonl", FILE, ".lock"):
         yield folder / name
     for inner in ("trace", "samples", "logs"):
         try:
@@ -326,19 +314,19 @@ def _alarms(rows: Mapping[int, Row]) -> Iterator[Alarm]:
             yield Alarm(name, since, CAUSES.get(name, ""))
 
 
-def _devices(lines: list[Account]) -> Iterator[Device]:
-    """Yield how each device spends its time, in the last versions and in the whole run."""
+def _devices(lines: list[Line]) -> Iterator[Device]:
+    """Yield how each device spends its time. The accounts of time begin anew with each attempt."""
     if not lines:
         return
     last = lines[-1]
+    attempt = [line for line in lines if line.attempt == last.attempt]
     earlier = next(
-        (line for line in reversed(lines) if line.version <= last.version - RECENT),
-        lines[0],
+        (line for line in reversed(attempt) if line.version <= last.version - RECENT), attempt[0]
     )
-    for name, part in sorted(last.devices.items()):
-        before = earlier.devices.get(name, Part()).seconds if earlier is not last else {}
-        recent = {k: max(0.0, s - before.get(k, 0.0)) for k, s in part.seconds.items()}
-        yield Device(name, part.count, _shares(recent), _shares(part.seconds))
+    for name, device in sorted(last.devices.items()):
+        before = earlier.devices.get(name, NO_ACCOUNT) if earlier is not last else NO_ACCOUNT
+        recent = {k: s - before.seconds.get(k, 0.0) for k, s in device.seconds.items()}
+        yield Device(name, device.count, _shares(recent), _shares(device.seconds))
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, float]:

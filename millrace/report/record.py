@@ -70,8 +70,10 @@ class Recorder:
         """Return the counts for the checkpoint of `snapshot`."""
         return self.accounts.tokens.counts(snapshot)
 
-    def end(self, snapshot: LedgerSnapshot | None) -> None:
-        """End the accounts. Without `snapshot` the attempt failed, and its last line says so."""
-        if snapshot is not None:
-            self.accounts.tokens.end(snapshot)
-            self.accounts.write("end")
+    def end(self, snapshot: LedgerSnapshot) -> None:
+        """End the accounts of an attempt that ended in order. Its checkpoint has `snapshot`."""
+        self.accounts.tokens.end(snapshot)
+        self.accounts.write("end")
+
+    def close(self) -> None:
+        """Write what is not written yet."""

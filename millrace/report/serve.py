@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -55,10 +56,18 @@ REPORT_POLICY = (
 """The report is one file: it loads nothing and sends nothing. Its own policy may be narrower."""
 
 
+def render(folder: Path) -> str:
+    """Return the report of a run as a page, without a change of the run's own report."""
+    from millrace.report.page import write_report
+
+    with TemporaryDirectory() as own:
+        return write_report([folder], Path(own) / "report.html").read_text()
+
+
 class Pages:
     """The report of a run, made again in one thread while its files change and somebody asks."""
 
-    def __init__(self, folder: Path, render: Callable[[list[Path]], str]) -> None:
+    def __init__(self, folder: Path, render: Callable[[Path], str] = render) -> None:
         self._folder, self._render, self._looker = folder, render, Looker(folder)
         self._asked = threading.Event()
         self._made_of: object = None
@@ -112,7 +121,7 @@ class Pages:
 
     def _made(self) -> str:
         try:
-            return self._render([self._folder])
+            return self._render(self._folder)
         except Exception as error:  # noqa: BLE001 - the server outlives a report that fails
             text = html.escape(f"{type(error).__name__}: {error}")
             return f"<!doctype html><title>millrace</title><p>The report failed. {text}</p>"

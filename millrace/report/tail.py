@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -17,6 +17,15 @@ T = TypeVar("T")
 
 CHUNK = 1 << 24
 """The most bytes of one read. A longer line is left out."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError if it is a pipe or a device, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a file")
+    return open(descriptor, "rb")
 
 
 class Tail(Generic[T]):
@@ -33,13 +42,11 @@ class Tail(Generic[T]):
     def read(self) -> tuple[bool, list[T]]:
         """Return the lines that are new, and whether they replace all earlier ones."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+            opened = open_regular(self._path)
         except OSError:  # not made yet, or not there for a moment
             return False, []
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return False, []
+        with opened as file:
+            found = os.fstat(file.fileno())
             file_now = found.st_dev, found.st_ino
             anew = bool(self._at) and (file_now != self._file or found.st_size < self._at)
             if anew or not self._at:

@@ -150,19 +150,24 @@ def _figures(row: Row) -> Table:
     return table
 
 
-def kind_of(part: str) -> str:
-    """Return what a part of a device's time is: wait, sync or work."""
-    if part.startswith("wait_"):
-        return "wait"
-    return "sync" if part.startswith("sync") else "work"
+_KINDS = {"work": ("█", "green"), "sync": ("▒", "cyan"), "idle": ("░", "yellow")}
 
 
-_KINDS = {"work": "green", "sync": "cyan", "wait": "yellow"}
+def kind_of(device: str, part: str) -> str:
+    """Return what a part of a device's time is: work, sync or idle.
+
+    A replica in the state `other` has nothing to do. The trainer's `other` is work.
+    """
+    if part.startswith("wait_") or part == "tail":
+        return "idle"
+    if part.startswith("sync"):
+        return "sync"
+    return "idle" if part == "other" and device.startswith("rollout") else "work"
 
 
-def idle(shares: dict[str, float]) -> float:
-    """Return the share of the parts in which a device waits."""
-    return math.fsum(share for part, share in shares.items() if kind_of(part) == "wait")
+def share_of(kind: str, device: str, shares: dict[str, float]) -> float:
+    """Return the share of all parts of one kind."""
+    return math.fsum(share for part, share in shares.items() if kind_of(device, part) == kind)
 
 
 def _devices(devices: Sequence[Device]) -> Table:
@@ -170,7 +175,7 @@ def _devices(devices: Sequence[Device]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("device")
     table.add_column("idle", justify="right")
-    table.add_column("of run", justify="right")
+    table.add_column("attempt", justify="right")
     table.add_column(f"last {RECENT} versions", no_wrap=True)
     table.add_column("parts")
     for device in devices:
@@ -178,21 +183,21 @@ def _devices(devices: Sequence[Device]) -> Table:
         named = list(device.recent.items())[:_PARTS]
         table.add_row(
             Text(name),
-            f"{idle(device.recent):.0%}",
-            f"{idle(device.whole):.0%}",
-            _bar(device.recent),
+            f"{share_of('idle', device.name, device.recent):.0%}",
+            f"{share_of('idle', device.name, device.whole):.0%}",
+            _bar(device),
             Text(", ".join(f"{plain(part)} {share:.0%}" for part, share in named)),
         )
     return table
 
 
-def _bar(shares: dict[str, float]) -> Text:
-    """Return a bar of work, syncs and waits."""
+def _bar(device: Device) -> Text:
+    """Return a bar of work, syncs and idle time."""
     text, filled, end = Text(), 0, 0.0
-    for kind, colour in _KINDS.items():
-        end += math.fsum(share for part, share in shares.items() if kind_of(part) == kind)
+    for kind, (mark, colour) in _KINDS.items():
+        end += share_of(kind, device.name, device.recent)
         cells = max(0, min(_BAR, round(end * _BAR)) - filled)
-        text.append({"work": "█", "sync": "▒", "wait": "░"}[kind] * cells, colour)
+        text.append(mark * cells, colour)
         filled += cells
     return text
 

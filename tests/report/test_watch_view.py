@@ -160,10 +160,10 @@ def test_lines_that_are_no_figures_are_left_out(run: Run) -> None:
 def test_a_pipe_or_a_folder_in_place_of_a_file_does_not_stop_a_look(run: Run, name: str) -> None:
     run.version(1)
     (run.path / name).unlink(missing_ok=True)
-    if name == "config.yaml":
-        (run.path / name).mkdir()
-    else:
-        os.mkfifo(run.path / name)
+    os.mkfifo(run.path / name)
+    assert drawn(Looker(run.path).look())
+    (run.path / name).unlink()
+    (run.path / name).mkdir()
     assert drawn(Looker(run.path).look())
 
 
@@ -205,6 +205,8 @@ def line(event: str, version: int, attempt: int, wait: float, work: float) -> di
         "event": event,
         "attempt": attempt,
         "version": version,
+        "time": 1e9,
+        "seconds": wait + work,
         "generated": 1000 * version,
         "tokens": tokens,
         "devices": devices(seconds),
