@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
-from millrace.report.accounts import Device as Account
 from millrace.report.accounts import FILE, Line
+from millrace.report.accounts import Device as Account
 from millrace.report.tail import Tail, open_regular
 from millrace.schedule.modes import name_of
 

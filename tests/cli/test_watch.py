@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_without_a_folder_it_shows_the_newest_run(run: Callable[..., Any], tmp_path: Path) -> None:
-    for name, when in (("a", 2e9), ("b", 1e9)):
+    for name, when in (("a", 1.2e9), ("b", 1e9)):
         made = Run(tmp_path / "runs" / name)
         made.version(1)
         made.end(1, complete=True)
