@@ -76,15 +76,17 @@ class Accounts:
         attempt: int,
         version: int,
         clock: Callable[[], float],
+        begin: float,
         tokens: TokenAccount,
         devices: DeviceAccount,
         flow: FlowAccount,
         note: Callable[[str], None],
         price: float = 0.0,
     ) -> None:
+        """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow = tokens, devices, flow
         self._path, self._attempt, self._version = path, attempt, version
-        self._clock, self._begin, self._note, self._price = clock, clock(), note, price
+        self._clock, self._begin, self._note, self._price = clock, begin, note, price
         self._broken = False
         self.write("start")
 

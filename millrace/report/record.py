@@ -43,9 +43,10 @@ class Recorder:
         slots = ledger.snapshot().slots
         lines = read(run_dir)
         tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
-        flow = FlowAccount(clock())
+        now = clock()
+        flow = FlowAccount(now)
         account = DeviceAccount(
-            clock(),
+            now,
             ledger.schedule,
             flow,
             trainers=devices.trainers,
@@ -58,6 +59,7 @@ class Recorder:
             attempt,
             ledger.version,
             clock,
+            now,
             tokens,
             account,
             flow,
