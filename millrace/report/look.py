@@ -34,6 +34,7 @@ PACE = 50
 """Versions whose pace predicts the end."""
 CLOCKS_S = 60.0
 """The most by which the clock of a shared file system may be behind this machine's."""
+BEFORE = "; it makes the model, starts engines or warms up, of which the folder has no figures"
 _LARGEST = 1e15
 """Larger figures are not figures of a run."""
 
@@ -204,7 +205,7 @@ class Looker:
         if lives is False:
             return "gone", f"{process} is gone, and the run has no end: killed or failed"
         if last is None or last.event == "end":
-            return ("starting" if lives or locked else "empty"), process
+            return ("starting" if lives or locked else "empty"), process + BEFORE * bool(lives)
         return "running", process
 
     def _process(self) -> tuple[bool | None, str, float]:
@@ -239,22 +240,30 @@ class Looker:
     def _plan(
         self, config: Config | None, rows: list[Row], last: Moment | None
     ) -> tuple[int | None, int | None, float | None]:
-        """Return the samples and versions of the whole run, and the seconds that are left.
-
-        The length of an epoch is not in the folder, so a run that an epoch ends has no such figures.
-        """
-        if config is None or config.trainer.total_epochs:
+        """Return the samples and versions of the whole run, and the seconds that are left."""
+        if config is None:
             return None, None, None
-        try:
-            derived = config.derived(None)
-        except MillraceError:
+        done, version = (last.retired, last.version) if last else (0, 0)
+        total = self._lines[-1].limit if self._lines else None
+        total = _limit(config) if total is None else total
+        if total is None or not 0 <= total < _LARGEST:
             return None, None, None
+        left = max(0, total - done)
         recent = rows[-PACE:]
         samples = sum(row.get("train/samples", 0.0) for row in recent)
         seconds = sum(row.get("timing_s/step", 0.0) for row in recent)
-        left = max(0, derived.samples - (last.retired if last else 0))
         eta = left * seconds / samples if samples > 0 and seconds > 0 else None
-        return derived.samples, derived.versions, eta
+        return total, version + config.schedule.versions(left), eta
+
+
+def _limit(config: Config) -> int | None:
+    """Return the samples of the whole run, if the configuration says it without the data."""
+    if config.trainer.total_epochs:
+        return None
+    try:
+        return config.derived(None).samples
+    except MillraceError:
+        return None
 
 
 def _surviving(lines: list[L]) -> list[L]:

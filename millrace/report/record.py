@@ -65,6 +65,7 @@ class Recorder:
             flow,
             note,
             options.price,
+            ledger.limit,
         )
         self.watch = Watch(clock, [tokens, flow, account, self.accounts])
 

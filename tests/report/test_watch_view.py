@@ -203,6 +203,7 @@ def line(event: str, version: int, attempt: int, wait: float, work: float) -> di
     tokens = {"trained": 900 * version, "held": 100 * version}
     return {
         "event": event,
+        "limit": 5120,
         "attempt": attempt,
         "version": version,
         "time": 1e9,
@@ -254,13 +255,16 @@ def test_any_width_of_a_terminal_will_do(run: Run, width: int) -> None:
     assert drawn(Looker(run.path).look(), width, ("Raise the staleness.",))
 
 
-def test_a_run_that_an_epoch_ends_shows_no_total(tmp_path: Path) -> None:
+def test_a_run_that_an_epoch_ends_has_its_total_in_the_accounts(tmp_path: Path) -> None:
     made = Run(tmp_path / "run", "trainer.total_epochs=1")
     made.version(1)
     look = Looker(made.path).look()
-    made.close()
     assert (look.total, look.versions, look.eta_s) == (None, None, None)
     assert "version 1 samples 64" in words(drawn(look))
+    account(made.path, line("start", 0, 1, 0, 0) | {"limit": 300})
+    look = Looker(made.path).look()
+    made.close()
+    assert (look.total, look.versions, look.eta_s) == (300, 5, pytest.approx(2.0 * 236 / 64))
 
 
 def test_only_new_lines_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
