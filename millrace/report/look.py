@@ -332,10 +332,15 @@ def _devices(lines: list[Line]) -> Iterator[Device]:
     earlier = next(
         (line for line in reversed(attempt) if line.version <= last.version - RECENT), attempt[0]
     )
-    for name, device in sorted(last.devices.items()):
+    for name, device in sorted(last.devices.items(), key=_order):
         before = earlier.devices.get(name, NO_ACCOUNT) if earlier is not last else NO_ACCOUNT
         recent = {k: s - before.seconds.get(k, 0.0) for k, s in device.seconds.items()}
         yield Device(name, device.count, _shares(recent), _shares(device.seconds))
+
+
+def _order(item: tuple[str, Account]) -> tuple[bool, int, str]:
+    """Sort the trainer first, and replica 2 before replica 10."""
+    return item[0] != "trainer", len(item[0]), item[0]
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, float]:

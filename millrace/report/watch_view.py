@@ -25,6 +25,8 @@ COLOURS = {
 QUIET_S = 60.0
 """A run without a sign of life for so long, and for three versions, is shown in yellow."""
 _BAR = 24
+_DEVICES = 16
+"""Devices that have a row of their own."""
 _PARTS = 4
 """Parts of a device's time that are named. The others are `other`."""
 
@@ -42,7 +44,7 @@ def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> Renderable
     if look.validation:
         parts.append(_validation(look))
     if look.row:
-        parts.append(_figures(look.row))
+        parts.append(_figures(look.row, slots=not look.devices))
     if look.devices:
         parts += [Text(), _devices(look.devices)]
     if look.tokens:
@@ -115,8 +117,8 @@ def _validation(look: Look) -> Text:
     return text
 
 
-def _figures(row: Row) -> Table:
-    """Return figures of the newest row, two in a line."""
+def _figures(row: Row, *, slots: bool) -> Table:
+    """Return figures of the newest row, two in a line. `slots` adds the idle shares of slots."""
 
     def value(name: str, form: str, scale: float = 1.0) -> str:
         return f"{scale * row[name]:{form}}" if name in row else "-"
@@ -132,16 +134,16 @@ def _figures(row: Row) -> Table:
             f"{value('perf/throughput', ',.0f')} trained",
         ),
         (
-            "idle",
-            f"trainer {value('trainer/idle_ratio', '.0%')}, "
-            f"rollouter {value('rollouter/idle_ratio', '.0%')}",
-        ),
-        (
             "sync",
             f"{value('sync/transfer_s', ',.0f', 1e3)} ms, "
             f"pause {value('sync/pause_s', ',.1f', 1e3)} ms",
         ),
     ]
+    if slots:
+        sides = [
+            f"{side} {value(f'{side}/idle_ratio', '.0%')}" for side in ("trainer", "rollouter")
+        ]
+        figures.append(("idle", ", ".join(sides)))
     table = Table.grid(padding=(0, 3))
     for i in range(0, len(figures), 2):
         table.add_row(
@@ -178,7 +180,7 @@ def _devices(devices: Sequence[Device]) -> Table:
     table.add_column("attempt", justify="right")
     table.add_column(f"last {RECENT} versions", no_wrap=True)
     table.add_column("parts")
-    for device in devices:
+    for device in devices[:_DEVICES]:
         name = plain(device.name) + (f" x{device.count}" if device.count > 1 else "")
         named = list(device.recent.items())[:_PARTS]
         table.add_row(
@@ -188,6 +190,8 @@ def _devices(devices: Sequence[Device]) -> Table:
             _bar(device),
             Text(", ".join(f"{plain(part)} {share:.0%}" for part, share in named)),
         )
+    if len(devices) > _DEVICES:
+        table.add_row(f"and {len(devices) - _DEVICES} more")
     return table
 
 

@@ -230,6 +230,26 @@ def test_a_device_shows_its_last_versions_and_its_whole_run(run: Run) -> None:
     assert "tokens 30,000 generated: trained 90.0%, held 10.0%" in shown
 
 
+def test_many_devices_are_in_the_order_of_their_numbers_and_cut_off(run: Run) -> None:
+    names = [*(f"rollout-{i}" for i in range(20)), "trainer"]
+    seconds = {name: {"generate": 1.0} for name in names}
+    account(run.path, line("start", 0, 1, 1, 1) | {"devices": devices(seconds)})
+    look = Looker(run.path).look()
+    assert [device.name for device in look.devices] == ["trainer", *names[:-1]]
+    shown = words(drawn(look))
+    assert "rollout-14 " in shown and "rollout-15 " not in shown and "and 5 more" in shown
+
+
+def test_a_replica_without_work_is_idle_and_a_trainer_that_does_other_things_is_not(
+    run: Run,
+) -> None:
+    seconds = {"trainer": {"other": 1.0}, "rollout-0": {"other": 1.0}, "rollout-1": {"tail": 1.0}}
+    account(run.path, line("start", 0, 1, 1, 1) | {"devices": devices(seconds)})
+    shown = words(drawn(Looker(run.path).look()))
+    assert "trainer 0% 0%" in shown and "rollout-0 100% 100%" in shown
+    assert "rollout-1 100% 100%" in shown
+
+
 def test_accounts_of_a_superseded_attempt_do_not_count(run: Run) -> None:
     old = [line("version", v, 1, wait=100 * v, work=0) for v in range(1, 9)]
     account(run.path, line("start", 0, 1, 0, 0), *old, line("start", 2, 2, 200, 0))
