@@ -172,12 +172,17 @@ def test_no_path_leads_to_a_file(site: Server, path: str) -> None:
 def test_every_answer_has_the_headers_of_a_private_page(site: Server) -> None:
     for path in ("/wrong", f"/{TOKEN}", f"/{TOKEN}/report", f"/{TOKEN}/state", f"/{TOKEN}/none"):
         headers = site.client.get(path).headers
+        headers.setdefault("content-type", "")
         assert headers["cache-control"] == "no-store"
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["x-content-type-options"] == "nosniff"
         framed = "SAMEORIGIN" if path.endswith("report") else "DENY"
         assert headers["x-frame-options"] == framed
-        assert headers["content-security-policy"].startswith("default-src 'none'")
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'")
+        if headers["content-type"].startswith("text/html"):
+            framed = "'self'" if path.endswith("report") else "'none'"
+            assert f"frame-ancestors {framed}" in policy
         assert "server" not in headers and "access-control-allow-origin" not in headers
 
 
@@ -203,6 +208,7 @@ def test_new_figures_make_a_new_report_and_old_ones_none(
     run: Run, site: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "REST", 0.0)
+    site.seconds = 0.0
     site.client.get(f"/{TOKEN}/report")
     for _ in range(20):
         site.client.get(f"/{TOKEN}/state")
