@@ -25,8 +25,8 @@ REPORT = """<!doctype html><title>report {number}</title><h1>report {number}</h1
 
 class Site(Server):
     def render(self, folder: Path) -> str:
-        self.made.append("")
-        return REPORT.format(number=len(self.made), token=TOKEN)
+        rows = (folder / "metrics.jsonl").read_text().count("\n")
+        return REPORT.format(number=rows, token=TOKEN)
 
 
 @pytest.fixture
