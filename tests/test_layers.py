@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
-    "report": {"config", "observe", "ports", "schedule"},
+    "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
         *("config", "data", "environments", "models", "observe", "pipeline", "ports", "report"),
         *("rewards", "rollout", "runtime", "schedule", "sync", "train"),

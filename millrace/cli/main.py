@@ -44,6 +44,7 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.cli.query import query
 from millrace.cli.serve import serve
 from millrace.cli.watch import watch
 from millrace.config import Config
@@ -67,6 +68,7 @@ app.add_typer(bench, name="bench")
 app.command()(import_verl)
 app.command()(watch)
 app.command()(serve)
+app.command()(query)
 
 
 def version_option(value: bool) -> None:
