@@ -50,6 +50,7 @@ _NEEDED = {
 """The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
     "alembic": ("1.13", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
+    "duckdb": ("1.1", INSTALL["duckdb"], "millrace query"),
     "fastapi": ("0.115", INSTALL["fastapi"], "millrace serve"),
     "mlflow-skinny": ("3", INSTALL["mlflow-skinny"], "trainer.logger=mlflow"),
     "openai": ("3", INSTALL["openai"], "reward.judge"),
