@@ -72,6 +72,7 @@ class Recorder:
             flow,
             note,
             options.price,
+            ledger.limit,
         )
         self._files: list[TraceWriter | SampleStore] = []
         if options.trace:
