@@ -65,6 +65,8 @@ class Line(msgspec.Struct, frozen=True):
     scores: Work = Work()
     price: float = 0.0
     """Money that one device costs per hour."""
+    limit: int | None = None
+    """Samples that the whole run trains."""
 
 
 class Accounts:
@@ -82,12 +84,13 @@ class Accounts:
         flow: FlowAccount,
         note: Callable[[str], None],
         price: float = 0.0,
+        limit: int | None = None,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow = tokens, devices, flow
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
-        self._broken = False
+        self._limit, self._broken = limit, False
         self.write("start")
 
     def __call__(self, event: Event) -> None:
@@ -117,6 +120,7 @@ class Accounts:
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
             scores=Work(flow.scores, flow.scoring.until(now)),
             price=self._price,
+            limit=self._limit,
         )
 
     def write(self, event: str) -> None:
