@@ -21,6 +21,9 @@ _DRAWN = ("waiting", "running")
 _ROLLOUTS_TURN = (NAMES.index("wait_trajectories"), NAMES.index("wait_rewards"))
 """The trainer's states in which the rollouts have shared devices."""
 
+_NO_STATES = ("step", "relabelled")
+"""Spans of the trainer's track that are no states. A step covers the state `train`."""
+
 
 @dataclass
 class Lane:
@@ -76,7 +79,7 @@ def columns(spans: Sequence[Span]) -> Spans:
             slots.setdefault(name, []).append((start, end))
             if name == "sealed":
                 lengths.trained.add(span.key)
-        elif track == "trainer":
+        elif track == "trainer" and name not in _NO_STATES:
             found.trainer.append((start, end, name))
         elif name in pairs:
             pairs[name].append((start, end))
