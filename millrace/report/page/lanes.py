@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.report.page.figures import Array
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.states import PARTS, STATES, state_of
 from millrace.report.spans import Span
 
 NAMES = tuple(STATES)
@@ -76,7 +76,7 @@ def columns(spans: Sequence[Span]) -> Spans:
             slots.setdefault(name, []).append((start, end))
             if name == "sealed":
                 lengths.trained.add(span.key)
-        elif track == "trainer":
+        elif track == "trainer" and name in PARTS and end > start:
             found.trainer.append((start, end, name))
         elif name in pairs:
             pairs[name].append((start, end))
