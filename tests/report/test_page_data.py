@@ -26,6 +26,7 @@ from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
 from millrace.report.page.states import STATES, state_of
 from millrace.report.page.write import LIMIT, MARK, write_report
+from millrace.report.spans import Span
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample
@@ -59,6 +60,16 @@ def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> Non
             merged["wait_trajectories"] += merged.pop("wait_rewards", 0.0)
         for name in STATES:
             assert abs(drawn.get(name, 0) - times.get(name, 0)) <= 0.02 * found.end, (lane.name, name)  # fmt: skip
+
+
+def test_other_spans_of_the_trainer_hide_no_part_of_its_time() -> None:
+    def of(name: str, start: float, end: float, key: str = "") -> Span:
+        return Span(1, "trainer", name, key, start, end, {})
+
+    track = [of("wait_samples", 0, 1), of("train", 1, 3), of("step", 1, 3, "4"), of("stepped", 1, 1)]  # fmt: skip
+    (lane,) = lanes(columns(track), 8, colocated=False, complete=True)
+    assert [NAMES[state] for state in lane.states] == ["wait_trajectories", "train"]
+    assert lane.starts.tolist() == [0, 1] and lane.ends.tolist() == [1, 3]
 
 
 def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.report.page.figures import Array
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.states import PARTS, STATES, state_of
 from millrace.report.spans import Span
 
 NAMES = tuple(STATES)
@@ -20,9 +20,6 @@ _OF_TRAINER, _OF_SYNC = ("ready", "taken"), ("trained", "sealed")
 _DRAWN = ("waiting", "running")
 _ROLLOUTS_TURN = (NAMES.index("wait_trajectories"), NAMES.index("wait_rewards"))
 """The trainer's states in which the rollouts have shared devices."""
-
-_NO_STATES = ("step", "relabelled")
-"""Spans of the trainer's track that are no states. A step covers the state `train`."""
 
 
 @dataclass
@@ -79,7 +76,7 @@ def columns(spans: Sequence[Span]) -> Spans:
             slots.setdefault(name, []).append((start, end))
             if name == "sealed":
                 lengths.trained.add(span.key)
-        elif track == "trainer" and name not in _NO_STATES:
+        elif track == "trainer" and name in PARTS and end > start:
             found.trainer.append((start, end, name))
         elif name in pairs:
             pairs[name].append((start, end))

@@ -64,6 +64,10 @@ _OF: dict[str, str] = {
 }  # fmt: skip
 
 
+PARTS = {*_OF, "train", "switch", "wait_validation", "other"}
+"""The parts of the trainer's time. Its track has other spans too."""
+
+
 def state_of(part: str) -> str:
     """Return the state of charts for a part of the trainer's time or a state of the accounts."""
     return _OF.get(part, part if part in STATES else "other")
