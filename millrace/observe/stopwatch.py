@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from millrace.observe.watch import UNWATCHED, Watch
+
 Parts = Callable[[str], AbstractContextManager[None]]
 """`Stopwatch.part`, or `untimed`."""
 
@@ -17,8 +19,11 @@ def untimed(name: str) -> AbstractContextManager[None]:
 class Stopwatch:
     """A stopwatch in which one part runs at a time. Another part suspends it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float], watch: Watch = UNWATCHED, track: str = ""
+    ) -> None:
+        """`watch` sees each part as a state of `track`."""
+        self._clock, self._watch, self._track = clock, watch, track
         self._name = "other"
         self._since = clock()
         self._parts: dict[str, float] = {}
@@ -41,6 +46,9 @@ class Stopwatch:
         if moved > 0:
             self._parts[source] -= moved
             self._parts[target] = self._parts.get(target, 0.0) + moved
+            self._watch.at(
+                self._track, "relabelled", seconds=moved, source=source, target=target
+            )
 
     def running(self) -> dict[str, float]:
         """Return the seconds of each part so far in this period."""
@@ -57,4 +65,6 @@ class Stopwatch:
         now = self._clock()
         self._parts[self._name] = self._parts.get(self._name, 0.0) + now - self._since
         previous, self._name, self._since = self._name, name, now
+        if name != previous:
+            self._watch.state(self._track, name)
         return previous

@@ -152,6 +152,7 @@ class Rollouter:
             self._spans[sample.prompt.index] = start, _now()
             self.queue.do(ledger.finish, sample_id, sample)
         else:
+            self.queue.watch.at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)
             self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
 
     def _drop(self, sample_id: int, error: RewardError) -> None:
@@ -265,7 +266,8 @@ class Rollouter:
         """
         self.paused = True
         try:
-            yield
+            with self.queue.watch.span("rollouts", "pause"):
+                yield
         finally:
             if not self.queue.out_of_grace:
                 self.paused = False

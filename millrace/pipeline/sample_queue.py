@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
+from millrace.observe.watch import UNWATCHED, Watch
 from millrace.schedule.ledger import Ledger, Topic
 
 P = ParamSpec("P")
@@ -32,8 +33,10 @@ class _Waiter:
 class SampleQueue:
     """The ledger, the request to stop, and the tasks that wait for either to change."""
 
-    def __init__(self, ledger: Ledger, *, deadline_s: float) -> None:
+    def __init__(self, ledger: Ledger, *, deadline_s: float, watch: Watch = UNWATCHED) -> None:
+        """`watch` sees every move of the ledger, and what the loops report."""
         self.ledger = ledger
+        self.watch = watch
         self.stopping = False
         self.out_of_grace = False
         self._deadline_s = deadline_s
@@ -46,7 +49,14 @@ class SampleQueue:
         changed, self.ledger.changed = self.ledger.changed, set()
         for topic in changed:
             self.wake(topic)
+        self._report_moves()
         return outcome
+
+    def _report_moves(self) -> None:
+        moves, self.ledger.moves = self.ledger.moves, []
+        for move in moves:
+            facts = {"reason": move.reason} if move.reason else {}
+            self.watch.at("samples", move.to, str(move.sample_id), **facts)
 
     def wake(self, topic: Topic) -> None:
         """Wake the tasks that wait for `topic` and whose condition is true."""

@@ -160,7 +160,9 @@ class Trainer:
             with self.watch.part("train"):
                 report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
             queue.do(ledger.trained)
-            self._metrics.stepped(samples, ledger.trainer_version, report)
+            version = ledger.trainer_version
+            self._metrics.stepped(samples, version, report)
+            queue.watch.at("trainer", "stepped", samples=samples, version=version, report=report)
             self.observer.stepped(samples, report)
         await self._publish()
 
@@ -232,7 +234,9 @@ class Trainer:
         async with self.turns.activation(partial(self._pause, part, "sync")) as paused_since:
             with part("sync_activate"):
                 pause_s = await self.sync.activate(version)
-            self.observer.published(self.queue.do(ledger.published), ledger.totals())
+            retired, totals = self.queue.do(ledger.published), ledger.totals()
+            self.observer.published(retired, totals)
+            self.queue.watch.at("run", "published", version=version, ids=retired, totals=totals)
             live = self.rollouter.begin_version()
         hold_s = None if paused_since is None else clock() - paused_since
         return Synced(transfer, pause_s, hold_s, live)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from millrace.errors import LedgerError
 from millrace.schedule.order import TrainingOrder
@@ -50,6 +51,15 @@ class Topic(StrEnum):
     """More samples are finished, or the oldest one changed."""
     ROLLOUTS = "rollouts"
     """A sample left WAITING, or a rollout ended."""
+
+
+class Move(NamedTuple):
+    """A move of one sample: a state's name, `retired` or `dropped`."""
+
+    sample_id: int
+    to: str
+    reason: str = ""
+    """Of a drop."""
 
 
 @dataclass(slots=True)
@@ -111,6 +121,8 @@ class Ledger:
         self.dropped: dict[str, int] = {}
         self.changed: set[Topic] = set()
         """The changes since a reader last cleared this set."""
+        self.moves: list[Move] = []
+        """The moves since a reader last took this list."""
         self._slots: dict[int, Slot] = {}  # in order of admission
         self._order = TrainingOrder(schedule.lookahead)
         self._with_trainer: dict[State, list[int]] = {state: [] for state in _WITH_TRAINER}
@@ -134,6 +146,7 @@ class Ledger:
         self._slots[sample_id] = Slot(prompt, self.version)
         self._counts[State.WAITING] += 1
         self._order.admit(sample_id)
+        self.moves.append(Move(sample_id, State.WAITING))
         return sample_id
 
     # -- rollout
@@ -163,6 +176,7 @@ class Ledger:
         self._counts[slot.state] -= 1
         self._order.drop(sample_id)
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.moves.append(Move(sample_id, "dropped", reason))
         self.changed.update(Topic)
 
     # -- training
@@ -249,6 +263,7 @@ class Ledger:
         self._counts[State.SEALED] = 0
         self.retired += len(sample_ids)
         self.version += 1
+        self.moves += [Move(sample_id, "retired") for sample_id in sample_ids]
         self.changed.add(Topic.SLOTS)
         return sample_ids
 
@@ -325,6 +340,7 @@ class Ledger:
             ledger._slots[i] = replace(slot)
             ledger._counts[slot.state] += 1
             ledger._order.admit(i)
+            ledger.moves.append(Move(i, slot.state))
         for i in ledger.ids(State.READY):
             ledger._order.finish(i)
         ledger._most = max(ledger._most, ledger.occupied)
@@ -352,6 +368,7 @@ class Ledger:
         slot.state = target
         self._counts[source] -= 1
         self._counts[target] += 1
+        self.moves.append(Move(sample_id, target))
         return slot
 
     def _pass_on(self, source: State, target: State) -> list[int]:
