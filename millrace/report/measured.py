@@ -1,0 +1,122 @@
+"""The figures of a steady part of a run that advice reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millrace.schedule.schedule import Schedule
+
+WAITS = ("wait_samples", "wait_prev_gen", "wait_rollouts", "wait_validation", "wait_publish")
+"""The parts of the trainer's time in which its devices are idle."""
+
+WITH_TRAINER = ("taken", "trained", "sealed")
+"""The states of samples that the trainer has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """The numbers of a configuration that advice reads."""
+
+    schedule: Schedule
+    mode: str
+    n: int
+    """Trajectories of each sample."""
+    trainers: int
+    """Devices of the trainer."""
+    rollouts: int
+    """Devices of the rollouts. On shared devices, the same devices as the trainer's."""
+    replicas: int
+    slots: int
+    """Decode slots of all replicas."""
+    reward_workers: int = 0
+    """Processes that compute the reward. 0 means that their number is no limit."""
+    test_freq: int = 0
+    save_freq: int = 0
+    async_save: bool = True
+
+    @property
+    def devices(self) -> int:
+        return self.trainers if self.schedule.colocated else self.trainers + self.rollouts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Totals over the counted versions of a run."""
+
+    setup: Setup
+    versions: int
+    seconds: float
+    trainer: dict[str, float]
+    """The trainer's seconds by part. They add up to `seconds`."""
+    held: dict[str, float]
+    """Sample-seconds in each state of the Ledger."""
+    samples: int
+    """Samples that were trained."""
+    busy_slot_s: float
+    """Seconds of decode slots that drew tokens."""
+    drawn_tokens: float
+    trained_tokens: float
+    """Tokens of the responses that were trained."""
+    dropped_tokens: dict[str, float] = field(default_factory=dict)
+    """Tokens of dropped samples, by reason."""
+    request_s: float = 0.0
+    """Seconds of all requests inside an engine, the wait for a decode slot included."""
+    score_s: float = 0.0
+    """Seconds of all calls of the reward, the wait for a worker included."""
+    scores: float = 0.0
+    """Calls of the reward."""
+    hold_s: float = 0.0
+    """Seconds in which rollouts were paused for a sync."""
+    longest: float = 0.0
+    """Mean over versions of the longest response, in tokens."""
+    step_growth: float | None = None
+    """Share of a decode step that grows with the requests in it. None if nothing shows it."""
+
+    @property
+    def rate(self) -> float:
+        """Return the samples that were trained per second."""
+        return self.samples / self.seconds
+
+    @property
+    def version_s(self) -> float:
+        return self.seconds / self.versions
+
+    def share(self, *parts: str) -> float:
+        """Return the share of parts of the trainer's time."""
+        return sum(self.trainer.get(part, 0.0) for part in parts) / self.seconds
+
+    @property
+    def trainer_idle(self) -> float:
+        return self.share(*WAITS)
+
+    @property
+    def busy_slots(self) -> float:
+        """Return the mean number of decode slots that draw."""
+        return self.busy_slot_s / self.seconds
+
+    @property
+    def usable_slots(self) -> int:
+        """Return the decode slots that the Schedule can fill."""
+        return min(self.setup.slots, self.setup.schedule.capacity * self.setup.n)
+
+    @property
+    def rollouts_idle(self) -> float:
+        return max(0.0, 1 - self.busy_slots / self.usable_slots)
+
+    def mean(self, *states: str) -> float:
+        """Return the mean number of samples in these states."""
+        return sum(self.held.get(state, 0.0) for state in states) / self.seconds
+
+    @property
+    def occupied(self) -> float:
+        return self.mean(*self.held)
+
+    @property
+    def with_trainer(self) -> float:
+        return self.mean(*WITH_TRAINER)
+
+    @property
+    def drop_share(self) -> float:
+        """Return the share of dropped tokens among those of finished samples."""
+        dropped = sum(self.dropped_tokens.values())
+        return dropped / max(1.0, dropped + self.trained_tokens)
