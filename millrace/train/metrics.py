@@ -100,6 +100,21 @@ class Meter:
         return {f"{prefix}grad_norm": self._norm / n, f"{prefix}lr": self._lr / n}
 
 
+def left_out(unfiltered: Tensor, kept: int) -> dict[str, float]:
+    """Return how many of a batch's response tokens the first pass did not train.
+
+    `unfiltered` is BatchArrays.unfiltered. The first pass trained `kept` tokens.
+
+    train/rejected_tokens  a correction rejected them
+    train/filtered_tokens  overlong_filtering left them out
+    """
+    rest = int(unfiltered.sum())
+    return {
+        "train/rejected_tokens": float(rest - kept),
+        "train/filtered_tokens": float(len(unfiltered) - rest),
+    }
+
+
 def batch_metrics(
     data: Experience,
     policy: Meter,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.timing import TOTALS
+from millrace.observe.watch import Watch, Watcher
+from millrace.observe.watched import WatchedReplica, WatchedReward, WatchedSync
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -120,6 +122,10 @@ class Record:
             self.validation = asyncio.ensure_future(asyncio.sleep(self.validation_s))
 
 
+Watchers = Callable[[float, Ledger], Sequence[Watcher]]
+"""Makes the watchers of a run from the time and its ledger."""
+
+
 def mixed(prompt: Prompt) -> float:
     """Return the chance of a right response. Some groups are all right and some all wrong."""
     return (prompt.index * 7 % 11) / 10
@@ -146,14 +152,16 @@ class Outcome:
 
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
-                    greedy: bool, save_s: float, validation_s: float) -> Outcome:  # fmt: skip
+                    greedy: bool, save_s: float, validation_s: float, watchers: Watchers) -> Outcome:  # fmt: skip
+    loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
-    queue = SampleQueue(ledger, deadline_s=1e8)
+    watch = Watch(loop.time, watchers(loop.time(), ledger))
+    queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
     engine = SimTrainEngine(cost)
     record = Record(ledger, retired_before=ledger.retired, save_s=save_s, validation_s=validation_s)
     params = SamplingParams(max_tokens=1000)
-    reward = SimReward(cost, chance) if chance else SimReward(cost)
+    reward = WatchedReward(SimReward(cost, chance) if chance else SimReward(cost), watch)
     roller = SampleRoller(
         lambda prompt: SingleTurn(),
         reward,
@@ -168,26 +176,29 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         if chance
         else None
     )
-    rollouter = Rollouter(
-        queue, LongTail(), RolloutPool(rollouts), roller, dynamic_sampling=sampling
+    pool = RolloutPool(
+        [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(rollouts)]
     )
-    loop = asyncio.get_running_loop()
+    rollouter = Rollouter(queue, LongTail(), pool, roller, dynamic_sampling=sampling)
     turns = turns_of(schedule.colocated, rollouter.pool, engine)
-    sync, watch = SimWeightSync(cost, rollouts), Stopwatch(loop.time)
-    trainer = Trainer(queue, rollouter, engine, turns, sync, record, watch)
+    sync = WatchedSync(SimWeightSync(cost, rollouts), watch)
+    stopwatch = Stopwatch(loop.time, watch, "trainer")
+    trainer = Trainer(queue, rollouter, engine, turns, sync, record, stopwatch)
     if stop_at is not None:
         loop.call_at(stop_at, queue.stop, 1.0)
     begin = loop.time()
     await trainer.begin()
     await run_pipeline(rollouter, trainer)
-    return Outcome(record, ledger, engine, loop.time() - begin)
+    seconds = loop.time() - begin
+    await pool.stats()
+    return Outcome(record, ledger, engine, seconds)
 
 
 def simulate(
     schedule: Schedule, samples: int, *, cost: CostModel | None = None, slots: int = 64, n: int = 4,
     start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
-    save_s: float = 0.0, validation_s: float = 0.0,
+    save_s: float = 0.0, validation_s: float = 0.0, watchers: Watchers = lambda now, ledger: (),
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -209,5 +220,6 @@ def simulate(
             greedy,
             save_s,
             validation_s,
+            watchers,
         )
     )

@@ -30,7 +30,7 @@ from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import load, mesh_of
 from millrace.train.fsdp.trainable import Trainable, moved
-from millrace.train.metrics import Meter, batch_metrics, pad_share
+from millrace.train.metrics import Meter, batch_metrics, left_out, pad_share
 from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
 from millrace.train.packing import MicroBatch, Outputs
@@ -117,7 +117,7 @@ class FsdpTrainEngine:
         """Take one optimizer step for each mini-batch of `ppo_mini_batch_size` samples.
 
         This is repeated `ppo_epochs` times. The last mini-batch may be short. metrics.py documents
-        the metrics, which are the same on every rank. The totals are:
+        the metrics, which are the same on every rank. The totals are those of left_out, and:
 
         actor/nonfinite_steps  steps skipped because the loss or the gradient was not finite
         actor/rejected_steps   steps skipped because all tokens of the mini-batch were rejected
@@ -137,7 +137,7 @@ class FsdpTrainEngine:
         if self.critic is not None:
             learners.insert(0, (self.critic, CriticLoss, critic_meter))
         corrections: list[dict[str, float]] = []
-        first_tokens, rejected = torch.zeros_like(data.include), 0
+        first_tokens, rejected, kept = torch.zeros_like(data.include), 0, 0
         size, temperature = options.actor.ppo_mini_batch_size, options.temperature
         for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
             with watch.part("update_actor"):
@@ -147,6 +147,7 @@ class FsdpTrainEngine:
             if k == 0:
                 first_tokens = mini.mask
             first_pass = k * size < data.num_samples
+            kept += mini.tokens * first_pass
             for model, loss, sums in learners:
                 warm = model is not self.actor or model.steps >= options.critic_warmup
                 loss_of = loss(data, mini, options) if mini.tokens and warm else None
@@ -165,7 +166,7 @@ class FsdpTrainEngine:
             sum_ranks=self._sum_ranks,
         )
         self._adapt_kl(data)
-        totals = {
+        totals = left_out(arrays.unfiltered, kept) | {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),

@@ -1,0 +1,154 @@
+"""RUN/accounts.jsonl: where every token and every second of every device went.
+
+Each attempt has a line for its start, one for each version and one for its end. Tokens are those
+of the surviving history. All other figures are those of the attempt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from millrace.observe.watch import Event
+from millrace.report.devices import DeviceAccount
+from millrace.report.flow import FlowAccount
+from millrace.report.tokens import TokenAccount
+from millrace.schedule.ledger import State
+
+FILE = "accounts.jsonl"
+
+
+class Device(msgspec.Struct, frozen=True):
+    """The devices of one track."""
+
+    count: int
+    seconds: dict[str, float]
+    """Seconds of one of the devices, by state. They add up to the line's `seconds`."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Calls, their seconds and their tokens."""
+
+    count: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class Line(msgspec.Struct, frozen=True):
+    """The accounts at one moment."""
+
+    event: str
+    """One of start, version and end."""
+    attempt: int
+    version: int
+    time: float
+    """Unix time."""
+    seconds: float
+    """Seconds of this attempt so far."""
+    generated: int
+    """Tokens drawn. `tokens` adds up to it."""
+    tokens: dict[str, int]
+    """Tokens by bucket (report/tokens.py)."""
+    prefill: int = 0
+    """Tokens that this attempt has read into KV caches."""
+    devices: dict[str, Device] = {}
+    slots: dict[str, float] = {}
+    """Sample-seconds by the sample's state."""
+    samples: dict[str, int] = {}
+    """Samples that are in each state now."""
+    retired: int = 0
+    """Samples that this attempt has trained to a live version."""
+    requests: Work = Work()
+    scores: Work = Work()
+    price: float = 0.0
+    """Money that one device costs per hour."""
+
+
+class Accounts:
+    """A watcher that writes the accounts. It comes after the accounts that it writes."""
+
+    def __init__(
+        self,
+        path: Path,
+        attempt: int,
+        version: int,
+        clock: Callable[[], float],
+        tokens: TokenAccount,
+        devices: DeviceAccount,
+        flow: FlowAccount,
+        note: Callable[[str], None],
+        price: float = 0.0,
+    ) -> None:
+        self.tokens, self.devices, self.flow = tokens, devices, flow
+        self._path, self._attempt, self._version = path, attempt, version
+        self._clock, self._begin, self._note, self._price = clock, clock(), note, price
+        self._broken = False
+        self.write("start")
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "published":
+            self._version = event.facts["version"]
+            self.write("version")
+
+    def line(self, event: str) -> Line:
+        """Return the accounts as they are now."""
+        now, flow = self._clock(), self.flow
+        return Line(
+            event=event,
+            attempt=self._attempt,
+            version=self._version,
+            time=time.time(),
+            seconds=now - self._begin,
+            generated=self.tokens.generated,
+            tokens=self.tokens.totals(),
+            prefill=self.tokens.read(),
+            devices={
+                track: Device(count, dict(seconds))
+                for track, (count, seconds) in self.devices.seconds(now).items()
+            },
+            slots={str(state): flow.slots[state].until(now) for state in State},
+            samples={str(state): flow.slots[state].level for state in State},
+            retired=flow.retired,
+            requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
+            scores=Work(flow.scores, flow.scoring.until(now)),
+            price=self._price,
+        )
+
+    def write(self, event: str) -> None:
+        """Append a line. After the first failure there are no more lines."""
+        if self._broken:
+            return
+        try:
+            if event == "start":
+                mend(self._path)
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(self.line(event)) + b"\n")
+        except OSError as error:
+            self._broken = True
+            self._note(f"warning: {self._path} cannot be written: {error.strerror}. The run goes on")
+
+
+def read(run_dir: Path) -> list[Line]:
+    """Return the lines of a run, oldest first. A line that is not whole is left out."""
+    path = run_dir / FILE
+    lines: list[Line] = []
+    if path.is_file():
+        for text in path.read_bytes().split(b"\n")[:-1]:
+            try:
+                lines.append(msgspec.json.decode(text, type=Line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+    return lines
+
+
+def mend(path: Path) -> None:
+    """Remove a last line that a crash left unfinished."""
+    if path.is_file():
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            with path.open("r+b") as file:
+                file.truncate(len(whole))

@@ -1,0 +1,165 @@
+"""The account of time: every second of every device has one state.
+
+| track | states |
+|---|---|
+| trainer | the parts of the trainer's time (observe/timing.py) |
+| a replica | generate, validate, and the states of an idle replica |
+| shared devices | the trainer's parts in its turn, and a replica's states otherwise |
+
+| idle replica | waits for |
+|---|---|
+| sync | the end of a pause: a sync, a save, or running trajectories in drain mode |
+| wait_trajectories | trajectories on other replicas; their samples have the slots |
+| wait_rewards | rewards; their samples have the slots |
+| wait_trainer | the trainer; READY and TAKEN samples have the slots |
+| wait_sync | the next version; trained samples have the slots |
+| tail | the end of the run: every sample that it needs is admitted |
+| other | nothing: a slot is free |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from millrace.observe.watch import Event
+from millrace.report.flow import FlowAccount
+from millrace.report.tokens import VALIDATION
+from millrace.schedule.ledger import State
+from millrace.schedule.schedule import Schedule
+
+Seconds = Counter[str]
+"""Seconds by state."""
+
+_ROLLOUTS_TURN = ("wait_samples", "wait_prev_gen")
+"""The parts of the trainer's time in which the rollouts have shared devices."""
+
+_OF_TRAINER = (State.READY, State.TAKEN)
+_OF_SYNC = (State.TRAINED, State.SEALED)
+
+
+class Clock:
+    """The seconds by state of one thing, which is in one state at a time."""
+
+    def __init__(self, now: float, state: str) -> None:
+        self.state = state
+        self._seconds, self._since = Seconds(), now
+
+    def switch(self, now: float, state: str) -> None:
+        if state != self.state:
+            self._seconds[self.state] += now - self._since
+            self.state, self._since = state, now
+
+    def until(self, now: float) -> Seconds:
+        return self._seconds + Seconds({self.state: now - self._since})
+
+
+class _Replica:
+    """One replica. It works, or it is in the state that all idle replicas share."""
+
+    def __init__(self, now: float) -> None:
+        self._requests = {"generate": 0, "validate": 0}
+        self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), Seconds()
+
+    def change(self, event: Event, idle: Callable[[], Seconds]) -> None:
+        """Count a request. `idle` returns the seconds of the shared state until now."""
+        work = "validate" if event.key.startswith(VALIDATION) else "generate"
+        self._requests[work] += 1 if event.phase == "begin" else -1
+        now = next((name for name, count in self._requests.items() if count), "idle")
+        if now != self._work.state and self._work.state == "idle":
+            self._idle += idle() - self._idle_before
+        elif now != self._work.state and now == "idle":
+            self._idle_before = idle()
+        self._work.switch(event.time, now)
+
+    def until(self, now: float, idle: Seconds) -> Seconds:
+        waits = idle - self._idle_before if self._work.state == "idle" else Seconds()
+        work = self._work.until(now)
+        del work["idle"]
+        return work + self._idle + waits
+
+
+class DeviceAccount:
+    """A watcher of every device. It comes after `flow`, which watches the same events."""
+
+    def __init__(
+        self,
+        now: float,
+        schedule: Schedule,
+        flow: FlowAccount,
+        *,
+        trainers: int,
+        replicas: Mapping[str, int],
+        limit: int | None = None,
+        retired: int = 0,
+    ) -> None:
+        """`trainers` is the number of train ranks. `replicas` has each replica's devices, by track.
+
+        `limit` is the number of samples that the run trains. `retired` of them are trained already.
+        """
+        self._schedule, self._flow = schedule, flow
+        self._trainers, self._devices = trainers, dict(replicas)
+        self._limit, self._retired = limit, retired
+        self._trainer, self._steps, self._moved = Clock(now, "other"), Seconds(), Seconds()
+        self._idle = Clock(now, "other")
+        self._replicas = {track: _Replica(now) for track in replicas}
+        self._pauses = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "request" and event.track in self._replicas:
+            now = event.time
+            self._replicas[event.track].change(event, lambda: self._idle.until(now))
+        elif event.track == "trainer" and event.phase == "state":
+            self._trainer.switch(event.time, event.name)
+        elif event.name == "relabelled":
+            seconds = event.facts["seconds"]
+            self._moved.update({event.facts["source"]: -seconds, event.facts["target"]: seconds})
+        elif event.name == "stepped":
+            self._steps.update(event.facts["report"].seconds)
+        elif event.name == "pause":
+            self._pauses += 1 if event.phase == "begin" else -1
+        self._idle.switch(event.time, self._idle_state())
+
+    def _idle_state(self) -> str:
+        """Return the state of every replica that has no request."""
+        flow, part = self._flow, self._trainer.state
+        if self._schedule.colocated and part not in _ROLLOUTS_TURN:
+            return part
+        if self._pauses:
+            return "sync"
+        occupied = flow.count(*State)
+        if self._limit is not None and self._retired + flow.retired + occupied >= self._limit:
+            return "tail"
+        if occupied < self._schedule.capacity:
+            return "other"
+        trainer, sync = flow.count(*_OF_TRAINER), flow.count(*_OF_SYNC)
+        if max(trainer, sync) >= occupied - trainer - sync:
+            return "wait_trainer" if trainer >= sync else "wait_sync"
+        return "wait_trajectories" if flow.drawing.level else "wait_rewards"
+
+    def seconds(self, now: float) -> dict[str, tuple[int, Seconds]]:
+        """Return the number of devices and the seconds of one of them by state, by track.
+
+        On shared devices the trainer's parts are among the states of the tracks `shared-0`, ...
+        """
+        idle = self._idle.until(now)
+        tracks = {
+            track: (self._devices[track], replica.until(now, idle))
+            for track, replica in self._replicas.items()
+        }
+        if self._schedule.colocated:
+            return {
+                f"shared-{i}": (count, self._split(seconds))
+                for i, (count, seconds) in enumerate(tracks.values())
+            }
+        trainer = self._trainer.until(now)
+        trainer.update(self._moved)
+        return {"trainer": (self._trainers, self._split(+trainer)), **tracks}
+
+    def _split(self, seconds: Seconds) -> Seconds:
+        """Divide the state `train` by what the train engine reported of its steps."""
+        train, parts = seconds.pop("train", 0.0), self._steps.total()
+        scale = train / max(train, parts) if parts else 0.0
+        seconds.update({name: spent * scale for name, spent in self._steps.items()})
+        seconds["train_other"] += max(0.0, train - parts * scale)
+        return +seconds

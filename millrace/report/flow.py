@@ -1,0 +1,71 @@
+"""The account of waiting: how long samples are in each state, and how long requests take."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from millrace.observe.watch import Event
+from millrace.report.tokens import VALIDATION
+from millrace.schedule.ledger import State
+
+
+class Integral:
+    """The integral of a number over time."""
+
+    def __init__(self, now: float) -> None:
+        self.level = 0
+        self._since, self._sum = now, 0.0
+
+    def change(self, now: float, by: int) -> None:
+        self._sum = self.until(now)
+        self.level, self._since = self.level + by, now
+
+    def until(self, now: float) -> float:
+        return self._sum + self.level * (now - self._since)
+
+
+class FlowAccount:
+    """A watcher of samples, requests and rewards. Validations do not count."""
+
+    def __init__(self, now: float) -> None:
+        self.slots = {state: Integral(now) for state in State}
+        """Sample-seconds by state, and the number of samples in it."""
+        self.drawing, self.scoring = Integral(now), Integral(now)
+        """Seconds of all requests, and of all calls of the reward."""
+        self.requests = self.tokens = self.scores = self.retired = 0
+        """Requests and their tokens, calls of the reward, and samples that have come to an end."""
+        self._states: dict[str, State] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event.track == "samples":
+            self._move(event)
+        elif event.key.startswith(VALIDATION):
+            return
+        elif event.name == "request":
+            self._step(self.drawing, event)
+            if event.phase == "end":
+                self.requests += 1
+                self.tokens += event.facts.get("tokens", 0)
+        elif event.name == "score":
+            self._step(self.scoring, event)
+            self.scores += event.phase == "end"
+
+    @staticmethod
+    def _step(integral: Integral, event: Event) -> None:
+        integral.change(event.time, 1 if event.phase == "begin" else -1)
+
+    def _move(self, event: Event) -> None:
+        ends = event.name in ("retired", "dropped")
+        if not ends and event.name not in self.slots:
+            return
+        if (before := self._states.pop(event.key, None)) is not None:
+            self.slots[before].change(event.time, -1)
+        if ends:
+            self.retired += event.name == "retired"
+        else:
+            self._states[event.key] = state = State(event.name)
+            self.slots[state].change(event.time, 1)
+
+    def count(self, *states: State) -> int:
+        """Return the number of samples in one of `states`."""
+        return sum(self.slots[state].level for state in states)

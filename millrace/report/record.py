@@ -1,0 +1,77 @@
+"""What watches a run: its accounts, its trace and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config import ReportConfig
+from millrace.observe.watch import Watch
+from millrace.report.accounts import FILE, Accounts, read
+from millrace.report.devices import DeviceAccount
+from millrace.report.flow import FlowAccount
+from millrace.report.tokens import TokenAccount
+from millrace.schedule.ledger import Ledger, LedgerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of a run."""
+
+    trainers: int
+    """Train ranks."""
+    replicas: dict[str, int]
+    """Devices of each replica, by its track."""
+
+
+class Recorder:
+    """Everything that watches one attempt at a run."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        ledger: Ledger,
+        counts: Mapping[str, float],
+        devices: Devices,
+        options: ReportConfig,
+        clock: Callable[[], float],
+        note: Callable[[str], None],
+    ) -> None:
+        """`counts` are those of the checkpoint from which `ledger` was restored."""
+        slots = ledger.snapshot().slots
+        lines = read(run_dir)
+        tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
+        flow = FlowAccount(clock())
+        account = DeviceAccount(
+            clock(),
+            ledger.schedule,
+            flow,
+            trainers=devices.trainers,
+            replicas=devices.replicas,
+            limit=ledger.limit,
+            retired=ledger.retired,
+        )
+        self.accounts = Accounts(
+            run_dir / FILE,
+            attempt,
+            ledger.version,
+            clock,
+            tokens,
+            account,
+            flow,
+            note,
+            options.price,
+        )
+        self.watch = Watch(clock, [tokens, flow, account, self.accounts])
+
+    def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
+        """Return the counts for the checkpoint of `snapshot`."""
+        return self.accounts.tokens.counts(snapshot)
+
+    def end(self, snapshot: LedgerSnapshot | None) -> None:
+        """End the accounts. Without `snapshot` the attempt failed, and its last line says so."""
+        if snapshot is not None:
+            self.accounts.tokens.end(snapshot)
+            self.accounts.write("end")
