@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import drawn_lengths, run_training
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
-from millrace.schedule.schedule import Schedule
+from millrace.schedule.steady import counted
 from millrace.types import SamplingParams
 
 
@@ -234,21 +233,6 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "staleness": sum(row["staleness/mean"] * row["train/samples"] for row in rows) / samples,
         "staleness_max": max(row["staleness/max"] for row in rows),
     }
-
-
-def counted(samples: int, skip: int, schedule: Schedule) -> range:
-    """Return the versions of a run of `samples` samples that represent a long run.
-
-    These versions are left out:
-
-    - those of the first `skip` optimizer steps
-    - the first ones, whose samples were drawn while the trainer was idle
-    - the last ones, during which less than a window of samples was admitted
-    """
-    ahead = math.ceil(schedule.capacity / schedule.window) - 1
-    steps = schedule.trigger_parameter_sync_step * schedule.require_batches
-    end = (samples - schedule.capacity) // schedule.window + 1
-    return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
 def check_size(config: Config, rows: int, mode: str, skip: int) -> None:

@@ -55,6 +55,8 @@ class Measured:
     busy_slot_s: float
     """Seconds of decode slots that drew tokens."""
     drawn_tokens: float
+    read_tokens: float
+    """Tokens that engines read into KV caches: prompts, and interrupted responses."""
     trained_tokens: float
     """Tokens of the responses that were trained."""
     dropped_tokens: dict[str, float] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class Measured:
     """Seconds in which rollouts were paused for a sync."""
     longest: float = 0.0
     """Mean over versions of the longest response, in tokens."""
+    stock_change: float = 0.0
+    """Change of the number of READY samples."""
     step_growth: float | None = None
     """Share of a decode step that grows with the requests in it. None if nothing shows it."""
 

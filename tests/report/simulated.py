@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+import functools
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from millrace.bench.modes import counted
+from millrace.config import ReportConfig
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
-from millrace.observe.watch import Event, Watch
 from millrace.observe.watched import WatchedReplica, WatchedReward
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -19,7 +20,9 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.report.measure import measured_of
+from millrace.report.accounts import read
 from millrace.report.measured import Measured, Setup
+from millrace.report.record import Devices, Recorder
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
@@ -27,6 +30,7 @@ from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import Schedule
+from millrace.schedule.steady import counted
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
@@ -102,64 +106,6 @@ class Case:
         return replace(self, **changes)
 
 
-class Accounts:
-    """A watcher that keeps the totals of accounts.jsonl that advice reads, by version."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._state: dict[str, str] = {}
-        self._counts: Counter[str] = Counter()
-        self._held: defaultdict[str, float] = defaultdict(float)
-        self._time = 0.0
-        self._open = {"request": 0, "score": 0}
-        """Number of open spans."""
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._tokens: Counter[str] = Counter()
-
-    def __call__(self, event: Event) -> None:
-        self._until(event.time)
-        if event.track == "samples":
-            self._moved(event)
-        elif event.phase in ("begin", "end") and event.name in self._open:
-            self._open[event.name] += 1 if event.phase == "begin" else -1
-        elif event.name == "stepped":
-            self._tokens["trained"] += sum(
-                t.num_tokens for s in event.facts["samples"] for t in s.trajectories
-            )
-
-    def _until(self, now: float) -> None:
-        for state, count in self._counts.items():
-            self._held[state] += count * (now - self._time)
-        for name, count in self._open.items():
-            self._seconds[name] += count * (now - self._time)
-        self._time = now
-
-    def _moved(self, event: Event) -> None:
-        if "sample" in event.facts:
-            tokens = sum(t.num_tokens for t in event.facts["sample"].trajectories)
-            self._tokens[f"dropped/{event.name}"] += tokens
-            return
-        old = self._state.pop(event.key, None)
-        if old:
-            self._counts[old] -= 1
-        if event.name not in ("retired", "dropped"):
-            self._state[event.key] = event.name
-            self._counts[event.name] += 1
-
-    def line(self, version: int, now: float) -> None:
-        self._until(now)
-        self.lines.append(
-            {
-                "version": version,
-                "seconds": now,
-                "slots": dict(self._held),
-                "requests": {"seconds": self._seconds["request"]},
-                "scores": {"seconds": self._seconds["score"]},
-                "tokens": dict(self._tokens),
-            }
-        )
-
-
 class Workers:
     """A reward that `workers` processes compute, one call each."""
 
@@ -185,7 +131,6 @@ class Kept:
     """An Observer that keeps rows and takes the seconds of checkpoints and validations."""
 
     case: Case
-    accounts: Accounts
     rows: list[dict[str, float]] = field(default_factory=list)
     validation: asyncio.Task[None] | None = None
 
@@ -194,8 +139,7 @@ class Kept:
     def stepped(self, *_: Any) -> None: ...
 
     def row(self, version: int, row: dict[str, float]) -> None:
-        self.rows.append({"version": version, **row})
-        self.accounts.line(version, asyncio.get_running_loop().time())
+        self.rows.append(row)
 
     def checkpoint_due(self, version: int) -> bool:
         return self.case.save_freq > 0 and version % self.case.save_freq == 0
@@ -213,15 +157,17 @@ class Kept:
             self.validation = asyncio.ensure_future(asyncio.sleep(self.case.validation_s))
 
 
-async def _run(case: Case) -> Kept:
+async def _run(case: Case, folder: Path) -> list[dict[str, float]]:
     schedule, cost = case.schedule, case.cost
-    accounts = Accounts()
     loop = asyncio.get_running_loop()
-    watch = Watch(loop.time, [accounts])
     ledger = Ledger(schedule, case.versions * schedule.window)
+    devices = Devices(case.trainers, {f"rollout-{i}": 1 for i in range(case.rollouts)})
+    recorder = Recorder(
+        folder, 1, ledger, {}, devices, ReportConfig(), loop.time, lambda note: None
+    )
+    watch = recorder.watch
     queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)
-    devices = case.rollouts
-    engines = [SimRolloutEngine(cost, slots=case.slots) for _ in range(devices)]
+    engines = [SimRolloutEngine(cost, slots=case.slots) for _ in range(case.rollouts)]
     replicas = [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(engines)]
     reward = SimReward(cost, case.chance) if case.chance else SimReward(cost)
     scorer = Workers(reward, case.workers) if case.workers else reward
@@ -244,24 +190,24 @@ async def _run(case: Case) -> Kept:
     )
     train = SimTrainEngine(replace(cost, share=case.trainers))
     sync = SimWeightSync(cost, engines)
-    kept = Kept(case, accounts)
+    kept = Kept(case)
     turns = turns_of(schedule.colocated, rollouter.pool, train)
     trainer = Trainer(queue, rollouter, train, turns, sync, kept, Stopwatch(loop.time))
     await trainer.begin()
-    accounts.line(0, loop.time())
     await run_pipeline(rollouter, trainer)
-    return kept
+    return kept.rows
 
 
+@functools.cache
 def run(case: Case) -> Measured:
     """Simulate a run and return its figures, over the versions that `bench modes` counts."""
-    kept = clock.run(_run(case))
-    schedule = case.schedule
-    versions = counted(case.versions * schedule.window, 1, schedule)
-    rows = [kept.rows[k] for k in versions]
-    lines = {line["version"]: line for line in kept.accounts.lines}
-    first, last = lines[versions[0]], lines[versions[-1] + 1]
-    return measured_of(case.setup, rows, first, last)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = clock.run(_run(case, Path(folder)))
+        lines = read(Path(folder))
+    versions = counted(case.versions * case.schedule.window, 1, case.schedule)
+    measured = measured_of(case.setup, dict(enumerate(rows, 1)), lines, versions)
+    assert measured is not None
+    return measured
 
 
 def rate(case: Case) -> float:
