@@ -15,6 +15,7 @@ import msgspec
 from millrace.observe.watch import Event
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
+from millrace.report.pace import LoadAccount
 from millrace.report.tokens import TokenAccount
 from millrace.schedule.ledger import State
 
@@ -63,6 +64,8 @@ class Line(msgspec.Struct, frozen=True):
     """Samples that this attempt has trained to a live version."""
     requests: Work = Work()
     scores: Work = Work()
+    loads: dict[str, list[float]] = {}
+    """Seconds of engines by the number of requests that draw (report/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
 
@@ -79,10 +82,11 @@ class Accounts:
         tokens: TokenAccount,
         devices: DeviceAccount,
         flow: FlowAccount,
+        loads: LoadAccount,
         note: Callable[[str], None],
         price: float = 0.0,
     ) -> None:
-        self.tokens, self.devices, self.flow = tokens, devices, flow
+        self.tokens, self.devices, self.flow, self.loads = tokens, devices, flow, loads
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, clock(), note, price
         self._broken = False
@@ -114,6 +118,7 @@ class Accounts:
             retired=flow.retired,
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
             scores=Work(flow.scores, flow.scoring.until(now)),
+            loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
         )
 

@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
 from millrace.report.accounts import Line, read
+from millrace.report.pace import step_line
 from millrace.report.measured import Measured, Setup
 from millrace.schedule.modes import name_of
 from millrace.schedule.steady import counted
@@ -20,19 +21,15 @@ from millrace.schedule.steady import counted
 Rows = Mapping[int, Mapping[str, float]]
 """The rows of metrics.jsonl, by version."""
 
-LEAST_POINTS = 5
-"""Versions with different loads that show how a decode step grows."""
-LEAST_SPREAD = 1.15
-"""The largest of these loads, as a multiple of the smallest."""
-MOST_POINTS = 60
-"""The newest versions that count."""
-LOW_EDGE = 0.2
-"""The quantile of the points that the line follows."""
+
+MOST_VERSIONS = 60
+"""The newest versions show how a decode step grows."""
 
 
 def setup_of(config: Config) -> Setup:
     """Return the numbers that advice reads."""
     parts = config.reward.parts.values()
+    trainer, rollout = config.trainer, config.rollout
     limited = [part for part in parts if part.kind == "function"]
     return Setup(
         schedule=config.schedule,
@@ -46,6 +43,8 @@ def setup_of(config: Config) -> Setup:
         test_freq=config.test_freq,
         save_freq=config.trainer.save_freq,
         async_save=config.trainer.async_save,
+        trainer_node=trainer.n_gpus_per_node if trainer.nnodes > 1 else 0,
+        rollout_node=rollout.n_gpus_per_node if rollout.nnodes > 1 else 0,
     )
 
 
@@ -97,9 +96,7 @@ def measured_of(
     ends = start + versions.start, start + versions.stop
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
-    usable = min(setup.slots, setup.schedule.capacity * setup.n)
-    growth = step_growth([row for v, row in rows.items() if v > start], used, usable)
-    return _totals(setup, used, lines[ends[0]], lines[ends[1]], growth)
+    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_line(rows, attempt))
 
 
 def _totals(
@@ -107,7 +104,7 @@ def _totals(
     rows: Sequence[Mapping[str, float]],
     before: Line,
     after: Line,
-    growth: float | None,
+    step: tuple[float, float] | None,
 ) -> Measured:
     """Return the figures of these rows. The lines are the accounts at both ends."""
 
@@ -150,56 +147,24 @@ def _totals(
         hold_s=total("sync/hold_s"),
         longest=total("response_length/max") / len(rows),
         stock_change=finished,
-        step_growth=growth,
+        step_line=step,
     )
 
 
-def step_growth(
-    rows: Sequence[Mapping[str, float]], counted_rows: Sequence[Mapping[str, float]], usable: int
-) -> float | None:
-    """Return the share of a decode step that grows with the requests in it.
-
-    Versions have different loads, above all while a run begins. A version whose load changes has
-    longer steps than one with the same mean load that stays: the seconds of a step are a mean over
-    tokens, and most tokens are drawn at a high load. So the line through the seconds of a step over
-    the load runs along the lower edge of the points. It has the least pinball loss of the quantile
-    LOW_EDGE. The result is its slope at the load of the counted versions. None if the loads are too
-    much alike.
-    """
-    points = [point for row in rows[-MOST_POINTS:] if (point := _load_and_step(row, usable))]
-    if len(points) < LEAST_POINTS:
-        return None
-    if max(points)[0] < LEAST_SPREAD * min(points)[0]:
-        return None
-    lines = [_line(p, q) for p, q in itertools.combinations(points, 2) if q[0] != p[0]]
-    start, slope = min(lines, key=lambda line: _pinball(line, points))
-    wall = sum(row["perf/time_per_version"] for row in counted_rows)
-    idle = sum(
-        (row.get("rollouter/idle_ratio") or 0.0) * row["perf/time_per_version"]
-        for row in counted_rows
-    )
-    load = usable * (1 - idle / wall)
-    step = start + slope * load
-    return min(1.0, max(0.0, slope * load / step)) if step > 0 else None
-
-
-def _load_and_step(row: Mapping[str, float], usable: int) -> tuple[float, float] | None:
-    """Return the mean busy slots of a version and the seconds of its decode steps."""
-    load = usable * (1 - (row.get("rollouter/idle_ratio") or 0.0))
-    speed = row.get("rollouter/tokens_per_s") or 0.0
-    return (load, load / speed) if load > 0 and speed > 0 else None
-
-
-def _line(p: tuple[float, float], q: tuple[float, float]) -> tuple[float, float]:
-    """Return the start and the slope of the line through two points."""
-    slope = (q[1] - p[1]) / (q[0] - p[0])
-    return p[1] - slope * p[0], slope
-
-
-def _pinball(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> float:
-    """Return the pinball loss of the quantile LOW_EDGE."""
-    above = [step - line[0] - line[1] * load for load, step in points]
-    return sum(LOW_EDGE * d if d > 0 else (LOW_EDGE - 1) * d for d in above)
+def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | None:
+    """Return how a decode step grows. All versions of the attempt count: their loads differ."""
+    versions = []
+    for before, after in itertools.pairwise(attempt):
+        row = rows.get(after.version)
+        if row is None or after.version != before.version + 1:
+            continue
+        loads = {
+            name: [new - old for new, old in zip(bin_, before.loads.get(name, (0, 0)), strict=True)]
+            for name, bin_ in after.loads.items()
+        }
+        tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
+        versions.append((loads, tokens))
+    return step_line(versions[-MOST_VERSIONS:])
 
 
 def _whole(row: Mapping[str, float]) -> bool:

@@ -33,6 +33,21 @@ class Setup:
     test_freq: int = 0
     save_freq: int = 0
     async_save: bool = True
+    trainer_node: int = 0
+    """Devices of a node of the trainer, if it has several nodes. Else 0."""
+    rollout_node: int = 0
+
+    def override(self, side: str, devices: int) -> str:
+        """Return the override that gives a side this number of devices."""
+        node = self.trainer_node if side == "trainer" else self.rollout_node
+        if node:
+            return f"{side}.nnodes={devices // node}"
+        return f"{side}.n_gpus_per_node={devices}"
+
+    @property
+    def node_devices(self) -> int:
+        """Return the least number of devices that can change sides."""
+        return max(1, self.trainer_node, self.rollout_node)
 
     @property
     def devices(self) -> int:
@@ -73,8 +88,17 @@ class Measured:
     """Mean over versions of the longest response, in tokens."""
     stock_change: float = 0.0
     """Change of the number of READY samples."""
-    step_growth: float | None = None
-    """Share of a decode step that grows with the requests in it. None if nothing shows it."""
+    step_line: tuple[float, float] | None = None
+    """Seconds of a decode step, and for each request in it. None if the loads were alike."""
+
+    @property
+    def step_growth(self) -> float | None:
+        """Return the share of a decode step that grows with the requests in it."""
+        if self.step_line is None:
+            return None
+        fixed, each = self.step_line
+        grows = each * self.busy_slots / self.setup.replicas
+        return grows / max(1e-12, fixed + grows)
 
     @property
     def rate(self) -> float:

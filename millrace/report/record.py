@@ -11,6 +11,7 @@ from millrace.observe.watch import Watch
 from millrace.report.accounts import FILE, Accounts, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
+from millrace.report.pace import LoadAccount
 from millrace.report.tokens import TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 
@@ -43,7 +44,7 @@ class Recorder:
         slots = ledger.snapshot().slots
         lines = read(run_dir)
         tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
-        flow = FlowAccount(clock())
+        flow, loads = FlowAccount(clock()), LoadAccount()
         account = DeviceAccount(
             clock(),
             ledger.schedule,
@@ -61,10 +62,11 @@ class Recorder:
             tokens,
             account,
             flow,
+            loads,
             note,
             options.price,
         )
-        self.watch = Watch(clock, [tokens, flow, account, self.accounts])
+        self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts])
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""

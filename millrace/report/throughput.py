@@ -6,11 +6,10 @@ Three rates bound a pipeline, and the smallest one is the rate of the run.
 the W samples of a window. So the trainer's ceiling is W / B. With k times the devices, the seconds
 of the steps are divided by k. The other seconds stay.
 
-**The engines.** S decode slots draw at most S tokens in one decode step of h seconds. A trained
-sample costs t drawn tokens: its own, and its part of the dropped ones. So the ceiling of the
-engines is S / (h t). If a share a of the step grows with the b requests in it, a step with b' of
-them takes h (1 - a + a b'/b). Without a figure of a, a step takes h for any number of requests:
-the rate is then the most that more requests can give.
+**The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/pace.py
+finds f and e). A trained sample costs t drawn tokens: its own, and its part of the dropped ones. So
+S slots give at most S / (f + e S) / t samples a second. If no figure shows e, it is 0: the result
+is then the most that more requests can give.
 
 **The ledger.** By Little's law, the mean number of samples in a state is the rate times the mean
 seconds in it. A slot of the ledger is taken from the admission of a sample to the sync of its
@@ -41,19 +40,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.report.measured import Measured
+from millrace.report.measured import WAITS, Measured
 
-STEPS = (
-    "update_actor",
-    "update_critic",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "reward_kl",
-    "train_other",
+PLACES = 16
+"""Numbers of unfinished requests that stand for all of them."""
+
+OF_LOOP = (
+    *WAITS,
+    *("sync_keep", "sync_transfer", "sync_activate", "switch", "save_checkpoint", "other"),
 )
-"""Parts that more devices of the trainer make shorter."""
+"""Parts of the trainer's time that more devices do not make shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +58,20 @@ class Change:
 
     capacity: int | None = None
     slots: int | None = None
+    """Decode slots of all replicas, before a change of `replicas`."""
     trainers: int | None = None
     replicas: int | None = None
     saved_s: float = 0.0
     """Seconds of each version that the trainer no longer spends."""
+    held_s: float = 0.0
+    """Seconds that the trainer has a sample no longer."""
     ready: float | None = None
     """Mean number of READY samples."""
-    kept: float = 0.0
-    """Share of the dropped tokens that are trained instead."""
+    tokens: float = 1.0
+    """Drawn tokens for each trained sample, of the measured ones."""
+
+
+NOTHING = Change()
 
 
 class Throughput:
@@ -77,97 +79,115 @@ class Throughput:
 
     def __init__(self, measured: Measured) -> None:
         self.m = m = measured
-        self.schedule = m.setup.schedule
-        self.running = max(1e-9, m.mean("running"))
-        self.demand = m.request_s / m.seconds / self.running
+        self.schedule, self.setup = m.setup.schedule, m.setup
+        self.requests = m.request_s / m.seconds
+        self.demand = max(1e-9, self.requests / max(1e-9, m.mean("running")))
         """g: requests inside engines for each running sample."""
-        self.growth = m.step_growth or 0.0
-        self.step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
-        """h: seconds of a decode step at the measured load."""
-        self.trainer_s = (m.seconds - sum(self._waits())) / m.versions
+        step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
+        self.step = m.step_line or (step_s, 0.0)
+        """f and e."""
+        self.trainer_s = m.version_s * (1 - m.trainer_idle)
         """B: seconds of the trainer's own work in each version."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
-        """t: drawn tokens for each trained sample, of the counted versions."""
+        """t: drawn tokens for each trained sample."""
         self.ready = m.mean("ready") if m.trainer_idle > 0.05 else self.least_ready
-
-    def _waits(self) -> list[float]:
-        from millrace.report.measured import WAITS
-
-        return [self.m.trainer.get(part, 0.0) for part in WAITS]
 
     @property
     def least_ready(self) -> float:
         """Half of a step's samples: they become ready one after the other and leave together."""
         return self.schedule.step_size / 2
 
-    def trainer_ceiling(self, change: Change = Change()) -> float:
+    @property
+    def steps_s(self) -> float:
+        """Return the seconds of each version that more devices of the trainer make shorter."""
+        parts = self.m.trainer.items()
+        return sum(seconds for part, seconds in parts if part not in OF_LOOP) / self.m.versions
+
+    def trainer_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of a trainer that never waits."""
-        setup = self.m.setup
-        steps = sum(self.m.trainer.get(part, 0.0) for part in STEPS) / self.m.versions
-        scale = setup.trainers / (change.trainers or setup.trainers)
-        seconds = self.trainer_s - steps * (1 - scale) - change.saved_s
+        scale = self.setup.trainers / (change.trainers or self.setup.trainers)
+        seconds = self.trainer_s - self.steps_s * (1 - scale) - change.saved_s
         return self.m.samples / self.m.versions / max(1e-9, seconds)
 
-    def engine_rate(self, busy: float, change: Change = Change()) -> float:
+    def drawn(self, busy: float, change: Change = NOTHING) -> float:
         """Return the samples per second that `busy` drawing slots give."""
-        setup = self.m.setup
-        replicas = change.replicas or setup.replicas
-        load = busy / replicas / max(1e-9, self.m.busy_slots / setup.replicas)
-        step_s = self.step_s * (1 - self.growth + self.growth * load)
-        tokens = self.tokens * (1 - change.kept * self.m.drop_share)
-        return busy / step_s / tokens
+        fixed, each = self.step
+        step_s = fixed + each * busy / (change.replicas or self.setup.replicas)
+        return busy / max(1e-12, step_s) / max(1e-9, self.tokens * change.tokens)
 
-    def slots_of(self, change: Change) -> int:
-        setup = self.m.setup
-        slots = change.slots or setup.slots
-        return slots * (change.replicas or setup.replicas) // setup.replicas
+    def slots(self, change: Change = NOTHING) -> float:
+        replicas = self.setup.replicas
+        return (change.slots or self.setup.slots) * (change.replicas or replicas) / replicas
 
-    def engine_ceiling(self, change: Change = Change()) -> float:
+    def engine_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of engines whose slots are all busy."""
-        return self.engine_rate(self.slots_of(change), change)
+        return self.drawn(self.slots(change), change)
 
-    def busy(self, running: float, slots: int) -> float:
-        """Return the mean number of busy slots with `running` samples on average.
+    def drawn_by(self, running: float, change: Change = NOTHING) -> float:
+        """Return the samples per second with `running` samples on average.
 
         The unfinished requests are spread evenly over W n around their mean.
         """
-        mean = self.demand * running
-        half = min(self.schedule.window * self.m.setup.n / 2, mean)
-        low, high = mean - half, mean + half
-        if slots >= high:
-            return mean
-        if slots <= low:
-            return float(slots)
-        below = (slots - low) / (high - low)
-        return below * (low + slots) / 2 + (1 - below) * slots
+        mean, slots = self.demand * running, self.slots(change)
+        half = min(self.schedule.window * self.setup.n / 2, mean)
+        places = [mean + half * (2 * k + 1 - PLACES) / PLACES for k in range(PLACES)]
+        return sum(self.drawn(min(slots, q), change) for q in places) / PLACES
 
-    def ledger_ceiling(self, change: Change = Change()) -> float:
+    def ledger_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second that the slots of the ledger allow."""
         capacity = change.capacity or self.schedule.capacity
         ready = self.ready if change.ready is None else change.ready
-        slots = self.slots_of(change)
-        with_trainer_s = self.m.with_trainer / self.m.rate
+        with_trainer_s = self.m.with_trainer / self.m.rate - change.held_s
         low, high = 0.0, self.engine_ceiling(change)
-        for _ in range(60):
+        for _ in range(40):
             middle = (low + high) / 2
             running = capacity - ready - middle * with_trainer_s
-            enough = running > 0 and self.engine_rate(self.busy(running, slots), change) > middle
+            enough = running > 0 and self.drawn_by(running, change) > middle
             low, high = (middle, high) if enough else (low, middle)
         return low
 
-    def rate(self, change: Change = Change()) -> float:
+    def rate(self, change: Change = NOTHING) -> float:
         """Return the rate of a pipeline whose sides work at the same time."""
         return min(self.trainer_ceiling(change), self.ledger_ceiling(change))
 
-    def gain(self, change: Change) -> float:
-        """Return the change of the rate as a share of the measured one.
+    def sides(self, change: Change = NOTHING) -> float:
+        """Return the rate of a pipeline whose ledger is large enough."""
+        return min(self.trainer_ceiling(change), self.engine_ceiling(change))
 
-        The arithmetic has an error, which is the same with and without the change.
+    def without(self, seconds: float) -> float:
+        """Return the rate if each version took `seconds` less and no engine became the bound."""
+        rate = self.m.samples / self.m.versions / max(1e-9, self.m.version_s - seconds)
+        return min(rate, max(self.m.rate, self.engine_ceiling()))
+
+    def gain(self, rate: float) -> float:
+        """Return what `rate` is over the measured rate, as a share of it."""
+        return rate / self.m.rate - 1
+
+    def in_turns(self) -> float:
+        """Return the rate of mode colocate_sync on all devices of both sides.
+
+        All requests of a window start at once, and the longest one ends last. If not all have a
+        slot, the last one begins half of its own time later. The seconds of a hand-over are not
+        known, so they are left out.
         """
-        return self.rate(change) / self.rate() - 1
+        setup, window, (fixed, each) = self.setup, self.schedule.window, self.step
+        replicas = setup.replicas * setup.devices / setup.rollouts
+        slots = setup.slots / setup.replicas * replicas
+        requests = window * setup.n
+        mean = self.tokens / setup.n
+        load = min(slots, requests * mean / max(mean, self.m.longest)) / replicas
+        draw = self.m.longest * (fixed + each * load)
+        if requests > slots:
+            full = fixed + each * slots / replicas
+            draw = max(draw, requests * mean * full / slots + draw / 2)
+        steps = self.steps_s * setup.trainers / setup.devices
+        others = ("sync_transfer", "sync_activate")
+        sync = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
+        return self.m.samples / self.m.versions / (draw + steps + sync)
 
-    def capacity_that_fills(self, rate: float) -> float:
+    def capacity_that_fills(self, rate: float, change: Change = NOTHING) -> float:
         """Return the capacity with which the engines are full at every moment."""
-        swing = self.schedule.window * self.m.setup.n / 2
-        running = (self.m.setup.slots + swing) / max(1e-9, self.demand)
-        return running + self.ready + rate * self.m.with_trainer / self.m.rate
+        swing = self.schedule.window * self.setup.n / 2
+        ready = self.ready if change.ready is None else change.ready
+        running = (self.slots(change) + swing) / self.demand
+        return running + ready + rate * self.m.with_trainer / self.m.rate
