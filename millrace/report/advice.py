@@ -21,7 +21,6 @@ RULES = (
     balance.move_a_device,
     balance.train_out_of_order,
     balance.without_turns,
-    balance.with_turns,
     costs.interrupt_at_a_sync,
     costs.fewer_syncs,
     costs.fewer_hand_overs,
@@ -35,11 +34,15 @@ RULES = (
 def advise(measured: Measured) -> list[Advice]:
     """Return advice, the largest predicted gain first. There is always one sentence.
 
+    A gain that is only a bound comes after the others. Turns are advised if nothing gains more.
     Advice that takes more devices comes last.
     """
     flow = Throughput(measured)
     found = [advice for rule in RULES if (advice := rule(flow)) is not None]
     found = [one for one in found if one.gain is None or one.gain >= LEAST_GAIN]
-    found.sort(key=lambda one: -(one.gain or 0.0))
-    more = balance.add_a_device(flow)
+    found.sort(key=lambda one: (one.at_most, -(one.gain or 0.0)))
+    turns, more = balance.with_turns(flow), balance.add_a_device(flow)
+    best = max((one.gain or 0.0 for one in found), default=0.0)
+    if turns is not None and (turns.gain or 0.0) >= best - LEAST_GAIN:
+        return [turns]
     return [*found, *more] if found or more else [balance.nothing(flow)]

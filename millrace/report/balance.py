@@ -70,6 +70,8 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     idle = m.rollouts_idle >= IDLE and m.trainer_idle >= IDLE
     if not (_asynchronous(flow) and full and idle) or _rewards_bind(flow) or _drains(flow):
         return None
+    if train_out_of_order(flow) is not None:
+        return None
     staleness = filling(flow)
     if staleness <= flow.schedule.staleness_threshold:
         return None
@@ -95,17 +97,24 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
     waiting = flow.requests - m.busy_slots
     if not _full(flow) or m.trainer_idle < IDLE or waiting < 0.1 * m.busy_slots:
         return None
-    each = math.ceil(flow.requests / setup.replicas / 8) * 8
-    change = Change(slots=each * setup.replicas)
-    rate = min(flow.trainer_ceiling(), flow.drawn(flow.requests, change))
+    demand = min(flow.demand, flow.natural_demand)
+    change = Change(slots=math.ceil(flow.requests), demand=demand)
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    running = flow.schedule.capacity - flow.ready - rate * m.with_trainer / m.rate
+    peak = demand * running + flow.schedule.window * setup.n / 2
+    each = math.ceil(min(flow.requests, peak) / setup.replicas / 8) * 8
+    if each * setup.replicas <= setup.slots:
+        return None
+    change = replace(change, slots=each * setup.replicas)
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
     text = (
         f"The decode slots are full: {waiting:.0f} requests wait for one, and the trainer waits "
         f"{m.trainer_idle:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
         "memory of an engine allows it"
     )
-    if m.step_line is None:
-        text += ". The gain is the most that it can be: no figure shows how much longer a step takes"
-    return Advice(text, (f"rollout.max_num_seqs={each}",), flow.gain(rate))
+    unknown = m.step_line is None
+    key = f"rollout.max_num_seqs={each}"
+    return Advice(text, (key,), flow.gain(rate), at_most=unknown)
 
 
 def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
@@ -159,12 +168,15 @@ def add_a_device(flow: Throughput) -> list[Advice]:
     elif m.trainer_idle < IDLE and setup.rollouts <= step:
         change = Change(trainers=setup.trainers + step)
         key, what = setup.override("trainer", setup.trainers + step), "training"
-        why = f"The trainer computes {1 - m.trainer_idle:.0%} of the time"
+        why = (
+            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
+            "more devices help"
+        )
     else:
         return []
     gain = flow.gain(flow.sides(change))
-    text = f"{why}. {devices(step).capitalize()} more for {what} would help: {key}"
-    return [Advice(text, (key,), gain, costs=True)] if gain >= SAME else []
+    text = f"{why}. {devices(step).capitalize()} more for {what}: {key}"
+    return [Advice(text, (key,), gain)] if gain >= SAME else []
 
 
 def train_out_of_order(flow: Throughput) -> Advice | None:
@@ -225,19 +237,22 @@ def with_turns(flow: Throughput) -> Advice | None:
     """Asynchrony gains nothing: the plain mode."""
     if not _asynchronous(flow):
         return None
+    if flow.m.drop_share > 0.05 or _rewards_bind(flow):
+        return None
     gain = flow.gain(flow.in_turns())
     if gain < -SAME:
         return None
     setup = flow.setup
     sides = (setup.override(side, setup.devices) for side in ("trainer", "rollout"))
     overrides = ("mode=colocate_sync", *sides)
-    saved = flow.m.version_s * (1 - 1 / (1 + gain)) if gain > 0 else 0.0
-    limit = f", if their hand-over takes less than {saved:.2g} s" if gain >= SAME else ""
+    spare = flow.m.version_s - flow.schedule.window / flow.in_turns()
     text = (
         "Nothing to gain from asynchrony here: the sides can take turns on all devices, and every "
-        f"sample is new{limit}. {' '.join(overrides)}"
+        f"sample is new. {' '.join(overrides)}"
     )
-    return Advice(text, overrides, max(gain, SAME) if gain < SAME else gain)
+    if gain >= SAME:
+        text += f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+    return Advice(text, overrides, gain, at_most=True)
 
 
 def nothing(flow: Throughput) -> Advice:

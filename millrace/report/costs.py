@@ -17,7 +17,7 @@ AIM = 0.01
 MOST = 10
 """The largest factor of a frequency that one sentence advises."""
 AIM_OF_TURNS = 0.05
-"""The share to which larger windows bring the hand-overs down."""
+"""The share to which larger windows bring syncs and hand-overs down."""
 MOST_WINDOWS = 8
 
 
@@ -61,17 +61,16 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
         rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling())
         text = f"{why}. async_training.overlap_sync=true trains the next samples meanwhile"
         return Advice(text, ("async_training.overlap_sync=true",), flow.gain(rate))
-    factor = min(MOST_WINDOWS, math.ceil(share / AIM))
-    return _larger_window(flow, why, factor, sync)
+    return _larger_window(flow, why, max(2, math.ceil(share / AIM_OF_TURNS)), sync)
 
 
 def _larger_window(flow: Throughput, why: str, factor: int, seconds: float) -> Advice:
     """Advise a window that is `factor` times as large, so that it pays `seconds` more rarely."""
+    factor = min(MOST_WINDOWS, factor)
     trigger = flow.schedule.trigger_parameter_sync_step * factor
     key = f"async_training.trigger_parameter_sync_step={trigger}"
-    rate = flow.without(seconds * (1 - 1 / factor))
     text = f"{why}. {key} pays them once for {factor} windows"
-    return Advice(text, (key,), flow.gain(rate))
+    return Advice(text, (key,), flow.gain(flow.larger_window(factor, seconds)))
 
 
 def fewer_hand_overs(flow: Throughput) -> Advice | None:
@@ -80,7 +79,7 @@ def fewer_hand_overs(flow: Throughput) -> Advice | None:
     share = switch / flow.m.version_s
     if not flow.schedule.colocated or share < AIM_OF_TURNS:
         return None
-    factor = min(MOST_WINDOWS, max(2, math.ceil(share / AIM_OF_TURNS)))
+    factor = max(2, math.ceil(share / AIM_OF_TURNS))
     why = f"Hand-overs of the shared devices take {share:.0%} of the time"
     return _larger_window(flow, why, factor, switch)
 
@@ -129,7 +128,8 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
     m, workers = flow.m, flow.setup.reward_workers
     if not workers or m.score_s / m.seconds < workers or m.trainer_idle < IDLE:
         return None
-    rate = flow.sides()
+    change = Change(demand=flow.natural_demand)
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
     needed = math.ceil(workers * rate / m.rate * 1.1)
     queue = m.score_s / m.seconds - workers
     text = (
@@ -150,6 +150,6 @@ def fewer_drops(flow: Throughput) -> Advice | None:
     text = (
         f"{m.drop_share:.0%} of the tokens are those of dropped samples, most of them for "
         f"{reason}, and the trainer waits. Problems that the policy solves sometimes, or a larger "
-        "rollout.n, would waste fewer: at most"
+        "rollout.n, would waste fewer"
     )
-    return Advice(text, (), flow.gain(rate))
+    return Advice(text, (), flow.gain(rate), at_most=True)

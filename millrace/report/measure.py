@@ -145,10 +145,29 @@ def _totals(
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
         scores=after.scores.count - before.scores.count,
         hold_s=total("sync/hold_s"),
+        mean_length=total("response_length/mean") / len(rows),
+        longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),
         longest=total("response_length/max") / len(rows),
         stock_change=finished,
         step_line=step,
     )
+
+
+def _longest(row: Mapping[str, float], n: int) -> float:
+    """Return the mean length of the longest of n responses, from the percentiles of a row.
+
+    For a tail that falls exponentially, it is the quantile 1 - 0.56 / n.
+    """
+    names = ("mean", "p50", "p90", "p99", "max")
+    mean, *lengths = (row.get(f"response_length/{name}") or 0.0 for name in names)
+    wanted, shares = 1 - 0.56 / n, (0.5, 0.9, 0.99, 1.0)
+    if n == 1:
+        return mean
+    for k in range(3):
+        if wanted <= shares[k + 1]:
+            part = max(0.0, (wanted - shares[k]) / (shares[k + 1] - shares[k]))
+            return lengths[k] + part * (lengths[k + 1] - lengths[k])
+    return lengths[3]
 
 
 def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | None:

@@ -84,6 +84,10 @@ class Measured:
     """Calls of the reward."""
     hold_s: float = 0.0
     """Seconds in which rollouts were paused for a sync."""
+    mean_length: float = 1.0
+    """Mean length of the responses, in tokens."""
+    longest_of_n: float = 1.0
+    """Mean length of the longest response of a sample, from the percentiles of the lengths."""
     longest: float = 0.0
     """Mean over versions of the longest response, in tokens."""
     stock_change: float = 0.0

@@ -16,8 +16,8 @@ class Advice:
     """The `key=value` that it names, in order. Empty if no key helps."""
     gain: float | None = None
     """The predicted change of the trained samples per second, as a share."""
-    costs: bool = False
-    """Whether it takes more devices."""
+    at_most: bool = False
+    """Whether the gain is only a bound."""
 
     @property
     def key(self) -> str:
@@ -28,7 +28,9 @@ class Advice:
         return self.overrides[0].partition("=")[2] if self.overrides else ""
 
     def __str__(self) -> str:
-        return self.text if self.gain is None else f"{self.text} ({self.gain:+.0%})"
+        if self.gain is None:
+            return self.text
+        return f"{self.text} ({'at most ' if self.at_most else ''}{self.gain:+.0%})"
 
 
 def number(value: float) -> str:

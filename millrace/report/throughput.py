@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.observe.timing import GEN
 from millrace.report.measured import WAITS, Measured
 
 PLACES = 16
@@ -67,6 +68,8 @@ class Change:
     """Seconds that the trainer has a sample no longer."""
     ready: float | None = None
     """Mean number of READY samples."""
+    demand: float | None = None
+    """g: unfinished requests of each running sample."""
     tokens: float = 1.0
     """Drawn tokens for each trained sample, of the measured ones."""
 
@@ -91,6 +94,11 @@ class Throughput:
         self.tokens = m.drawn_tokens / max(1, m.samples)
         """t: drawn tokens for each trained sample."""
         self.ready = m.mean("ready") if m.trainer_idle > 0.05 else self.least_ready
+
+    @property
+    def natural_demand(self) -> float:
+        """Return g if no request waits for a decode slot and no score is late."""
+        return self.setup.n * self.m.mean_length / max(self.m.mean_length, self.m.longest_of_n)
 
     @property
     def least_ready(self) -> float:
@@ -128,7 +136,7 @@ class Throughput:
 
         The unfinished requests are spread evenly over W n around their mean.
         """
-        mean, slots = self.demand * running, self.slots(change)
+        mean, slots = (change.demand or self.demand) * running, self.slots(change)
         half = min(self.schedule.window * self.setup.n / 2, mean)
         places = [mean + half * (2 * k + 1 - PLACES) / PLACES for k in range(PLACES)]
         return sum(self.drawn(min(slots, q), change) for q in places) / PLACES
@@ -163,31 +171,53 @@ class Throughput:
         """Return what `rate` is over the measured rate, as a share of it."""
         return rate / self.m.rate - 1
 
-    def in_turns(self) -> float:
-        """Return the rate of mode colocate_sync on all devices of both sides.
+    def drawing(self, requests: float, replicas: float) -> float:
+        """Return the seconds in which `requests` that start at once are drawn.
 
-        All requests of a window start at once, and the longest one ends last. If not all have a
-        slot, the last one begins half of its own time later. The seconds of a hand-over are not
-        known, so they are left out.
+        The longest one ends last. If not all have a slot, it begins on average half of its own time
+        later.
         """
-        setup, window, (fixed, each) = self.setup, self.schedule.window, self.step
-        replicas = setup.replicas * setup.devices / setup.rollouts
-        slots = setup.slots / setup.replicas * replicas
-        requests = window * setup.n
-        mean = self.tokens / setup.n
-        load = min(slots, requests * mean / max(mean, self.m.longest)) / replicas
-        draw = self.m.longest * (fixed + each * load)
+        fixed, each = self.step
+        slots = self.setup.slots / self.setup.replicas * replicas
+        mean = self.tokens / self.setup.n
+        longest = max(mean, self.m.longest)
+        draw = longest * (fixed + each * min(slots, requests * mean / longest) / replicas)
         if requests > slots:
             full = fixed + each * slots / replicas
             draw = max(draw, requests * mean * full / slots + draw / 2)
+        return draw
+
+    def in_turns(self) -> float:
+        """Return the rate of mode colocate_sync on all devices of both sides.
+
+        The seconds of a hand-over are not known, so they are left out.
+        """
+        setup, window = self.setup, self.schedule.window
+        draw = self.drawing(window * setup.n, setup.replicas * setup.devices / setup.rollouts)
         steps = self.steps_s * setup.trainers / setup.devices
         others = ("sync_transfer", "sync_activate")
         sync = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
         return self.m.samples / self.m.versions / (draw + steps + sync)
 
+    def larger_window(self, factor: int, once_s: float) -> float:
+        """Return the rate of turns with a window that is `factor` times as large.
+
+        A version pays `once_s` once. Its steps take `factor` times as long. Its longest response
+        still ends the drawing.
+        """
+        setup = self.setup
+        requests = self.schedule.window * setup.n
+        drawn = sum(self.m.trainer.get(part, 0.0) for part in GEN) / self.m.versions
+        longer = self.drawing(factor * requests, setup.replicas) / self.drawing(
+            requests, setup.replicas
+        )
+        steps = self.m.version_s - drawn - once_s
+        seconds = drawn * min(factor, max(1.0, longer)) + factor * steps + once_s
+        return factor * self.m.samples / self.m.versions / seconds
+
     def capacity_that_fills(self, rate: float, change: Change = NOTHING) -> float:
         """Return the capacity with which the engines are full at every moment."""
         swing = self.schedule.window * self.setup.n / 2
         ready = self.ready if change.ready is None else change.ready
-        running = (self.slots(change) + swing) / self.demand
+        running = (self.slots(change) + swing) / (change.demand or self.demand)
         return running + ready + rate * self.m.with_trainer / self.m.rate
