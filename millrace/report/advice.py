@@ -44,5 +44,5 @@ def advise(measured: Measured) -> list[Advice]:
     turns, more = balance.with_turns(flow), balance.add_a_device(flow)
     best = max((one.gain or 0.0 for one in found), default=0.0)
     if turns is not None and (turns.gain or 0.0) >= best - LEAST_GAIN:
-        return [turns]
+        return [turns, *more]
     return [*found, *more] if found or more else [balance.nothing(flow)]

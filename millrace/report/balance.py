@@ -49,10 +49,12 @@ def filling(flow: Throughput, change: Change = Change()) -> float:
     most = flow.capacity_that_fills(rate, change)
     if flow.trainer_ceiling(change) < flow.engine_ceiling(change):
         # Engines that are full at every moment would draw more than can be trained.
+        # A tenth more than that keeps some samples ready while the number of requests swings.
+        aim = min(1.1 * rate, 0.98 * flow.engine_ceiling(change))
         low, high = 0.0, most
         for _ in range(30):
             middle = (low + high) / 2
-            enough = flow.ledger_ceiling(replace(change, capacity=math.ceil(middle))) >= rate
+            enough = flow.ledger_ceiling(replace(change, capacity=math.ceil(middle))) >= aim
             low, high = (low, middle) if enough else (middle, high)
         most = high
     return staleness_for(flow, most)
@@ -67,7 +69,7 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     """The ledger is full while engines idle: a larger staleness_threshold."""
     m = flow.m
     full = m.occupied >= 0.95 * flow.schedule.capacity
-    idle = m.rollouts_idle >= IDLE and m.trainer_idle >= IDLE
+    idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
     if not (_asynchronous(flow) and full and idle) or _rewards_bind(flow) or _drains(flow):
         return None
     if train_out_of_order(flow) is not None:
@@ -95,7 +97,7 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
     """Requests wait for a decode slot: a larger max_num_seqs."""
     m, setup = flow.m, flow.setup
     waiting = flow.requests - m.busy_slots
-    if not _full(flow) or m.trainer_idle < IDLE or waiting < 0.1 * m.busy_slots:
+    if not _full(flow) or m.starved < IDLE or waiting < 0.1 * m.busy_slots:
         return None
     demand = min(flow.demand, flow.natural_demand)
     change = Change(slots=math.ceil(flow.requests), demand=demand)
@@ -109,7 +111,7 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
     text = (
         f"The decode slots are full: {waiting:.0f} requests wait for one, and the trainer waits "
-        f"{m.trainer_idle:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
+        f"{m.starved:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
         "memory of an engine allows it"
     )
     unknown = m.step_line is None
@@ -121,8 +123,9 @@ def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
     """Return the change and the overrides that move devices to training, or back if negative."""
     setup = flow.setup
     trainers, rollouts = setup.trainers + moved, setup.rollouts - moved
-    change = Change(trainers=trainers, replicas=setup.replicas * rollouts // setup.rollouts)
-    return change, (
+    demand = min(flow.demand, flow.natural_demand) if moved < 0 else None
+    replicas = setup.replicas * rollouts // setup.rollouts
+    return Change(trainers=trainers, replicas=replicas, demand=demand), (
         setup.override("trainer", trainers),
         setup.override("rollout", rollouts),
     )
@@ -139,7 +142,7 @@ def move_a_device(flow: Throughput) -> Advice | None:
         if moved and setup.trainers + moved > 0 and setup.rollouts - moved > 0:
             best = max(best, (flow.sides(_split(flow, moved)[0]), moved))
     rate, moved = best
-    starved = m.trainer_idle >= IDLE if moved < 0 else m.rollouts_idle >= IDLE or not m.trainer_idle
+    starved = m.starved >= IDLE if moved < 0 else m.rollouts_idle >= IDLE
     if not moved or not starved:
         return None
     change, overrides = _split(flow, moved)
@@ -148,7 +151,7 @@ def move_a_device(flow: Throughput) -> Advice | None:
     who = (
         f"Rollouts wait for the trainer: {m.mean('ready'):.0f} samples are ready"
         if moved > 0
-        else f"The trainer waits for rollouts {m.trainer_idle:.0%} of the time"
+        else f"The trainer waits for rollouts {m.starved:.0%} of the time"
     )
     side = "training" if moved > 0 else "rollouts"
     text = f"{who}. Move {devices(abs(moved))} to {side}: {' '.join(overrides)}"
@@ -161,10 +164,10 @@ def add_a_device(flow: Throughput) -> list[Advice]:
     if not _asynchronous(flow) or _rewards_bind(flow):
         return []
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
-    if _full(flow) and m.trainer_idle >= 2 * IDLE and setup.trainers <= step:
+    if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
         change = Change(replicas=setup.replicas * (setup.rollouts + step) // setup.rollouts)
         key, what = setup.override("rollout", setup.rollouts + step), "rollouts"
-        why = f"The engines draw all the time, and the trainer waits {m.trainer_idle:.0%} of it"
+        why = f"The engines draw all the time, and the trainer waits {m.starved:.0%} of it"
     elif m.trainer_idle < IDLE and setup.rollouts <= step:
         change = Change(trainers=setup.trainers + step)
         key, what = setup.override("trainer", setup.trainers + step), "training"
@@ -184,7 +187,7 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
     m, schedule = flow.m, flow.schedule
     ready = m.mean("ready")
     strict = schedule.lookahead < schedule.window
-    if not (_asynchronous(flow) and strict) or m.trainer_idle < IDLE:
+    if not (_asynchronous(flow) and strict) or m.starved < IDLE:
         return None
     if ready < 0.75 * schedule.step_size or _drains(flow):
         return None
@@ -196,13 +199,14 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
     return Advice(text, (f"async_training.lookahead={schedule.window}",), flow.gain(rate))
 
 
-def _best_split(flow: Throughput) -> tuple[float, Change, tuple[str, ...]] | None:
+def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[str, ...]] | None:
     """Return the best rate of shared devices that are split, or None if there is only one."""
     setup, tries = flow.setup, []
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
     for rollouts in range(step, setup.devices, step):
         trainers = setup.devices - rollouts
-        change = Change(trainers=trainers, replicas=setup.replicas * rollouts // setup.rollouts)
+        replicas = setup.replicas * rollouts // setup.rollouts
+        change = replace(base, trainers=trainers, replicas=replicas)
         keys = setup.override("trainer", trainers), setup.override("rollout", rollouts)
         switch = flow.m.trainer.get("switch", 0.0) / flow.m.versions
         tries.append((flow.sides(replace(change, saved_s=switch)), change, keys))
@@ -214,20 +218,23 @@ def without_turns(flow: Throughput) -> Advice | None:
     m, schedule = flow.m, flow.schedule
     if _asynchronous(flow) or (schedule.colocated and schedule.staleness_threshold):
         return None
+    # All versions of such a run have the same load. If nothing shows how a step grows, engines
+    # draw no more at once than a window has.
+    slots = min(m.setup.slots, schedule.window * m.setup.n) if m.step_line is None else None
+    change = Change(slots=slots, ready=flow.least_ready)
     if schedule.colocated:
-        split = _best_split(flow)
+        split = _best_split(flow, change)
         if split is None:
             return None
         rate, change, overrides = split
         why = "The sides take turns on the same devices"
     else:
-        rate, change, overrides = flow.sides(), Change(), ()
+        rate, overrides = flow.sides(change), ()
         why = "The sides take turns"
-    change = replace(change, ready=flow.least_ready)
     staleness = number(filling(flow, change))
     overrides = ("mode=async_partial", *overrides, f"{STALENESS}={staleness}")
     text = (
-        f"{why}: the trainer waits {m.trainer_idle:.0%} of the time, the engines "
+        f"{why}: the trainer waits {m.starved:.0%} of the time, the engines "
         f"{m.rollouts_idle:.0%}. {' '.join(overrides)} lets both work at the same time"
     )
     return Advice(text, overrides, flow.gain(rate))

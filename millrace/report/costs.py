@@ -126,7 +126,7 @@ def _rarer(
 def more_reward_workers(flow: Throughput) -> Advice | None:
     """Every reward worker is busy: more of them."""
     m, workers = flow.m, flow.setup.reward_workers
-    if not workers or m.score_s / m.seconds < workers or m.trainer_idle < IDLE:
+    if not workers or m.score_s / m.seconds < workers or m.starved < IDLE:
         return None
     change = Change(demand=flow.natural_demand)
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
@@ -142,7 +142,7 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
 def fewer_drops(flow: Throughput) -> Advice | None:
     """Engines draw samples that are dropped: other problems."""
     m = flow.m
-    if m.drop_share < 0.1 or m.trainer_idle < IDLE:
+    if m.drop_share < 0.1 or m.starved < IDLE:
         return None
     change = Change(tokens=1 - m.drop_share)
     rate = min(flow.trainer_ceiling(), m.rate * flow.engine_ceiling(change) / flow.engine_ceiling())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace.observe.timing import GEN, IDLE
 from millrace.schedule.schedule import Schedule
-
-WAITS = ("wait_samples", "wait_prev_gen", "wait_rollouts", "wait_validation", "wait_publish")
-"""The parts of the trainer's time in which its devices are idle."""
 
 WITH_TRAINER = ("taken", "trained", "sealed")
 """The states of samples that the trainer has."""
@@ -119,7 +117,12 @@ class Measured:
 
     @property
     def trainer_idle(self) -> float:
-        return self.share(*WAITS)
+        return self.share(*IDLE)
+
+    @property
+    def starved(self) -> float:
+        """Return the share of the time in which the trainer waits for samples."""
+        return self.share(*GEN)
 
     @property
     def busy_slots(self) -> float:

@@ -40,14 +40,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.observe.timing import GEN
-from millrace.report.measured import WAITS, Measured
+from millrace.observe.timing import GEN, IDLE
+from millrace.report.measured import Measured
 
 PLACES = 16
 """Numbers of unfinished requests that stand for all of them."""
 
 OF_LOOP = (
-    *WAITS,
+    *IDLE,
     *("sync_keep", "sync_transfer", "sync_activate", "switch", "save_checkpoint", "other"),
 )
 """Parts of the trainer's time that more devices do not make shorter."""
@@ -93,7 +93,7 @@ class Throughput:
         """B: seconds of the trainer's own work in each version."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
         """t: drawn tokens for each trained sample."""
-        self.ready = m.mean("ready") if m.trainer_idle > 0.05 else self.least_ready
+        self.ready = m.mean("ready") if m.starved > 0.05 else self.least_ready
 
     @property
     def natural_demand(self) -> float:
