@@ -41,10 +41,10 @@ ARROWS: dict[str, set[str]] = {
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
-    "report": set(),
+    "report": {"config", "observe", "ports", "schedule"},
     "run": {
-        *("config", "data", "environments", "models", "observe", "pipeline", "ports", "rewards"),
-        *("rollout", "runtime", "schedule", "sync", "train"),
+        *("config", "data", "environments", "models", "observe", "pipeline", "ports", "report"),
+        *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
     "bench": {"config", "observe", "rollout", "run", "schedule", "train"},
     "cli": {"bench", "config", "observe", "pipeline", "run"},

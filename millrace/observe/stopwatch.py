@@ -46,9 +46,7 @@ class Stopwatch:
         if moved > 0:
             self._parts[source] -= moved
             self._parts[target] = self._parts.get(target, 0.0) + moved
-            self._watch.at(
-                self._track, "relabelled", seconds=moved, source=source, target=target
-            )
+            self._watch.at(self._track, "relabelled", seconds=moved, source=source, target=target)
 
     def running(self) -> dict[str, float]:
         """Return the seconds of each part so far in this period."""

@@ -11,6 +11,7 @@ from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
+from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import History
 from millrace.pipeline.validation import OnScored, Result, Validator
@@ -39,8 +40,13 @@ class RunRecord:
         deadline_s: float,
         tasks: asyncio.TaskGroup,
         figures: Callable[[], dict[str, float]] = dict,
+        tokens: Callable[[LedgerSnapshot], dict[str, float]] = lambda snapshot: {},
+        watch: Watch = UNWATCHED,
     ) -> None:
-        """`figures` returns what the rewards counted since the last row."""
+        """`figures` returns what the rewards counted since the last row.
+
+        `tokens` returns the counts of tokens that a checkpoint keeps.
+        """
         self.first: Result | None = None
         self.last: Result | None = None
         self._history = history
@@ -57,6 +63,8 @@ class RunRecord:
         self._deadline_s = deadline_s
         self._tasks = tasks
         self._figures = figures
+        self._tokens = tokens
+        self._watch = watch
         self._validation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
@@ -83,8 +91,11 @@ class RunRecord:
             row = row | self._guard.as_metrics()
             for alarm in self._guard.began:
                 self._progress.note(f"alarm: {alarm}")
+                self._watch.at("run", "alarm_began", alarm.name, text=str(alarm))
             for alarm in self._guard.ended:
                 self._progress.note(f"alarm over at version {version}: {alarm.name}")
+                self._watch.at("run", "alarm_ended", alarm.name)
+        self._watch.at("run", "row", str(version), row=row)
         for sink in self._sinks:
             sink.write(version, row)
         self._progress.row(version, row)
@@ -97,10 +108,11 @@ class RunRecord:
         if self._saved == snapshot.version and not snapshot.slots:
             return
         start, staged = asyncio.get_running_loop().time(), self._async_save and not last
+        counts = self._counts.counts | self._tokens(snapshot)
         await self._checkpoints.begin(snapshot, self._engine, staged=staged)
         self._saved = snapshot.version
         self._saving = self._tasks.create_task(
-            self._finish(snapshot, self._counts.counts, start), name="checkpoint"
+            self._finish(snapshot, counts, start), name="checkpoint"
         )
         if not staged:
             await self.checkpointed()
@@ -116,7 +128,8 @@ class RunRecord:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                await self._checkpoints.finish(snapshot, self._engine, counts)
+                with self._watch.span("checkpoint", "write", str(snapshot.version)):
+                    await self._checkpoints.finish(snapshot, self._engine, counts)
         except TimeoutError as error:
             if not limit.expired():  # The file system raised its own TimeoutError.
                 raise
@@ -170,7 +183,9 @@ class RunRecord:
     async def _run_validation(
         self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
     ) -> None:
-        result = await validator.run(version, on_scored)
+        with self._watch.span("validation", "validate", str(version)) as facts:
+            result = await validator.run(version, on_scored)
+            facts["values"] = result.values
         self.last = result
         if version == 0:
             self.first = result

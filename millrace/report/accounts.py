@@ -79,6 +79,7 @@ class Accounts:
         attempt: int,
         version: int,
         clock: Callable[[], float],
+        begin: float,
         tokens: TokenAccount,
         devices: DeviceAccount,
         flow: FlowAccount,
@@ -86,9 +87,10 @@ class Accounts:
         note: Callable[[str], None],
         price: float = 0.0,
     ) -> None:
+        """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow, self.loads = tokens, devices, flow, loads
         self._path, self._attempt, self._version = path, attempt, version
-        self._clock, self._begin, self._note, self._price = clock, clock(), note, price
+        self._clock, self._begin, self._note, self._price = clock, begin, note, price
         self._broken = False
         self.write("start")
 
@@ -133,7 +135,9 @@ class Accounts:
                 file.write(msgspec.json.encode(self.line(event)) + b"\n")
         except OSError as error:
             self._broken = True
-            self._note(f"warning: {self._path} cannot be written: {error.strerror}. The run goes on")
+            self._note(
+                f"warning: {self._path} cannot be written: {error.strerror}. The run goes on"
+            )
 
 
 def read(run_dir: Path) -> list[Line]:

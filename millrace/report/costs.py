@@ -109,9 +109,7 @@ def fewer_checkpoints(flow: Throughput) -> Advice | None:
     return _rarer(flow, parts, freq, "trainer.save_freq", "The trainer waits for checkpoints")
 
 
-def _rarer(
-    flow: Throughput, parts: Sequence[str], freq: int, key: str, why: str
-) -> Advice | None:
+def _rarer(flow: Throughput, parts: Sequence[str], freq: int, key: str, why: str) -> Advice | None:
     """Advise a longer time between two things, so that their share falls to AIM."""
     seconds = _seconds(flow, *parts)
     share = seconds / flow.m.version_s

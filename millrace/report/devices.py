@@ -47,7 +47,7 @@ class Clock:
 
     def switch(self, now: float, state: str) -> None:
         if state != self.state:
-            self._seconds[self.state] += now - self._since
+            self._seconds.update(Seconds({self.state: now - self._since}))
             self.state, self._since = state, now
 
     def until(self, now: float) -> Seconds:
@@ -161,5 +161,5 @@ class DeviceAccount:
         train, parts = seconds.pop("train", 0.0), self._steps.total()
         scale = train / max(train, parts) if parts else 0.0
         seconds.update({name: spent * scale for name, spent in self._steps.items()})
-        seconds["train_other"] += max(0.0, train - parts * scale)
+        seconds.update(Seconds({"train_other": max(0.0, train - parts * scale)}))
         return +seconds

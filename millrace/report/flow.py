@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from millrace.observe.watch import Event
 from millrace.report.tokens import VALIDATION
 from millrace.schedule.ledger import State

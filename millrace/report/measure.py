@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from millrace.config import Config, recipe
+from millrace.config.layers import expand, settings_of
+from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
 from millrace.report.accounts import Line, read
-from millrace.report.pace import step_line
+from millrace.report.advice import Advice, advise
 from millrace.report.measured import Measured, Setup
+from millrace.report.pace import step_line
 from millrace.schedule.modes import name_of
 from millrace.schedule.steady import counted
 
@@ -66,6 +70,28 @@ def measure(run_dir: Path) -> Measured | None:
     rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
     attempt = [line for line in lines if line.attempt == lines[-1].attempt]
     return measured_of(setup_of(config), rows, attempt, steady_versions(config, rows, attempt))
+
+
+def advise_run(run_dir: Path) -> list[Advice]:
+    """Return advice on a run so far, or nothing if it has too few versions.
+
+    If the configuration refuses the values of a sentence, it says why.
+    """
+    measured, config = measure(run_dir), config_of(run_dir)
+    if measured is None or config is None:
+        return []
+    return [checked(one, config) for one in advise(measured)]
+
+
+def checked(advice: Advice, config: Config) -> Advice:
+    """Return the advice, with what the configuration says against its values, if anything."""
+    base = config.model_dump(mode="json")
+    try:
+        notes: list[Note] = []
+        recipe.parse(recipe.resolve([base, *expand([settings_of(advice.overrides)], notes)]))
+    except ConfigError as error:
+        return replace(advice, text=f"{advice.text}. Change another key too: {error}")
+    return advice
 
 
 def steady_versions(config: Config, rows: Rows, attempt: Sequence[Line]) -> range:
@@ -124,7 +150,10 @@ def _totals(
         name: max(0, count - before.tokens.get(name, 0)) for name, count in after.tokens.items()
     }
     states = {state: after.slots[state] - before.slots.get(state, 0.0) for state in after.slots}
-    finished = after.samples.get("ready", 0) - before.samples.get("ready", 0)
+
+    def more(*names: str) -> int:
+        return sum(after.samples.get(n, 0) - before.samples.get(n, 0) for n in names)
+
     return Measured(
         setup=setup,
         versions=len(rows),
@@ -148,7 +177,8 @@ def _totals(
         mean_length=total("response_length/mean") / len(rows),
         longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),
         longest=total("response_length/max") / len(rows),
-        stock_change=finished,
+        more_ready=more("ready"),
+        more_running=more("waiting", "running"),
         step_line=step,
     )
 

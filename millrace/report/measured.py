@@ -88,8 +88,10 @@ class Measured:
     """Mean length of the longest response of a sample, from the percentiles of the lengths."""
     longest: float = 0.0
     """Mean over versions of the longest response, in tokens."""
-    stock_change: float = 0.0
-    """Change of the number of READY samples."""
+    more_ready: int = 0
+    """Change of the stock of finished samples that wait for the trainer."""
+    more_running: int = 0
+    """Change of the number of samples that are under way."""
     step_line: tuple[float, float] | None = None
     """Seconds of a decode step, and for each request in it. None if the loads were alike."""
 
@@ -149,6 +151,11 @@ class Measured:
     @property
     def with_trainer(self) -> float:
         return self.mean(*WITH_TRAINER)
+
+    @property
+    def stock_share(self) -> float:
+        """Return the change of the stock of finished samples, as a share of the trained ones."""
+        return self.more_ready / max(1, self.samples)
 
     @property
     def drop_share(self) -> float:

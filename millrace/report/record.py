@@ -44,9 +44,10 @@ class Recorder:
         slots = ledger.snapshot().slots
         lines = read(run_dir)
         tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
-        flow, loads = FlowAccount(clock()), LoadAccount()
+        now = clock()
+        flow, loads = FlowAccount(now), LoadAccount()
         account = DeviceAccount(
-            clock(),
+            now,
             ledger.schedule,
             flow,
             trainers=devices.trainers,
@@ -59,6 +60,7 @@ class Recorder:
             attempt,
             ledger.version,
             clock,
+            now,
             tokens,
             account,
             flow,
@@ -72,8 +74,10 @@ class Recorder:
         """Return the counts for the checkpoint of `snapshot`."""
         return self.accounts.tokens.counts(snapshot)
 
-    def end(self, snapshot: LedgerSnapshot | None) -> None:
-        """End the accounts. Without `snapshot` the attempt failed, and its last line says so."""
-        if snapshot is not None:
-            self.accounts.tokens.end(snapshot)
-            self.accounts.write("end")
+    def end(self, snapshot: LedgerSnapshot) -> None:
+        """End the accounts of an attempt that ended in order. Its checkpoint has `snapshot`."""
+        self.accounts.tokens.end(snapshot)
+        self.accounts.write("end")
+
+    def close(self) -> None:
+        """Write what is not written yet."""

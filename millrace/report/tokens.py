@@ -115,9 +115,7 @@ class TokenAccount:
 
         A token counts when its engine reports it or when its request returns.
         """
-        reported = sum(
-            now.tokens - self._start[track].tokens for track, now in self._now.items()
-        )
+        reported = sum(now.tokens - self._start[track].tokens for track, now in self._now.items())
         return self._earlier + max(reported, self._returned)
 
     def read(self) -> int:
@@ -130,7 +128,7 @@ class TokenAccount:
     def totals(self) -> dict[str, int]:
         """Return every bucket that has tokens. They add up to `generated`."""
         held = self.generated - self.buckets.total()
-        return {name: count for name, count in (self.buckets + Counter(held=held)).items()}
+        return dict(self.buckets + Counter(held=held))
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`.

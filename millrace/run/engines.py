@@ -10,8 +10,10 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import MillraceError
-from millrace.pipeline.turns import Turns, turns_of
-from millrace.ports import TransferReport
+from millrace.observe.watch import Watch
+from millrace.observe.watched import WatchedReplica, WatchedSync
+from millrace.pipeline.turns import SharedTurns, Turns, turns_of
+from millrace.ports import TrainEngine, TransferReport, WeightSync
 from millrace.rollout.pool import RolloutPool
 from millrace.run.folder import RunDir
 from millrace.run.problems import weights_folder
@@ -34,6 +36,14 @@ class Engines:
     turns: Turns
     sync: RemoteWeightSync
 
+    def watched(self, watch: Watch) -> WatchedEngines:
+        """Return the engines of a run that `watch` sees. Replica i is the track `rollout-i`."""
+        pool = RolloutPool(
+            [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(self.pool.engines)]
+        )
+        turns = turns_of(isinstance(self.turns, SharedTurns), pool, self.train)
+        return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
+
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
         """Make the train engine's weights live on every replica, in a turn of the trainer.
 
@@ -43,6 +53,17 @@ class Engines:
             await self.turns.make_room()
             report = await self.sync.transfer(version)
             return report, await self.sync.activate(version)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedEngines:
+    """The engines of a run, and the watch that sees their calls."""
+
+    watch: Watch
+    train: TrainEngine
+    pool: RolloutPool
+    turns: Turns
+    sync: WeightSync
 
 
 @asynccontextmanager

@@ -8,14 +8,17 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
+from millrace.observe.watch import UNWATCHED, Watch
+from millrace.observe.watched import WatchedReward
 from millrace.pipeline.validation import Validator
+from millrace.ports import RolloutEngine
 from millrace.run.folder import open_eval_dir
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.types import SamplingParams
 
 
-def make_validator(s: Session) -> Validator | None:
+def make_validator(s: Session, pool: RolloutEngine, watch: Watch = UNWATCHED) -> Validator | None:
     """Return the validator, or None if there is no validation data."""
     if not s.problems.val:
         return None
@@ -29,8 +32,8 @@ def make_validator(s: Session) -> Validator | None:
     )
     return Validator(
         s.problems.val,
-        s.engines.pool,
-        s.reward,
+        pool,
+        WatchedReward(s.reward, watch, "val/"),
         s.problems.chat.decode,
         params,
         kwargs.n,
@@ -54,7 +57,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
     async with open_session(config, progress, run=run) as s:
         ledger = await start_state(s)
         await s.engines.publish(ledger.version)
-        validator = make_validator(s)
+        validator = make_validator(s, s.engines.pool)
         assert validator is not None
         phase = f"validating version {ledger.version} on {len(s.problems.val)} problems"
         progress.phase(phase)

@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.config import Config, RolloutConfig
 from millrace.environments.single_turn import SingleTurn
@@ -16,6 +17,8 @@ from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.trackers import About
+from millrace.observe.watched import WatchedReward
+from millrace.pipeline.checkpoint import read_manifest
 from millrace.pipeline.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
@@ -25,8 +28,10 @@ from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.lengths import DrawnLengths
+from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
+from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -34,6 +39,9 @@ from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import name_of
 from millrace.types import SamplingParams
+
+if TYPE_CHECKING:
+    from millrace.report.record import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +95,15 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     complete = False
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
+    recorder = record_of(s, ledger, history.attempt)
+    engines = s.engines.watched(recorder.watch)
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
                 history=history,
                 checkpoints=s.checkpoints,
                 engine=s.engines.train,
-                validator=make_validator(s),
+                validator=make_validator(s, engines.pool, recorder.watch),
                 sinks=sinks,
                 progress=s.progress,
                 save_freq=c.save_freq,
@@ -104,12 +114,14 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
                 figures=lambda: s.reward.take_figures() | trackers.dropped(outside),
+                tokens=recorder.counts,
+                watch=recorder.watch,
             )
-            complete, seconds = await _train_to_end(s, ledger, stop, record, validated)
-            if complete:
-                await record.validate_now(ledger.version, "validating the final weights")
+            complete, seconds = await _train_to_end(s, engines, ledger, stop, record, validated)
         history.end(ledger.totals(), complete)
+        recorder.end(ledger.snapshot())
     finally:
+        recorder.close()
         for tracker in outside:  # all of them end at the same time
             tracker.finish(complete)
         with ExitStack() as ends:
@@ -129,6 +141,26 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     )
 
 
+def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
+    """Return what watches this attempt at the run."""
+    from millrace.report.record import Devices, Recorder
+
+    c, checkpoint = s.config, s.run.resume_from
+    tracks = (f"rollout-{i}" for i in range(c.replicas))
+    devices = Devices(c.trainer_ranks, dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size))
+    counts = read_manifest(checkpoint).counts if checkpoint else {}
+    return Recorder(
+        s.run.path,
+        attempt,
+        ledger,
+        counts,
+        devices,
+        c.report,
+        asyncio.get_running_loop().time,
+        s.progress.note,
+    )
+
+
 def about(s: Session) -> About:
     """Return what trackers show of the run."""
     c = s.config
@@ -144,6 +176,7 @@ def about(s: Session) -> About:
 
 async def _train_to_end(
     s: Session,
+    engines: WatchedEngines,
     ledger: Ledger,
     stop: StopRequest,
     record: RunRecord,
@@ -154,17 +187,19 @@ async def _train_to_end(
     `validated` has the validations of earlier attempts, by version.
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
-    derived = s.derived
-    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s)
-    rollouter = make_rollouter(s, queue)
-    train, turns = s.engines.train, s.engines.turns
-    trainer = Trainer(queue, rollouter, train, turns, s.engines.sync, record, Stopwatch(clock))
+    derived, watch = s.derived, engines.watch
+    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch)
+    rollouter = make_rollouter(s, queue, engines.pool)
+    parts = Stopwatch(clock, watch, "trainer")
+    trainer = Trainer(queue, rollouter, engines.train, engines.turns, engines.sync, record, parts)
     s.progress.phase("first weight sync")
-    await trainer.begin()
+    with parts.part("sync_transfer"):
+        await trainer.begin()
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
-        await record.validate_now(0, "validating the start weights")
+        with parts.part("wait_validation"):
+            await record.validate_now(0, "validating the start weights")
     # The earlier attempt may have abandoned the validation of its last version.
     if ledger.version and ledger.version not in validated:
         record.validate(ledger.version)
@@ -179,7 +214,13 @@ async def _train_to_end(
     start = clock()
     trained = await run_pipeline(rollouter, trainer)
     seconds = clock() - start
-    return await settle(trained, trainer, record, stop, save_last=c.save_last), seconds
+    with parts.part("save_checkpoint"):
+        complete = await settle(trained, trainer, record, stop, save_last=c.save_last)
+    if complete:
+        with parts.part("wait_validation"):
+            await record.validate_now(ledger.version, "validating the final weights")
+    await engines.pool.stats()  # The last figures of the accounts.
+    return complete, seconds
 
 
 async def settle(
@@ -202,7 +243,7 @@ async def settle(
     return complete
 
 
-def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
+def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollouter:
     """Return the rollout loop that the configuration describes."""
     c, rollout = s.config, s.config.rollout
     overlong, groups = c.reward.overlong_buffer, c.algorithm.filter_groups
@@ -214,7 +255,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
     )
     roller = SampleRoller(
         lambda prompt: SingleTurn(),
-        s.reward,
+        WatchedReward(s.reward, queue.watch),
         s.problems.chat.decode,
         params,
         rollout.n,
@@ -232,7 +273,7 @@ def make_rollouter(s: Session, queue: SampleQueue) -> Rollouter:
     return Rollouter(
         queue,
         s.problems.train,
-        s.engines.pool,
+        pool,
         roller,
         max_error_share=c.reward.max_error_share,
         dynamic_sampling=sampling if groups.enable else None,

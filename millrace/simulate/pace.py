@@ -68,9 +68,7 @@ class Pace:
             heapq.heappop(self._goals)
         if self._goals:
             left = max(0.0, self._goals[0].steps - self._steps)
-            self._timer = asyncio.get_running_loop().call_later(
-                left * self._seconds(), self._reach
-            )
+            self._timer = asyncio.get_running_loop().call_later(left * self._seconds(), self._reach)
 
     def _reach(self) -> None:
         self._move()

@@ -22,6 +22,7 @@ import pytest
 
 from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
+from tests.e2e.accounts import check_accounts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -261,6 +262,9 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     assert [row["version"] for row in runs.rows(chain.folder)] == list(
         range(1, found["versions"] + 1)
     ), "one row for each version"
+    tokens = check_accounts(chain.folder)[-1].tokens
+    assert tokens["lost"] > 0, "attempts were killed"
+    assert tokens["dropped/timeout"] > 0
     written = [
         json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()
     ]

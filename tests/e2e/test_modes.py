@@ -15,6 +15,7 @@ from millrace.pipeline.record import RunRecord
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
+from tests.e2e.accounts import check_accounts
 from tests.pipeline.simulated import parts_of
 
 OVERLAP = "async_training.overlap_sync=true"
@@ -44,6 +45,8 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> No
                     found.in_flight,
                 ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
+                last = check_accounts(folder)[-1]
+                assert set(last.tokens) <= {"trained", "evaluated"}, mode
 
     asyncio.run(main())
 

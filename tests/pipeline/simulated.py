@@ -176,9 +176,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         if chance
         else None
     )
-    pool = RolloutPool(
-        [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(rollouts)]
-    )
+    pool = RolloutPool([WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(rollouts)])
     rollouter = Rollouter(queue, LongTail(), pool, roller, dynamic_sampling=sampling)
     turns = turns_of(schedule.colocated, rollouter.pool, engine)
     sync = WatchedSync(SimWeightSync(cost, rollouts), watch)

@@ -23,7 +23,8 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
         engines=SimpleNamespace(pool=None),
         reward=SimpleNamespace(whole_group=whole_group),
     )
-    return make_rollouter(session, SampleQueue(Ledger(config.schedule), deadline_s=1.0))
+    queue = SampleQueue(Ledger(config.schedule), deadline_s=1.0)
+    return make_rollouter(session, queue, session.engines.pool)
 
 
 def test_by_default_there_is_no_shaping_no_filter_and_no_baseline() -> None:

@@ -57,8 +57,9 @@ class Accounts:
         if event.name == "published" and not self.ledger.count(*trainers):
             self._cut = self.ledger.snapshot()
         elif event.name == "stats" and self._cut is not None:  # the trainer saves after this
-            counts, self._cut, cut = self.tokens.counts(self._cut), None, self._cut
-            self.cuts.append((cut, counts, self.tokens.generated))
+            counts = self.tokens.counts(self._cut)
+            self.cuts.append((self._cut, counts, self.tokens.generated))
+            self._cut = None
 
     def check_time(self) -> None:
         for _, seconds in self.devices.seconds(self.now).values():

@@ -80,9 +80,7 @@ def test_the_accounts_add_up_over_a_stop_and_a_kill(
     totals = third.tokens.totals()
     early = [s for o in (stopped, resumed) for _, s in o.trained][: at.retired]
     assert totals["trained"] == sum(
-        t.num_tokens
-        for s in [*early, *(s for _, s in repeated.trained)]
-        for t in s.trajectories
+        t.num_tokens for s in [*early, *(s for _, s in repeated.trained)] for t in s.trajectories
     )
     survives = sum(int(n) for n in kept.values()) + held(at)
     assert totals.get("lost", 0) == second.tokens.generated - survives

@@ -221,9 +221,7 @@ def test_a_balanced_run_on_equal_lengths_hears_that_only_a_faster_trainer_helps(
 def test_a_synchronous_run_hears_if_asynchrony_gains_nothing() -> None:
     """Both devices draw, and then both train: separate sides would have one device each."""
     cost = replace(GROWING, train_token_s=1e-4, switch_s=0.0)
-    case = FLAT.but(
-        mode="colocate_sync", trainers=2, rollouts=2, sigma=0.0, slots=128, cost=cost
-    )
+    case = FLAT.but(mode="colocate_sync", trainers=2, rollouts=2, sigma=0.0, slots=128, cost=cost)
     (only,) = advise(run(case))
     assert only.text.startswith("Nothing to gain from asynchrony here") and not only.overrides
 

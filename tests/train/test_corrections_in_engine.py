@@ -241,6 +241,8 @@ def test_two_steps_are_those_of_a_plain_loop(name: str, agg: str, folder: str) -
         plain.trained / plain.tokens
     )
     assert (plain.trained < plain.tokens) == (name in REJECT)
+    assert report.totals["train/rejected_tokens"] == plain.tokens - plain.trained
+    assert report.totals["train/filtered_tokens"] == 0
     for key, weight in weights(engine.policy.model).items():
         torch.testing.assert_close(weight, plain.weights[key], rtol=1e-5, atol=1e-7)
 

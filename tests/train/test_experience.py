@@ -116,6 +116,8 @@ def test_truncated_responses_count_in_baselines_and_none_of_their_tokens_is_trai
     report = step(engine, samples)
     plain = plain_train(folder, config, samples, advantages, rule)
     assert report.metrics["train/trained_token_share"] == pytest.approx(6 / 11)
+    assert report.totals["train/filtered_tokens"] == 5
+    assert report.totals["train/rejected_tokens"] == 0
     assert report.metrics["actor/pg_loss"] == pytest.approx(plain.losses[0], rel=1e-6)
     for name, weight in weights(engine.policy.model).items():
         torch.testing.assert_close(weight, plain.weights[name], rtol=1e-5, atol=1e-7)
