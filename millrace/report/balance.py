@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from millrace.report.sentence import STALENESS, Advice, devices, number
-from millrace.report.throughput import Change, Throughput
+from millrace.report.throughput import NOTHING, Change, Throughput
 from millrace.schedule.schedule import OnSync
 
 IDLE = 0.05
@@ -43,7 +43,7 @@ def staleness_for(flow: Throughput, capacity: float) -> float:
     return max(0.1, math.ceil((capacity / window - 1) * 10 - 1e-9) / 10)
 
 
-def filling(flow: Throughput, change: Change = Change()) -> float:
+def filling(flow: Throughput, change: Change = NOTHING) -> float:
     """Return the staleness_threshold with which no side waits for a slot of the ledger."""
     rate = flow.sides(change)
     most = flow.capacity_that_fills(rate, change)

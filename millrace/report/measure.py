@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from millrace.config import Config, recipe
-from millrace.config.layers import expand, settings_of
+from millrace.config.layers import Tree, expand, settings_of
 from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
@@ -20,6 +20,7 @@ from millrace.report.advice import Advice, advise
 from millrace.report.measured import Measured, Setup
 from millrace.report.pace import step_line
 from millrace.schedule.modes import name_of
+from millrace.schedule.schedule import Schedule
 from millrace.schedule.steady import counted
 
 Rows = Mapping[int, Mapping[str, float]]
@@ -69,7 +70,9 @@ def measure(run_dir: Path) -> Measured | None:
         return None
     rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
     attempt = [line for line in lines if line.attempt == lines[-1].attempt]
-    return measured_of(setup_of(config), rows, attempt, steady_versions(config, rows, attempt))
+    return measured_of(
+        setup_of(config), rows, attempt, steady_versions(config.schedule, rows, attempt)
+    )
 
 
 def advise_run(run_dir: Path) -> list[Advice]:
@@ -80,21 +83,23 @@ def advise_run(run_dir: Path) -> list[Advice]:
     measured, config = measure(run_dir), config_of(run_dir)
     if measured is None or config is None:
         return []
-    return [checked(one, config) for one in advise(measured)]
+    return checked(advise(measured), config.model_dump(mode="json"))
 
 
-def checked(advice: Advice, config: Config) -> Advice:
-    """Return the advice, with what the configuration says against its values, if anything."""
-    base = config.model_dump(mode="json")
-    try:
+def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
+    """Return the advice, with what the configuration `tree` says against its values, if anything."""
+    found = []
+    for one in advice:
         notes: list[Note] = []
-        recipe.parse(recipe.resolve([base, *expand([settings_of(advice.overrides)], notes)]))
-    except ConfigError as error:
-        return replace(advice, text=f"{advice.text}. Change another key too: {error}")
-    return advice
+        try:
+            recipe.parse(recipe.resolve([tree, *expand([settings_of(one.overrides)], notes)]))
+        except ConfigError as error:
+            one = replace(one, text=f"{one.text}. Change another key too: {error}")
+        found.append(one)
+    return found
 
 
-def steady_versions(config: Config, rows: Rows, attempt: Sequence[Line]) -> range:
+def steady_versions(schedule: Schedule, rows: Rows, attempt: Sequence[Line]) -> range:
     """Return the versions of an attempt in which the pipeline neither fills nor drains.
 
     They count from 0, at the start of the attempt. An attempt that runs does not drain yet.
@@ -102,8 +107,8 @@ def steady_versions(config: Config, rows: Rows, attempt: Sequence[Line]) -> rang
     start = attempt[0].version
     samples = sum(int(row["train/samples"]) for v, row in rows.items() if v > start)
     drained = attempt[-1].samples and not sum(attempt[-1].samples.values())
-    ahead = 0 if drained else config.schedule.capacity
-    steps = counted(samples + ahead, 1, config.schedule)
+    ahead = 0 if drained else schedule.capacity
+    steps = counted(samples + ahead, 1, schedule)
     have = sum(v > start for v in rows)
     return range(steps.start, min(steps.stop, have))
 

@@ -36,6 +36,8 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, SamplingParams, Score, tokens_of
 
+COST = CostModel(token_s=0.01, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -64,9 +66,7 @@ class Case:
     median: float = 250.0
     sigma: float = 0.8
     limit: int = 1024
-    cost: CostModel = CostModel(
-        token_s=0.01, train_token_s=0.00005, step_s=0.1, transfer_s=0.05, pause_s=0.02
-    )
+    cost: CostModel = COST
     chance: Callable[[Prompt], float] | None = None
     versions: int = 24
 
