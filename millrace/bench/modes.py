@@ -145,7 +145,7 @@ async def bench_modes(
                         path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
                     )
                     session = replace(s, config=own, run=folder_of_run(own, s))
-                    measured = await _run(session, skip)
+                    measured = await run_once(session, skip)
                     requests = (arm.uniform, own.schedule.capacity)
                     if requests not in alone:
                         alone[requests] = await _alone(session)
@@ -193,7 +193,7 @@ def folder_of_run(config: Config, s: Session) -> RunDir:
     return run
 
 
-async def _run(s: Session, skip: int) -> dict[str, Any]:
+async def run_once(s: Session, skip: int) -> dict[str, Any]:
     """Run once from the current weights of the engines, and return the figures."""
     await s.engines.train.begin("rl", s.derived.lr_horizon)
     ledger = Ledger(s.config.schedule, _samples(s))

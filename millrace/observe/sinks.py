@@ -45,8 +45,8 @@ class JsonLines:
 def _version_of(line: str) -> float:
     try:
         return float(json.loads(line)["version"])
-    except (ValueError, KeyError):
-        return math.inf  # A crash cut this line off.
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # A crash cut this line off, or it is no row.
 
 
 def read_rows(

@@ -22,6 +22,7 @@ RULES = (
     balance.train_out_of_order,
     balance.without_turns,
     costs.interrupt_at_a_sync,
+    costs.keep_kv_caches,
     costs.fewer_syncs,
     costs.fewer_hand_overs,
     costs.fewer_validations,
@@ -34,7 +35,7 @@ RULES = (
 def advise(measured: Measured) -> list[Advice]:
     """Return advice, the largest predicted gain first. There is always one sentence.
 
-    A gain that is only a bound comes after the others. Turns are advised if nothing gains more.
+    A gain that is only a bound comes after the others, unless turns gain more than all of them.
     Advice that takes more devices comes last.
     """
     flow = Throughput(measured)
@@ -42,7 +43,7 @@ def advise(measured: Measured) -> list[Advice]:
     found = [one for one in found if one.gain is None or one.gain >= LEAST_GAIN]
     found.sort(key=lambda one: (one.at_most, -(one.gain or 0.0)))
     turns, more = balance.with_turns(flow), balance.add_a_device(flow)
-    best = max((one.gain or 0.0 for one in found), default=0.0)
-    if turns is not None and (turns.gain or 0.0) >= best - LEAST_GAIN:
-        return [turns, *more]
-    return [*found, *more] if found or more else [balance.nothing(flow)]
+    best = max((one.gain or 0.0 for one in found), default=-1.0)
+    if turns is not None:
+        found = [turns, *found] if (turns.gain or 0.0) > best else [*found, turns]
+    return [*found, *more] or [balance.nothing(flow)]

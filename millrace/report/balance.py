@@ -90,7 +90,9 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     )
     if old := versions_old(flow, staleness):
         text += f". {old}"
-    return Advice(text, (f"{STALENESS}={number(staleness)}",), flow.gain(flow.sides()))
+    unknown = m.step_line is None
+    key = f"{STALENESS}={number(staleness)}"
+    return Advice(text, (key,), flow.gain(flow.sides()), at_most=unknown)
 
 
 def more_decode_slots(flow: Throughput) -> Advice | None:

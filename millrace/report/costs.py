@@ -19,6 +19,8 @@ MOST = 10
 AIM_OF_TURNS = 0.05
 """The share to which larger windows bring syncs and hand-overs down."""
 MOST_WINDOWS = 8
+MOST_READ = 0.3
+"""Tokens that an engine reads for each drawn one, from which on they cost time."""
 
 
 def _seconds(flow: Throughput, *parts: str) -> float:
@@ -42,6 +44,21 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
         f"drawn. {' '.join(overrides)} interrupts responses and continues them"
     )
     return Advice(text, overrides, flow.gain(rate))
+
+
+def keep_kv_caches(flow: Throughput) -> Advice | None:
+    """Engines read interrupted responses again: change the weights while they run."""
+    m, schedule = flow.m, flow.schedule
+    again = m.read_tokens / max(1.0, m.drawn_tokens)
+    interrupts = schedule.on_sync is OnSync.INTERRUPT and not schedule.colocated
+    if not interrupts or again < MOST_READ or m.starved < IDLE:
+        return None
+    overrides = ("mode=async_swap", _same_staleness(flow))
+    text = (
+        f"Engines read {again:.2g} tokens for each token that they draw, because syncs interrupt "
+        f"responses. {' '.join(overrides)} keeps their KV caches"
+    )
+    return Advice(text, overrides)
 
 
 def _same_staleness(flow: Throughput) -> str:
@@ -90,7 +107,7 @@ def fewer_validations(flow: Throughput) -> Advice | None:
         flow,
         ("wait_validation",),
         flow.setup.test_freq,
-        "trainer.test_freq",
+        flow.setup.test_key,
         "Syncs wait for validations",
     )
 

@@ -46,6 +46,7 @@ def setup_of(config: Config) -> Setup:
         slots=config.replicas * config.rollout.max_num_seqs,
         reward_workers=limited[0].num_workers if len(limited) == len(parts) == 1 else 0,
         test_freq=config.test_freq,
+        test_key="trainer.test_freq" if trainer.test_freq else "rollout.test_freq",
         save_freq=config.trainer.save_freq,
         async_save=config.trainer.async_save,
         trainer_node=trainer.n_gpus_per_node if trainer.nnodes > 1 else 0,

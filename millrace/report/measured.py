@@ -29,6 +29,8 @@ class Setup:
     reward_workers: int = 0
     """Processes that compute the reward. 0 means that their number is no limit."""
     test_freq: int = 0
+    test_key: str = "trainer.test_freq"
+    """The key that sets it."""
     save_freq: int = 0
     async_save: bool = True
     trainer_node: int = 0

@@ -157,7 +157,7 @@ class Kept:
             self.validation = asyncio.ensure_future(asyncio.sleep(self.case.validation_s))
 
 
-async def _run(case: Case, folder: Path) -> list[dict[str, float]]:
+async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     schedule, cost = case.schedule, case.cost
     loop = asyncio.get_running_loop()
     ledger = Ledger(schedule, case.versions * schedule.window)
@@ -202,7 +202,7 @@ async def _run(case: Case, folder: Path) -> list[dict[str, float]]:
 def run(case: Case) -> Measured:
     """Simulate a run and return its figures, over the versions that `bench modes` counts."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = clock.run(_run(case, Path(folder)))
+        rows = clock.run(simulated_run(case, Path(folder)))
         lines = read(Path(folder))
     versions = counted(case.versions * case.schedule.window, 1, case.schedule)
     measured = measured_of(case.setup, dict(enumerate(rows, 1)), lines, versions)

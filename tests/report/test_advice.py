@@ -235,6 +235,14 @@ def test_dropped_samples_are_named_with_a_bound_of_what_they_cost() -> None:
     assert after.rate == pytest.approx((1 + about.gain) * before.rate, rel=0.1)
 
 
+def test_responses_that_are_read_again_at_each_sync_are_named() -> None:
+    case = FLAT.but(slots=128, staleness=3.0, cost=replace(COST, prefill_token_s=0.005))
+    before = run(case)
+    (about,) = [one for one in advise(before) if one.key == "mode" and one.value == "async_swap"]
+    assert "because syncs interrupt responses" in about.text and about.gain is None
+    assert run(followed(case, about)).rate > 1.1 * before.rate
+
+
 def test_advice_that_is_followed_is_not_given_again() -> None:
     """The engines are full at staleness 3.1, so the next constraint is another one."""
     first = advise(run(MEASURED))[0]
