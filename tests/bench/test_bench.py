@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -232,13 +233,13 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
 
 def test_a_stock_that_changes_is_a_warning_and_each_arm_has_its_advice_once() -> None:
     """The limit is 5 % of what was trained in the counted versions."""
-    runs_ = [
+    figures: list[dict[str, Any]] = [
         {"arm": "a", "stock_share": -0.06, "more_ready": -3, "advice": ["first"]},
         {"arm": "a", "stock_share": 0.05, "more_ready": 2, "advice": ["second"]},
         {"arm": "b", "stock_share": 0.2, "more_ready": 9, "advice": []},
         {"arm": "c"},
     ]
-    warned, grown, advice = remarks(runs_)
+    warned, grown, advice = remarks(figures)
     assert warned.startswith("warning: a: ") and "by -3, -6% of" in warned
     assert "trained more samples than it drew" in warned
     assert grown.startswith("warning: b: ") and "trained fewer samples than it drew" in grown
