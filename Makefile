@@ -54,7 +54,7 @@ lint: .venv/.test
 
 .venv/.test: .venv/.run
 	@echo "installing the packages of the tests ..."
-	@$(PIP) -e '.[test,wandb,mlflow,trackio,prometheus]'
+	@$(PIP) -e '.[test,browser,wandb,mlflow,trackio,prometheus,query]'
 	@touch $@
 
 # vLLM's audio and vision packages have no CPU builds, and transformers cannot be imported with

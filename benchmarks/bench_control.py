@@ -26,11 +26,14 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.watch import UNWATCHED, Watch
+from millrace.observe.watched import WatchedReplica, WatchedReward
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -173,17 +176,28 @@ def case(capacity: int, *, lookahead: bool, straggler: bool) -> Case:
     return Case(capacity, window // 4, 4, 1.0, window if lookahead else 1, straggler)
 
 
-async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, float]]) -> float:
+async def pipeline(
+    case: Case,
+    samples: int,
+    n: int,
+    watch: list[tuple[int, float]],
+    events: Watch = UNWATCHED,
+) -> float:
     """Run to the end and return samples per second.
 
-    Appends (samples, MiB resident) to `watch`.
+    Appends (samples, MiB resident) to `watch`. `events` sees the run.
     """
     ledger = Ledger(case.schedule, samples)
-    queue = SampleQueue(ledger, deadline_s=600)
+    queue = SampleQueue(ledger, deadline_s=600, watch=events)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
+    reward: Any = InstantReward()
+    replica: Any = rollouts
+    if events is not UNWATCHED:
+        reward = WatchedReward(reward, events)
+        replica = WatchedReplica(replica, "rollout-0", events)
     params = SamplingParams(max_tokens=64)
-    roller = SampleRoller(lambda prompt: SingleTurn(), InstantReward(), str, params, n, seed=0)  # type: ignore[arg-type]
-    rollouter = Rollouter(queue, Prompts(), RolloutPool([rollouts]), roller)
+    roller = SampleRoller(lambda prompt: SingleTurn(), reward, str, params, n, seed=0)
+    rollouter = Rollouter(queue, Prompts(), RolloutPool([replica]), roller)
     loop = asyncio.get_running_loop()
     observer = Nothing()
     if watch is not None:
@@ -205,7 +219,7 @@ async def pipeline(case: Case, samples: int, n: int, watch: list[tuple[int, floa
         Turns(),
         InstantSync(rollouts),  # type: ignore[arg-type]
         observer,
-        Stopwatch(loop.time),
+        Stopwatch(loop.time, events, "trainer"),
     )
     await trainer.begin()
     start = time.process_time()

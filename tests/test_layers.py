@@ -41,13 +41,13 @@ ARROWS: dict[str, set[str]] = {
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
-    "report": {"config", "observe", "ports", "schedule"},
+    "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
         *("config", "data", "environments", "models", "observe", "pipeline", "ports", "report"),
         *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
     "bench": {"config", "observe", "report", "rollout", "run", "schedule", "train"},
-    "cli": {"bench", "config", "observe", "pipeline", "run"},
+    "cli": {"bench", "config", "observe", "pipeline", "report", "run"},
     "__main__": {"cli"},
 }
 """The imports of each room. A room imports nothing else."""

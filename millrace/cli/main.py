@@ -44,6 +44,8 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.cli.query import query
+from millrace.cli.report import report_page
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -63,6 +65,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
+app.command()(query)
+app.command("report")(report_page)
 
 
 def version_option(value: bool) -> None:

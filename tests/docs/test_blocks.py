@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from millrace.cli import bench, main
 from millrace.cli.main import app
 from millrace.config import Config, recipe
+from millrace.report.query import query
 from millrace.rewards.functions import load_function
 from millrace.run import problems
 from tests.docs import pages
@@ -207,8 +208,14 @@ def test_json_is_json(block: Block) -> None:
         json.loads(line)
 
 
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sql"], ids=str)
+def test_sql_runs(block: Block, workspace: Path) -> None:
+    for statement in block.text.split("\n\n"):
+        assert query(Path("runs/quickstart-1"), statement).columns
+
+
 def test_every_block_has_a_language_that_is_tested() -> None:
-    known = {"sh", "python", "yaml", "yml", "json", "text", "mermaid", ""}
+    known = {"sh", "sql", "python", "yaml", "yml", "json", "text", "mermaid", ""}
     assert not {str(b): b.language for b in BLOCKS if b.language not in known}
     assert len(SHELL) > 20
 

@@ -12,6 +12,7 @@ import pytest
 from millrace.pipeline.history import audit
 from millrace.schedule.modes import MODES
 from tests.e2e import runs
+from tests.e2e.accounts import check_accounts
 from tests.e2e.test_modes import OVERLAP, check_rows
 from tests.vllm.processes import engine_cores
 
@@ -36,6 +37,7 @@ def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
                 assert (
                     outcome.mode == mode and outcome.complete and outcome.samples_trained == 64
                 ), mode
+                check_accounts(folder)
                 found = audit(folder)
                 assert (
                     found.admitted,

@@ -1,0 +1,243 @@
+"""Events of a run as lines of a Chrome trace, which Perfetto opens.
+
+| in a run | in Perfetto |
+|---|---|
+| a track | a process |
+| spans of a track that overlap | lanes of the process: each one is a thread |
+| a sample | the lane of its slot, with a slice for each state |
+| a cause | an arrow |
+
+| arrow | from | to |
+|---|---|---|
+| sample | its slice `running` | each of its requests and scores |
+| step | a local step | the slices `trained` of its samples, and the sync that sends it |
+| version | its slice `activate` | its validation and its checkpoint |
+
+A slice has its kind as category, and the kind and the key as name: `request` and `request 17/3`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from millrace.codec import sendable
+from millrace.observe.watch import Event
+from millrace.report.lanes import Lane, Lanes, Line
+
+SAMPLES = "samples"
+STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
+COUNTERS = (
+    "reward/mean",
+    "staleness/mean",
+    "rollouter/tokens_per_s",
+    "rollouter/idle_ratio",
+    "trainer/idle_ratio",
+)
+"""The figures of a row that are drawn as curves."""
+
+_OVERLAPPING = frozenset({"request", "score"})
+"""Spans that overlap by nature. They have lanes of their own."""
+_STEPS = ("trainer", "train")
+"""The track and the state of local steps."""
+_SAMPLE, _STEP, _VERSION = range(3)
+_MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
+
+
+class Translator:
+    """Turns the events of one attempt into lines, in order."""
+
+    def __init__(self, zero: float) -> None:
+        self._zero = zero
+        self._lanes = Lanes()
+        self._begun: dict[tuple[str, str, str], deque[Lane]] = {}
+        self._states: dict[str, Lane] = {}
+        self._slots: dict[str, Lane] = {}
+        self._steps = 0
+        self._sealed: int | None = None
+        """The last step of the newest sealed version."""
+        self._step_from: float | None = None
+        self._version = ""
+
+    def ts(self, time: float) -> float:
+        """Return microseconds since the clock's zero."""
+        return round((time - self._zero) * 1e6)
+
+    def add(self, event: Event, out: list[Line]) -> None:
+        """Append the lines of `event`."""
+        if len(event.key) > _MOST_KEY or not event.key.isascii():
+            event = replace(event, key=sendable(event.key[:_MOST_TEXT]))
+        ts = round((event.time - self._zero) * 1e6)
+        phase = event.phase
+        if phase == "begin":
+            self._begin(event, ts, out)
+        elif phase == "end":
+            self._end(event, ts, out)
+        elif phase == "state":
+            self._state(event, ts, out)
+        elif event.track == SAMPLES:
+            self._move(event, ts, out)
+        elif event.name == "stepped":
+            self._step(event, ts, out)
+        elif event.name == "row":
+            self._count(event, ts, out)
+        elif event.name == "gap":
+            self.end_all(ts, out, {"gap": True})
+            self._instant(event, ts, out)
+        elif event.name != "stats":
+            self._instant(event, ts, out)
+
+    def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
+        """End every slice. An end that comes later has no begin, and is ignored."""
+        self._lanes.end_all(ts, out, args)
+        self._begun.clear()
+        self._states.clear()
+        self._slots.clear()
+
+    def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
+        """Return the end of one file and the head of the next one."""
+        return self._lanes.cut(ts)
+
+    def _begin(self, event: Event, ts: float, out: list[Line]) -> None:
+        group = event.name if event.name in _OVERLAPPING else event.track
+        lane = self._lanes.take(event.track, group, out)
+        arrow_out, arrow_in = self._arrows(event)
+        self._lanes.begin(
+            *(lane, event.name, event.key, ts, out, plain(event.facts)),
+            arrow_out=arrow_out,
+            arrow_in=arrow_in,
+        )
+        self._begun.setdefault((event.track, event.name, event.key), deque()).append(lane)
+        if event.track == "sync":
+            self._version = event.key
+
+    def _arrows(self, event: Event) -> tuple[int | None, int | None]:
+        """Return the arrow that begins at the span of `event`, and the one that ends there."""
+        number = _number(event.key)
+        if number is None:
+            return None, None
+        if event.name in _OVERLAPPING:
+            return None, _arrow(_SAMPLE, number)
+        if event.name == "activate":
+            return _arrow(_VERSION, number), None
+        if event.track in ("validation", "checkpoint"):
+            return None, _arrow(_VERSION, number) if number else None
+        if event.track == "sync" and self._sealed is not None:
+            return None, _arrow(_STEP, self._sealed)
+        return None, None
+
+    def _end(self, event: Event, ts: float, out: list[Line]) -> None:
+        """End the oldest span of this track, name and key. Scores of one sample share a key."""
+        begun = (event.track, event.name, event.key)
+        if lanes := self._begun.get(begun):
+            lane = lanes.popleft()
+            if not lanes:
+                del self._begun[begun]
+            self._lanes.end(lane, ts, out, plain(event.facts))
+            self._lanes.free(lane)
+
+    def _state(self, event: Event, ts: float, out: list[Line]) -> None:
+        lane = self._states.get(event.track)
+        if lane is None:
+            lane = self._states[event.track] = self._lanes.take(event.track, "state", out)
+        else:
+            if (event.track, lane.cat) == _STEPS:
+                self._step_from = lane.since
+            self._lanes.end(lane, ts, out)
+        self._lanes.begin(lane, event.name, "", ts, out, plain(event.facts))
+
+    def _move(self, event: Event, ts: float, out: list[Line]) -> None:
+        """Move a sample to another state, or out of its slot."""
+        name, key = event.name, event.key
+        lane = self._slots.get(key)
+        if name in STATES:
+            if lane is None:
+                lane = self._slots[key] = self._lanes.take(SAMPLES, "slot", out)
+            else:
+                self._lanes.end(lane, ts, out)
+            arrow_out, arrow_in = None, None
+            if name == "running" and (number := _number(key)) is not None:
+                arrow_out = _arrow(_SAMPLE, number)
+            elif name == "trained":  # the event of its step comes next
+                arrow_in = _arrow(_STEP, self._steps)
+            elif name == "sealed":
+                self._sealed = self._steps - 1 if self._steps else None
+            facts = plain(event.facts)
+            self._lanes.begin(
+                *(lane, name, key, ts, out, facts), arrow_out=arrow_out, arrow_in=arrow_in
+            )
+            return
+        if name == "dropped":
+            self._instant(event, ts, out)
+        if name in ("retired", "dropped") and lane is not None:
+            del self._slots[key]
+            known = name == "retired" and self._version
+            self._lanes.end(lane, ts, out, {"version": self._version} if known else None)
+            self._lanes.free(lane)
+
+    def _step(self, event: Event, ts: float, out: list[Line]) -> None:
+        """Draw a local step, which has just ended. It began when the trainer began to train."""
+        begin, self._step_from = ts if self._step_from is None else self._step_from, None
+        args, arrow = plain(event.facts), _arrow(_STEP, self._steps)
+        lane = self._passing("trainer", "steps", out)
+        name = f"step {self._steps}"
+        out.append(
+            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, arrow, True)
+        )
+        self._steps += 1
+
+    def _count(self, event: Event, ts: float, out: list[Line]) -> None:
+        row, lane = event.facts.get("row", {}), self._passing(event.track, "events", out)
+        for name in COUNTERS:
+            if name in row:
+                args = {"value": row[name]}
+                out.append(Line(lane.pid, lane.tid, "C", ts, name=name, args=args))
+
+    def _instant(self, event: Event, ts: float, out: list[Line]) -> None:
+        lane = self._passing(event.track, "events", out)
+        name = f"{event.name} {event.key}" if event.key else event.name
+        args = plain(event.facts)
+        out.append(Line(lane.pid, lane.tid, "i", ts, None, event.name, name, args, s="t"))
+
+    def _passing(self, track: str, group: str, out: list[Line]) -> Lane:
+        """Return a lane for lines that leave no slice open."""
+        lane = self._lanes.take(track, group, out)
+        self._lanes.free(lane)
+        return lane
+
+
+def _arrow(kind: int, number: int) -> int:
+    """Return the number of an arrow. Perfetto wants whole numbers."""
+    return 4 * number + kind
+
+
+def _number(key: str) -> int | None:
+    """Return the number with which a key begins: 17 for `17/3`, None for `val/3`."""
+    head = key.partition("/")[0]
+    return int(head) if head.isdecimal() and len(head) < 16 else None
+
+
+def plain(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the facts that a trace can hold: numbers, short texts, short lists."""
+    if not facts:
+        return None
+    return {name: v for name, value in facts.items() if (v := _plain(value)) is not None} or None
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return `value` as plain data, or None if it is an object of the run."""
+    kind = type(value)
+    if kind is int:
+        return value if -(2**63) <= value < 2**63 else str(value)[:_MOST_TEXT]
+    if kind is bool or kind is float:
+        return value
+    if isinstance(value, str):
+        short = value[:_MOST_TEXT]
+        return short if short.isascii() else sendable(short)
+    if depth < 3 and kind in (list, tuple):
+        return [_plain(item, depth + 1) for item in value[:_MOST_ITEMS]]
+    if depth < 3 and kind is dict:
+        items = list(value.items())[:_MOST_ITEMS]
+        return {sendable(str(name)): _plain(item, depth + 1) for name, item in items}
+    return None

@@ -1,0 +1,146 @@
+"""The lines of a Chrome trace, and its lanes: a process for each track, a thread for each lane."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import msgspec
+
+ORDER = ("run", "trainer", "sync", "validation", "checkpoint", "rollouts", "rollout-", "rewards")
+"""The order of the processes. Other tracks come last."""
+_FIRST_TID = 1000
+"""No thread may have the number of a process: it would be that process's main thread."""
+
+
+class Line(msgspec.Struct, omit_defaults=True, gc=False):
+    """One line of a trace. `pid` comes first, so that a reader can skip a track unread."""
+
+    pid: int
+    tid: int
+    ph: str
+    ts: float
+    """Microseconds since the clock's zero."""
+    dur: float | None = None
+    cat: str = ""
+    name: str = ""
+    args: dict[str, Any] | None = None
+    bind_id: int | None = None
+    """The arrow that begins here (`flow_out`) or ends here (`flow_in`)."""
+    flow_out: bool = False
+    flow_in: bool = False
+    s: str = ""
+
+
+class Pool:
+    """The lanes of one group of a track."""
+
+    __slots__ = ("free", "lanes")
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = []
+        self.free: list[int] = []
+        """A heap of the numbers of the free lanes."""
+
+
+class Lane:
+    """A thread of a track. It has one slice at a time."""
+
+    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "since", "tid")
+
+    def __init__(self, pid: int, tid: int, number: int, pool: Pool) -> None:
+        self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
+        self.cat, self.name, self.since = "", "", 0.0
+        self.arrow: int | None = None
+        """The arrow that begins at the slice."""
+
+
+class Lanes:
+    """The lanes of all tracks. A free lane is taken again, the first one of its group first."""
+
+    def __init__(self) -> None:
+        self.names: list[Line] = []
+        """The names of all lanes and tracks so far. Each file has them."""
+        self.open: dict[int, Lane] = {}
+        """The lanes that have a slice, by thread."""
+        self._pids: dict[str, int] = {}
+        self._pools: dict[tuple[str, str], Pool] = {}
+        self._tids = _FIRST_TID
+
+    def take(self, track: str, group: str, out: list[Line]) -> Lane:
+        """Return a free lane."""
+        pool = self._pools.get((track, group))
+        if pool is None:
+            pool = self._pools[track, group] = Pool()
+        if pool.free:
+            return pool.lanes[heapq.heappop(pool.free)]
+        return self._make(track, group, pool, out)
+
+    def begin(
+        self,
+        lane: Lane,
+        cat: str,
+        key: str,
+        ts: float,
+        out: list[Line],
+        args: dict[str, Any] | None = None,
+        *,
+        arrow_out: int | None = None,
+        arrow_in: int | None = None,
+    ) -> None:
+        """Begin a slice in `lane`. At most one of the arrows is given."""
+        lane.cat, lane.name = cat, f"{cat} {key}" if key else cat
+        lane.arrow, lane.since = arrow_out, ts
+        self.open[lane.tid] = lane
+        bind = arrow_in if arrow_out is None else arrow_out
+        leads, led = arrow_out is not None, arrow_in is not None
+        name = lane.name
+        out.append(Line(lane.pid, lane.tid, "B", ts, None, cat, name, args, bind, leads, led))
+
+    def end(
+        self, lane: Lane, ts: float, out: list[Line], args: dict[str, Any] | None = None
+    ) -> None:
+        """End the slice of `lane`, which stays taken."""
+        del self.open[lane.tid]
+        out.append(Line(lane.pid, lane.tid, "E", ts, args=args))
+
+    def free(self, lane: Lane) -> None:
+        heapq.heappush(lane.pool.free, lane.number)
+
+    def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
+        """End every slice and free its lane."""
+        for lane in list(self.open.values()):
+            self.end(lane, ts, out, args)
+            self.free(lane)
+
+    def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
+        """Return the end of one file and the head of the next one. Open slices are in both."""
+        ends, heads = [], list(self.names)
+        for lane in self.open.values():
+            ends.append(Line(lane.pid, lane.tid, "E", ts, args={"continues": True}))
+            heads.append(
+                Line(
+                    *(lane.pid, lane.tid, "B", ts, None, lane.cat, lane.name),
+                    *({"continued": True}, lane.arrow, lane.arrow is not None),
+                )
+            )
+        return ends, heads
+
+    def _make(self, track: str, group: str, pool: Pool, out: list[Line]) -> Lane:
+        pid = self._pids.get(track)
+        if pid is None:
+            pid = self._pids[track] = len(self._pids) + 1
+            order = next((i for i, t in enumerate(ORDER) if track.startswith(t)), len(ORDER))
+            self._name(pid, 0, "process_name", {"name": track}, out)
+            self._name(pid, 0, "process_sort_index", {"sort_index": order}, out)
+        number = len(pool.lanes)
+        self._tids += 1
+        label = f"{group} {number}" if group in ("request", "score", "slot") else group
+        self._name(pid, self._tids, "thread_name", {"name": label}, out)
+        pool.lanes.append(Lane(pid, self._tids, number, pool))
+        return pool.lanes[number]
+
+    def _name(self, pid: int, tid: int, what: str, args: dict[str, Any], out: list[Line]) -> None:
+        line = Line(pid, tid, "M", 0, name=what, args=args)
+        self.names.append(line)
+        out.append(line)

@@ -1,0 +1,142 @@
+"""Plotly figures as plain dicts, and the blocks of a page around them.
+
+A page is a list of sections, and a section is a list of blocks. The browser draws the blocks. It
+writes every text as text, so a text may come from a model. Plotly reads tags in its texts, so
+names from a run go through `label`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Block = dict[str, Any]
+Array = npt.NDArray[Any]
+
+MAX_POINTS = 800
+"""The most points of a curve."""
+
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY, YELLOW)
+"""Colours that colour-blind people can tell apart. Source: Okabe and Ito, 2008."""
+
+AGES = (BLUE, SKY, YELLOW, ORANGE, RED, "#8c3b00", "#4d2000")
+"""Colours from fresh to old."""
+
+
+def label(text: object, limit: int = 60) -> str:
+    """Return a text from a run for a figure: short, and without tags."""
+    shown = str(text)
+    return html.escape(shown if len(shown) <= limit else shown[: limit - 1] + "…", quote=False)
+
+
+def rounded(values: Any) -> list[float | None]:
+    """Return numbers with five digits for JSON. Those that are not finite become None."""
+    return [
+        None if v is None or not math.isfinite(v) else float(f"{v:.5g}")
+        for v in (values.tolist() if isinstance(values, np.ndarray) else values)
+    ]
+
+
+def thinned(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    """Return at most MAX_POINTS points of a curve, with the least and the largest of each part."""
+    points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
+    if len(points) <= MAX_POINTS:
+        return [a for a, _ in points], [b for _, b in points]
+    kept: set[int] = {0, len(points) - 1}
+    for part in np.array_split(np.arange(len(points)), MAX_POINTS // 2 - 1):
+        values = [points[i][1] for i in part]
+        kept |= {int(part[int(np.argmin(values))]), int(part[int(np.argmax(values))])}
+    chosen = [points[i] for i in sorted(kept)]
+    return [a for a, _ in chosen], [b for _, b in chosen]
+
+
+def line(
+    name: str, x: Sequence[float], y: Sequence[float | None], colour: str, **more: Any
+) -> dict[str, Any]:
+    """Return a curve. `more` has further settings of the trace."""
+    xs, ys = thinned(x, y)
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(xs) <= 40 else "lines",
+        "name": label(name),
+        "x": rounded(xs),
+        "y": rounded(ys),
+        "line": {"color": colour, "width": 2},
+        "marker": {"size": 5},
+    }
+    line_ = trace["line"] | more.pop("line", {})
+    return trace | more | {"line": line_}
+
+
+def figure(
+    how: str, data: list[dict[str, Any]], height: int = 300, note: str = "", **layout: Any
+) -> Block:
+    """Return a chart. `how` says how to read it and what to do."""
+    return {
+        "type": "figure",
+        "how": how,
+        "note": note,
+        "height": height,
+        "data": data,
+        "layout": layout,
+    }
+
+
+def table(how: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Block:
+    """Return a table. Numbers stand on the right, and None is empty."""
+    return {"type": "table", "how": how, "head": list(head), "rows": [list(row) for row in rows]}
+
+
+def text(words: str) -> Block:
+    """Return a paragraph. Words in backticks are code, and keys among them are links."""
+    return {"type": "text", "text": words}
+
+
+def box(kind: str, title: str, words: str) -> Block:
+    """Return a box: `alarm`, `advice` or `good`."""
+    return {"type": "box", "kind": kind, "title": title, "text": words}
+
+
+def section(name: str, title: str, blocks: Sequence[Block]) -> dict[str, Any]:
+    return {"id": name, "title": title, "blocks": list(blocks)}
+
+
+def missing(what: str, why: str) -> Block:
+    """Return the paragraph of a section without data."""
+    return {"type": "text", "text": f"No {what}: {why}", "kind": "none"}
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number for people: whole ones with commas, others with `digits` digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) or abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration for people."""
+    if value < 120:
+        return f"{value:.3g} s"
+    hours, rest = divmod(int(value), 3600)
+    return f"{hours} h {rest // 60:02} min" if hours else f"{rest // 60} min {rest % 60:02} s"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def by_version(
+    rows: Mapping[int, Mapping[str, float | None]], name: str
+) -> tuple[list[float], list[float | None]]:
+    """Return the versions that have a metric, and its values."""
+    found = [(v, row[name]) for v, row in sorted(rows.items()) if row.get(name) is not None]
+    return [float(v) for v, _ in found], [value for _, value in found]

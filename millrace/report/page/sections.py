@@ -1,0 +1,67 @@
+"""The sections of a run's report, in their order."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from millrace.report import spans
+from millrace.report.page import curves, head, timeline, totals
+from millrace.report.page.figures import missing, section, text
+from millrace.report.page.folder import RunFolder, flat
+from millrace.report.page.lanes import Spans, columns
+from millrace.report.page.samples import Table, read_table
+
+
+def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
+    """Return the page of a run, and its samples without their texts."""
+    table, found = read_table(run.path), _spans(run)
+    run.notes += table.notes
+    return {
+        "title": f"{run.key('name', run.name)}: report of {run.name}",
+        "keys": flat(run.config),
+        "sections": [
+            section("run", "The run", [head.facts(run)]),
+            section("alarms", "Alarms", head.alarms(run)),
+            section("advice", "Advice", head.advice(run)),
+            section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
+            section("timeline", "Timeline", timeline.timeline(run, found, head.capacity_of(run))),
+            section("devices", "Where the time went", totals.devices(run)),
+            section("staleness", "Staleness", [curves.staleness(run)]),
+            section("lengths", "Lengths", _lengths(run, found, table)),
+            section("tokens", "Where the tokens went", [*totals.tokens(run), *head.errors(run)]),
+            section("sync", "Weight syncs", [curves.syncs(run)]),
+            section("samples", "Samples", [_samples(run, table)]),
+        ],
+    }, table
+
+
+def _spans(run: RunFolder) -> Spans:
+    # A trace has millions of small objects. The collector would look at them again and again.
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        return columns(spans.read(run.path))
+    finally:
+        if on:
+            gc.enable()
+
+
+def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]:
+    """The trace has every response. The samples lack those that an error dropped."""
+    if len(found.lengths):
+        tokens, trained = found.lengths.T
+        chart = curves.lengths(tokens, tokens[trained == 1])
+    elif len(table):
+        chart = curves.lengths(table.tokens, table.tokens[table.trained])
+    else:
+        chart = missing("lengths of all finished responses", "the folder has no trace/ and no samples/.")  # fmt: skip
+    return [chart, curves.length_curves(run)]
+
+
+def _samples(run: RunFolder, table: Table) -> dict[str, Any]:
+    if len(table):
+        return {"type": "browser"}
+    if run.key("report.samples") == 0:
+        return text("No samples: `report.samples=0`.")
+    return text("No samples: the folder has no samples/. Runs of older versions have none.")

@@ -1,0 +1,167 @@
+"""The accounts in a report: every token in a bucket, every second of every device in a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.report.accounts import Line
+from millrace.report.page.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Block,
+    figure,
+    label,
+    missing,
+    number,
+    rounded,
+    share,
+    table,
+    text,
+)
+from millrace.report.page.folder import RunFolder
+from millrace.report.page.states import STATES, state_of
+
+BUCKETS = {
+    "trained": ("trained a live version", GREEN),
+    "held": ("are in flight", SKY),
+    "evaluated": ("of validations: `trainer.test_freq`", BLUE),
+    "baseline": ("of greedy baselines: `algorithm.adv_estimator`", GREY),
+    "rejected": ("removed by a correction: `algorithm.rollout_correction`", PINK),
+    "filtered": ("removed by `algorithm.rollout_correction` or the overlong filter", PINK),
+    "regenerated": ("thrown away by a stop or a resume, and drawn again", YELLOW),
+    "lost": ("lost in a kill after the last checkpoint: `trainer.save_freq`", RED),
+}
+"""The buckets of tokens in words."""
+
+Seconds = dict[str, float]
+DeviceSeconds = dict[str, tuple[int, Seconds]]
+
+
+def tokens(run: RunFolder) -> list[Block]:
+    """Return the tokens by bucket, with the check that they add up."""
+    if not run.accounts:
+        return [missing("account of tokens", "the folder has no accounts.jsonl. Runs of older versions have none.")]  # fmt: skip
+    last = run.accounts[-1]
+    found = sorted(last.tokens.items(), key=lambda item: -item[1])
+    whole = sum(last.tokens.values())
+    rows = [[name, count, share(count, last.generated), _meaning(name)] for name, count in found]
+    agrees = whole == last.generated
+    rows.append(["sum", whole, share(whole, last.generated), f"generated: {last.generated:,}, {'which agrees' if agrees else 'which DIFFERS'}"])  # fmt: skip
+    wasted = whole - last.tokens.get("trained", 0) - last.tokens.get("held", 0)
+    how = (
+        f"Every drawn token is in one bucket. {share(wasted, whole)} of them trained nothing and "
+        "are not in flight. The largest of the other buckets shows what to change."
+    )
+    chart = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [label(name, 24) for name, _ in reversed(found)],
+        "x": rounded([count for _, count in reversed(found)]),
+        "marker": {"color": [_colour(name) for name, _ in reversed(found)]},
+        "hovertemplate": "%{y}: %{x:,}<extra></extra>",
+        "showlegend": False,
+    }
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"automargin": True}}
+    return [
+        figure(how, [chart], 110 + 26 * len(found), **layout),
+        table("", ["bucket", "tokens", "share", "tokens that"], rows),
+    ]
+
+
+def _meaning(name: str) -> str:
+    if name.startswith("dropped/"):
+        return f"of samples dropped for `{name.removeprefix('dropped/')}`"
+    return BUCKETS.get(name, ("", ""))[0]
+
+
+def _colour(name: str) -> str:
+    return ORANGE if name.startswith("dropped/") else BUCKETS.get(name, ("", GREY))[1]
+
+
+def device_seconds(lines: list[Line]) -> tuple[DeviceSeconds, float]:
+    """Return the seconds of one device by state, by track, over all attempts, and their length."""
+    last = {line.attempt: line for line in lines}
+    found: DeviceSeconds = {}
+    for line in last.values():
+        for track, device in line.devices.items():
+            _, spent = found.setdefault(track, (max(device.count, 1), {}))
+            for part, value in device.seconds.items():
+                spent[part] = spent.get(part, 0.0) + value
+    return found, sum(line.seconds for line in last.values())
+
+
+def devices(run: RunFolder) -> list[Block]:
+    """Return the seconds of every device by state, and the money if there is a price."""
+    found, length = device_seconds(run.accounts)
+    if not found or length <= 0:
+        return [_without_accounts(run)]
+    states = [state for state in STATES if any(_by_state(s).get(state) for _, s in found.values())]
+    rows = [
+        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(v, length) if (v := _by_state(spent).get(s)) else "" for s in states), share(_idle(spent), length)]
+        for track, (count, spent) in found.items()
+    ]  # fmt: skip
+    how = (
+        "The share of each device's time by state. In the last column are all waits. If rollouts "
+        "wait for the trainer, give training more devices; if the trainer waits for responses, "
+        "give rollouts more (`trainer.n_gpus_per_node`, `rollout.n_gpus_per_node`). If both "
+        "wait, raise `async_training.staleness_threshold`."
+    )
+    head = ["device", *(STATES[s].words for s in states), "all waits"]
+    return [table(how, head, rows[:200]), *_money(run.accounts[-1].price, found, length)]
+
+
+def _by_state(spent: Seconds) -> Seconds:
+    states: Seconds = {}
+    for part, value in spent.items():
+        states[state_of(part)] = states.get(state_of(part), 0.0) + value
+    return states
+
+
+def _idle(spent: Seconds) -> float:
+    return sum(v for part, v in spent.items() if STATES[state_of(part)].waits)
+
+
+def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
+    """Return the device-seconds by part over all devices, and the check that they add up."""
+    total: Seconds = {}
+    for count, spent in found.values():
+        for part, value in spent.items():
+            total[part] = total.get(part, 0.0) + count * value
+    count = sum(n for n, _ in found.values())
+    whole = sum(total.values())
+    rows: list[list[object]] = [
+        [part, STATES[state_of(part)].words, number(value), share(value, whole), *([f"{value * price / 3600:,.2f}"] if price else [])]
+        for part, value in sorted(total.items(), key=lambda item: -item[1])
+        if value > 1e-6 * whole
+    ]  # fmt: skip
+    rows.append(["sum", f"{count} devices x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
+    how = "Device-seconds of all devices by part, over all attempts."
+    head = ["part", "state", "device-seconds", "share", *(["money"] if price else [])]
+    blocks = [table(how, head, rows)]
+    if not price:
+        blocks.append(text("`report.price` is 0, so there is no money here: set it to what one device costs per hour."))  # fmt: skip
+    return blocks
+
+
+def _without_accounts(run: RunFolder) -> Block:
+    """Return the idle ratios of the metrics, for runs without accounts."""
+    last = run.rows[max(run.rows)] if run.rows else {}
+    rows = [
+        [side, f"{100 * sum(values) / len(values):.1f} %"]
+        for side in ("trainer", "rollouter")
+        if (values := [row[f"{side}/idle_ratio"] for row in run.rows.values() if f"{side}/idle_ratio" in row])
+    ]  # fmt: skip
+    if not rows or not last:
+        return missing("idle shares", "the folder has no accounts.jsonl, and no version was trained yet.")  # fmt: skip
+    return table(
+        "Mean idle ratios of the metrics: the folder has no accounts.jsonl, which says what "
+        "each device waits for.",
+        ["side", "idle"],
+        rows,
+    )

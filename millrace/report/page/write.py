@@ -1,0 +1,136 @@
+"""The report as one HTML file: sections, samples and the code that draws them, all compressed.
+
+The file must stay under LIMIT. Plotly takes two thirds of it. The samples get what the charts leave.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import itertools
+import secrets
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import msgspec
+
+from millrace.errors import bad_value
+from millrace.pipeline import ownership
+from millrace.report.page import compare, sections
+from millrace.report.page.folder import RunFolder, load
+from millrace.report.page.samples import Table, choose, count, read_texts
+
+LIMIT = 2_950_000
+"""Bytes of a report."""
+
+_DENSEST = 10
+"""Characters of text in a byte of the report, at most."""
+
+MARK = "<!-- millrace report -->"
+"""The second line of every report. Files without it are not overwritten."""
+
+DEFAULT = "report.html"
+
+
+def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of a run, or the comparison of several. Return its path.
+
+    By default one run's report is in its folder, and a comparison in the current folder. Raises
+    ConfigError for a folder that is no run's, and for a file that is not a report.
+    """
+    if not run_dirs:
+        raise bad_value("RUN", "", "names no run", "millrace report runs/quickstart-1")
+    runs = [load(path) for path in run_dirs]
+    one = runs[0] if len(runs) == 1 else None
+    path = output or (one.path / DEFAULT if one else Path(DEFAULT))
+    check_output(path)
+    if one is not None:
+        page, table = sections.of_run(one)
+        text = _page(page, one, table)
+    else:
+        text = _page(compare.of_runs(runs), None, None)
+    try:
+        ownership.replace_text(path, text)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return path
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError if `path` is a folder, or a file that is not a report."""
+    rule = ""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            rule = "is a folder"
+        elif path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                if MARK.encode() not in file.read(200):
+                    rule = "exists, and is not a report of millrace's"
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    if rule:
+        raise bad_value("--output", str(path), rule, "a new file, such as report.html")
+
+
+def _unwritable(path: Path, error: OSError) -> Exception:
+    rule = f"cannot be written: {error.strerror or error}"
+    return bad_value("--output", str(path), rule, "a file in a folder that exists")
+
+
+def _page(page: dict[str, Any], run: RunFolder | None, table: Table | None) -> str:
+    """Return the HTML, with as many samples as fit."""
+    parts = {"plotly": _packed(_plotly()), "page": _packed(msgspec.json.encode(page))}
+    shell = _shell(page["title"], parts | {"samples": ""})
+    room = LIMIT - len(shell.encode()) - 1000
+    if run is None or table is None:
+        return shell
+    return _shell(page["title"], parts | {"samples": _samples(table, room)})
+
+
+def _samples(table: Table, room: int) -> str:
+    """Return the chosen samples, packed, as many as fit into `room` bytes."""
+    found = list(read_texts(table, choose(table)).values())
+    texts = [msgspec.json.encode(sample) for sample in found]
+    total = count(table)
+    # Text becomes at most this much smaller. So more than this cannot fit.
+    kept = bisect_right(list(itertools.accumulate(map(len, texts))), _DENSEST * room)
+    while True:
+        order = sorted(range(kept), key=lambda i: (found[i]["version"], found[i]["id"]))
+        shown = b",".join(texts[i] for i in order)
+        packed = _packed(b'{"total":%d,"samples":[%b]}' % (total, shown), 6)
+        if len(packed) <= room or not kept:
+            return packed
+        kept = min(kept - 1, int(kept * room / len(packed) * 0.97))
+
+
+def _packed(data: bytes, level: int = 9) -> str:
+    return base64.b64encode(gzip.compress(data, level, mtime=0)).decode()
+
+
+def _plotly() -> bytes:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs().encode()
+
+
+def _shell(title: str, parts: dict[str, str]) -> str:
+    """Return the HTML around the parts. Nothing but the title comes from a run."""
+    web = resources.files("millrace.report.page") / "web"
+    data = "".join(
+        f'<script type="application/octet-stream" id="data-{name}">{packed}</script>\n'
+        for name, packed in parts.items()
+    )
+    scripts = [(web / name).read_text() for name in ("page.js", "charts.js", "browser.js")]
+    return Template((web / "page.html").read_text()).substitute(
+        mark=MARK,
+        title=html.escape(title),
+        nonce=secrets.token_urlsafe(16),
+        style=(web / "page.css").read_text(),
+        data=data,
+        script="\n".join(scripts),
+    )

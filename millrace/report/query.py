@@ -1,0 +1,261 @@
+"""The tables of a run for DuckDB: metrics, validations, samples, spans, accounts and history.
+
+The files of a run and the SQL are untrusted. The SQL sees these tables and no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
+from millrace.observe.sinks import read_rows
+from millrace.pipeline import history
+from millrace.report import accounts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+EXAMPLES = (
+    'select version, "reward/mean", "staleness/mean" from metrics order by version desc limit 5',
+    "select track, name, count(*) as n, sum(end_s - start_s) as seconds from spans "
+    "group by all order by seconds desc limit 10",
+)
+_EVERY_VERSION = 2**53
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of a query."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a run: its columns with their types, and the number of its rows."""
+
+    name: str
+    columns: dict[str, str]
+    rows: int
+
+
+def query(run_dir: Path, sql: str) -> Answer:
+    """Return the answer to `sql`. Raise ConfigError if it is wrong.
+
+    Only the tables whose names are in the text are read.
+    """
+    duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
+    connection = _open(duckdb, run_dir, [name for name in TABLES if name in words])
+    try:
+        result = connection.execute(sql)
+        if result is None:
+            raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
+        columns = [column[0] for column in result.description or ()]
+        return Answer(columns, result.fetchall() if columns else [])
+    except duckdb.Error as error:
+        names = ", ".join(TABLES)
+        raise bad_value("SQL", sql, _rule(error), f"SQL on the tables {names}") from None
+    finally:
+        connection.close()
+
+
+def tables(run_dir: Path) -> list[Table]:
+    """Return all tables of the run."""
+    connection = _open(_duckdb(), run_dir, TABLES)
+    try:
+        found = []
+        for name in TABLES:
+            columns = dict(row[:2] for row in connection.execute(f"describe {name}").fetchall())
+            (count,) = connection.execute(f"select count(*) from {name}").fetchone()
+            found.append(Table(name, columns, count))
+        return found
+    finally:
+        connection.close()
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise MissingDependency(f"millrace query needs DuckDB: {INSTALL['duckdb']}") from None
+    return duckdb
+
+
+def _open(duckdb: Any, run_dir: Path, names: Iterable[str]) -> Any:
+    """Return a database with these tables, which may read nothing else."""
+    connection = duckdb.connect(":memory:")
+    for name in names:
+        connection.register(name, TABLES[name](run_dir))
+    for setting in (
+        "enable_external_access=false",
+        "python_enable_replacements=false",
+        "autoinstall_known_extensions=false",
+        "autoload_known_extensions=false",
+        "lock_configuration=true",
+    ):
+        connection.execute(f"set {setting}")
+    return connection
+
+
+def _rule(error: Exception) -> str:
+    """Return what DuckDB says, as one line, without the copy of the query."""
+    text, _, _ = str(error).partition("LINE 1:")
+    text, _, _ = text.partition('Did you mean "pg_')  # DuckDB's own tables
+    return " ".join(text.split()).rstrip(".!")[:500]
+
+
+# -- the tables
+
+
+def _metrics(run_dir: Path) -> pa.Table:
+    return _by_version(read_rows(run_dir, _EVERY_VERSION)[0])
+
+
+def _validations(run_dir: Path) -> pa.Table:
+    return _by_version(read_rows(run_dir, _EVERY_VERSION)[1])
+
+
+def _by_version(rows: dict[int, dict[str, float]]) -> pa.Table:
+    """Return one row for each version. A figure that a row lacks is null."""
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    columns = {"version": pa.array(sorted(rows), pa.int64())}
+    for name in names:
+        if name != "version":
+            values = [_number(rows[version].get(name)) for version in sorted(rows)]
+            columns[name] = pa.array(values, pa.float64())
+    return pa.table(columns)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _samples(run_dir: Path) -> Any:
+    """Return the samples as a data set: DuckDB reads only the columns and rows that it needs."""
+    import pyarrow.dataset as ds
+
+    from millrace.report import samples
+
+    paths = [str(path) for path in samples.files(run_dir)]
+    if not paths:
+        return samples.SCHEMA.empty_table()
+    return ds.dataset(paths, schema=samples.SCHEMA, format="parquet")
+
+
+def _spans(run_dir: Path) -> pa.Table:
+    import pyarrow as pa
+
+    from millrace.report import spans
+
+    found = spans.read(run_dir)
+    encode = msgspec.json.Encoder().encode
+    return pa.table(
+        {
+            "attempt": pa.array([s.attempt for s in found], pa.int32()),
+            "track": pa.array([s.track for s in found], pa.string()),
+            "name": pa.array([s.name for s in found], pa.string()),
+            "key": pa.array([s.key for s in found], pa.string()),
+            "start_s": pa.array([s.start for s in found], pa.float64()),
+            "end_s": pa.array([s.end for s in found], pa.float64()),
+            "facts": pa.array([encode(s.facts).decode() for s in found], pa.string()),
+        }
+    )
+
+
+def _accounts(run_dir: Path) -> pa.Table:
+    """Return one row for each amount of each line of the accounts."""
+    import pyarrow as pa
+
+    rows = [
+        {"attempt": line.attempt, "event": line.event, "version": line.version}
+        | {"seconds": line.seconds, "kind": kind, "device": device, "name": name}
+        | {"amount": _number(amount)}
+        for line in accounts.read(run_dir)
+        for kind, device, name, amount in _amounts(line)
+    ]
+    texts = ("event", "kind", "device", "name")
+    schema = pa.schema(
+        [
+            *((name, pa.int64()) for name in ("attempt", "version")),
+            *((name, pa.string()) for name in texts),
+            *((name, pa.float64()) for name in ("seconds", "amount")),
+        ]
+    )
+    return pa.Table.from_pylist(rows, schema)
+
+
+def _amounts(line: accounts.Line) -> Iterator[tuple[str, str | None, str, float]]:
+    """Yield kind, device, name and amount, such as `tokens`, None, `trained`, 1024."""
+    for name in ("generated", "prefill", "retired", "price"):
+        yield "total", None, name, getattr(line, name)
+    for kind in ("tokens", "slots", "samples", "requests", "scores"):
+        for name, amount in msgspec.to_builtins(getattr(line, kind)).items():
+            yield kind, None, name, amount
+    for track, device in line.devices.items():
+        yield "devices", track, "count", device.count
+        for name, amount in device.seconds.items():
+            yield "device_seconds", track, name, amount
+
+
+def _history(run_dir: Path) -> pa.Table:
+    """Return the lines of the history. `survives` says whether a later attempt replaced them."""
+    import pyarrow as pa
+
+    try:
+        lines = history.read(run_dir)
+    except CheckpointError as error:
+        raise bad_value("RUN", str(run_dir), str(error), "the folder of a run") from None
+    start, rows = float("inf"), []
+    for line in reversed(lines):
+        survives = line.version <= start
+        rows.append(
+            {
+                "attempt": line.attempt,
+                "event": line.event,
+                "version": line.version,
+                "admitted": line.admitted,
+                "retired": line.retired,
+                "dropped": list(line.dropped.items()),
+                "trained": line.trained,
+                "slots": line.slots,
+                "complete": line.complete,
+                "survives": survives,
+            }
+        )
+        if line.event == "start":
+            start = min(start, line.version)
+    ids = pa.list_(pa.int64())
+    schema = pa.schema(
+        [
+            *((name, pa.int64()) for name in ("attempt", "version", "admitted", "retired")),
+            *(("event", pa.string()), ("dropped", pa.map_(pa.string(), pa.int64()))),
+            *(("trained", ids), ("slots", ids)),
+            *(("complete", pa.bool_()), ("survives", pa.bool_())),
+        ]
+    )
+    return pa.Table.from_pylist(rows[::-1], schema)
+
+
+TABLES: dict[str, Callable[[Path], Any]] = {
+    "metrics": _metrics,
+    "validations": _validations,
+    "samples": _samples,
+    "spans": _spans,
+    "accounts": _accounts,
+    "history": _history,
+}
+"""The reader of each table."""

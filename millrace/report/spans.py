@@ -1,0 +1,205 @@
+"""The spans of a run, read from the traces of all its attempts.
+
+A file may be half-written, damaged or not millrace's. What cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.report import folders
+from millrace.report.trace import HEADER, NAME
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What a track did for a while, or a moment with `start == end`.
+
+    The begin's facts and the end's facts are together. A span without an end lasts until the last
+    event of its attempt, and has the fact `open`. A span whose end the trace lost has `gap`.
+    """
+
+    attempt: int
+    track: str
+    name: str
+    key: str
+    start: float
+    """Seconds since the start of the first attempt, also for later attempts."""
+    end: float
+    facts: dict[str, Any]
+
+
+class _Line(msgspec.Struct, gc=False):
+    """A line of a file. Its fields may have any value."""
+
+    pid: int
+    tid: int
+    ph: str
+    ts: float
+    dur: float = 0.0
+    cat: str = ""
+    name: str = ""
+    args: dict[str, Any] = {}
+
+
+class _Header(msgspec.Struct):
+    unix_s: float
+    attempt: int
+    file: int
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+def read(run_dir: Path, tracks: Collection[str] | None = None) -> list[Span]:
+    """Return the spans of a run by start, those of `tracks` alone if given.
+
+    `rollout-` stands for every track whose name begins so. Lines of other tracks are not decoded.
+    """
+    spans: list[Span] = []
+    zero: float | None = None
+    for paths in _attempts(run_dir):
+        reader = _Attempt(tracks)
+        for path in paths:
+            reader.read(path)
+        if reader.header is not None:
+            zero = reader.header.unix_s if zero is None else zero
+            spans += reader.spans(reader.header.unix_s - zero)
+    spans.sort(key=lambda span: span.start)
+    return spans
+
+
+def _attempts(run_dir: Path) -> Iterator[list[Path]]:
+    """Yield the files of each attempt, in order."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in folders.files(run_dir / "trace", NAME):
+        if match := NAME.fullmatch(path.name):
+            found.setdefault(int(match[1]), []).append((int(match[2]), path))
+    for attempt in sorted(found):
+        yield [path for _, path in sorted(found[attempt])]
+
+
+class _Slice:
+    __slots__ = ("end", "facts", "key", "name", "pid", "start")
+
+    def __init__(self, line: _Line) -> None:
+        self.pid, self.name = line.pid, line.cat or line.name
+        self.key = line.name[len(line.cat) + 1 :] if line.cat else ""
+        self.start, self.end = line.ts, line.ts
+        self.facts = line.args
+
+
+class _Attempt:
+    """Reads the files of one attempt, in order."""
+
+    def __init__(self, tracks: Collection[str] | None) -> None:
+        self.header: _Header | None = None
+        self._tracks = tracks
+        self._names: dict[int, str] = {}
+        self._slices: list[_Slice] = []
+        self._open: dict[int, _Slice] = {}
+        self._cut: dict[int, _Slice] = {}
+        """Slices that continue in the next file."""
+        self._last = 0.0
+
+    def read(self, path: Path) -> None:
+        skipped: set[bytes] = set()
+        try:
+            with path.open("rb") as file:
+                file.readline()
+                if not self._starts(file.readline()):
+                    return
+                for text in file:
+                    head = text[: text.find(b",")]
+                    if head in skipped:
+                        continue
+                    try:
+                        line = _decode(text.rstrip(b",\n"))
+                    except msgspec.DecodeError:
+                        continue  # the end of the array, or a line that a crash cut off
+                    if not self._add(line):
+                        skipped.add(head)
+        except OSError:
+            return
+
+    def _starts(self, text: bytes) -> bool:
+        """Read the first event. Return whether the file belongs to this attempt."""
+        try:
+            line = _decode(text.rstrip(b",\n"))
+            header = msgspec.convert(line.args, _Header)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            return False
+        same = self.header is None or self.header.unix_s == header.unix_s
+        if line.name != HEADER or not same:
+            return False
+        self.header = header
+        return True
+
+    def _add(self, line: _Line) -> bool:
+        """Add a line. Return whether its track is wanted."""
+        phase = line.ph
+        if phase == "M":
+            if line.name == "process_name":
+                self._names[line.pid] = str(line.args.get("name", ""))
+                return self._wanted(self._names[line.pid])
+            return True
+        if line.pid not in self._names:
+            return True
+        if phase == "B":
+            if line.args.get("continued") is True and line.tid in self._cut:
+                self._open[line.tid] = self._cut.pop(line.tid)
+            else:
+                self._open[line.tid] = opened = _Slice(line)
+                self._slices.append(opened)
+        elif phase == "E":
+            closed = self._open.pop(line.tid, None)
+            if closed is None:
+                pass
+            elif line.args.get("continues") is True:
+                self._cut[line.tid] = closed
+            else:
+                closed.end = line.ts
+                if line.args:
+                    closed.facts = closed.facts | line.args
+        elif phase in "Xi":
+            whole = _Slice(line)
+            whole.end = line.ts + line.dur
+            self._slices.append(whole)
+            if line.name == "relabelled":
+                self._relabel(whole)
+        self._last = max(self._last, line.ts)
+        return True
+
+    def _wanted(self, track: str) -> bool:
+        return self._tracks is None or any(
+            track == name or (name.endswith("-") and track.startswith(name))
+            for name in self._tracks
+        )
+
+    def _relabel(self, told: _Slice) -> None:
+        """Rename the waits that ended just before: their name was known only at their end."""
+        source, target, left = (told.facts.get(k) for k in ("source", "target", "seconds"))
+        if not isinstance(left, int | float):
+            return
+        for one in reversed(self._slices[:-1]):
+            if left <= 1e-5 or one.name == "step":
+                return
+            if one.pid == told.pid and one.name == source:
+                left -= (one.end - one.start) / 1e6
+                one.name = str(target)
+
+    def spans(self, shift: float) -> list[Span]:
+        """Return the spans, `shift` seconds later than in the files."""
+        for one in (*self._open.values(), *self._cut.values()):
+            one.end, one.facts = max(one.start, self._last), one.facts | {"open": True}
+        attempt = self.header.attempt if self.header else 0
+        return [
+            Span(
+                *(attempt, self._names[one.pid], one.name, one.key),
+                *(one.start / 1e6 + shift, one.end / 1e6 + shift, one.facts),
+            )
+            for one in self._slices
+        ]

@@ -1,0 +1,217 @@
+"""RUN/trace: the events of each attempt as Chrome traces, which Perfetto opens.
+
+    RUN/trace/attempt-001-000.json    the first file of the first attempt
+    RUN/trace/attempt-001-001.json    the next one, which begins when the first one is full
+
+A file is a JSON array with one event on each line. A killed run leaves it without its end, and
+Perfetto opens it all the same. `report/chrome.py` says what is drawn where.
+
+The loop only appends to a queue. A thread encodes and writes. If the disk is full, or too slow, the
+trace lacks events and the run loses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.observe.watch import Event
+from millrace.report import folders
+from millrace.report.chrome import Translator
+from millrace.report.lanes import Line
+
+NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
+HEADER = "clock_zero"
+"""The name of the first event of a file. Its args are the Unix time of zero, and the attempt."""
+
+_BATCH = 256
+"""Events that are encoded at once. A write releases the interpreter after each batch."""
+_SEPARATOR = b",\n"
+_END = b"\n]\n"
+
+
+class TraceWriter:
+    """Writes the trace of one attempt. It never waits and never raises.
+
+    Its limits: `limit_mb` MiB of all attempts' files, `file_mb` MiB of each file (it may exceed
+    this by one batch), and `most_events` that wait for the disk. `close` waits for `close_s`.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        clock: Callable[[], float],
+        note: Callable[[str], None],
+        *,
+        limit_mb: int = 512,
+        file_mb: float = 128,
+        most_events: int = 1_000_000,
+        every_s: float = 0.5,
+        close_s: float = 20.0,
+    ) -> None:
+        """`note` gets one line for each problem. The trace of a file begins at `clock()` now."""
+        self.dropped = 0
+        """Events that found the queue full."""
+        self._folder, self._attempt, self._note = run_dir / "trace", attempt, note
+        self._clock, self._unix, zero = clock, time.time(), clock()
+        self._translator, self._last = Translator(zero), zero
+        self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
+        self._most, self._every_s, self._close_s = most_events, every_s, close_s
+        self._events: deque[Event] = deque()
+        self._lost = 0
+        self._encoder = msgspec.json.Encoder()
+        self._file: Any = None
+        self._number, self._size, self._total = 0, 0, 0
+        self._ended, self._closing, self._wake = False, False, threading.Event()
+        self._thread = threading.Thread(target=self._work, name="trace", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        if self._ended:
+            return
+        if len(self._events) >= (self._most // 2 if self._lost else self._most):
+            self._lose()
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self._events.append(Event(event.time, "run", "gap", "at", "", {"events": lost}))
+        self._events.append(_light(event) if event.name in _HEAVY else event)
+
+    def close(self) -> None:
+        """Write what waits, and end the file. Waits for at most `close_s`."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            self._ended = True
+            self._note(f"trace: its last {len(self._events)} events were not written in time")
+        self._events.clear()
+
+    def _lose(self) -> None:
+        if not self.dropped:
+            self._note(
+                f"warning: {self._folder} is too slow for the run: {self._most} events wait. "
+                "The trace lacks some. The run does not wait for it."
+            )
+        self.dropped += 1
+        self._lost += 1
+
+    # -- in the thread
+
+    def _work(self) -> None:
+        try:
+            self._total = folders.size(folders.files(folders.own(self._folder), NAME))
+            self._begin_file([])
+            closing = False
+            while not (closing or self._ended):
+                closing = self._closing  # read before the last events are written
+                self._drain()
+                if not closing:
+                    self._wake.wait(self._every_s)
+            self._finish()
+        except OSError as error:
+            self._abandon(f"it cannot be written: {error.strerror or error}")
+        except Exception as error:  # noqa: BLE001 - a run does not end because its trace does
+            self._abandon(f"{type(error).__name__}: {error}")
+
+    def _drain(self) -> None:
+        """Write every event that waits."""
+        events = self._events
+        while events and not self._ended:
+            lines: list[Line] = []
+            for _ in range(min(_BATCH, len(events))):
+                event = events.popleft()
+                self._last = event.time
+                self._translator.add(event, lines)
+            self._write(lines)
+            if self._size >= self._full and not self._ended:
+                ends, heads = self._translator.cut(self._translator.ts(self._last))
+                self._write(ends)
+                self._end_file()
+                self._begin_file(heads)
+
+    def _finish(self) -> None:
+        if not self._ended:
+            last: list[Line] = []
+            self._translator.end_all(self._translator.ts(self._clock()), last, {"open": True})
+            self._write(last)
+        self._end_file()
+
+    def _begin_file(self, heads: list[Line]) -> None:
+        """Open the first file whose name is free. No file is overwritten."""
+        while True:
+            path = self._folder / f"attempt-{self._attempt:03d}-{self._number:03d}.json"
+            try:
+                self._file = path.open("xb", buffering=0)
+                break
+            except FileExistsError:
+                self._number += 1
+        args = {"unix_s": self._unix, "attempt": self._attempt, "file": self._number}
+        header = Line(0, 0, "M", 0, name=HEADER, args=args)
+        self._size = 0
+        self._put(b"[\n" + self._encode([header, *heads]))
+
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                _write_all(file, _END)
+
+    def _write(self, lines: list[Line]) -> None:
+        if lines and not self._ended:
+            self._put(_SEPARATOR + self._encode(lines))
+
+    def _encode(self, lines: list[Line]) -> bytes:
+        return _SEPARATOR.join(map(self._encoder.encode, lines))
+
+    def _put(self, data: bytes) -> None:
+        if self._total + len(data) > self._limit:
+            self._stop(
+                f"the traces of all attempts have {self._limit >> 20} MiB. "
+                "report.trace_mb sets this limit"
+            )
+            return
+        _write_all(self._file, data)
+        self._size += len(data)
+        self._total += len(data)
+
+    def _stop(self, why: str) -> None:
+        self._ended = True
+        self._events.clear()
+        self._note(f"the trace in {self._folder} ends here: {why}. The run continues.")
+
+    def _abandon(self, why: str) -> None:
+        """End a trace whose file cannot be written."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+        self._stop(why)
+
+
+def _write_all(file: Any, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+_HEAVY = frozenset({"stepped", "equal_outcomes"})
+
+
+def _light(event: Event) -> Event:
+    """Return the event without its samples. Samples that wait in the queue would fill the memory."""
+    facts = {k: v for k, v in event.facts.items() if k not in ("sample", "samples", "report")}
+    if "samples" in event.facts:
+        facts["samples"] = [sample.prompt.index for sample in event.facts["samples"]]
+    if "report" in event.facts:
+        facts["parts"] = event.facts["report"].seconds
+    return Event(event.time, event.track, event.name, event.phase, event.key, facts)

@@ -1,0 +1,153 @@
+"""What a report says, without a browser: times agree with the accounts, and bad folders do no harm."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pyarrow.parquet as pq
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.report import accounts, spans
+from millrace.report.page import sections, write_report
+from millrace.report.page.folder import load
+from millrace.report.page.head import capacity_of
+from millrace.report.page.lanes import NAMES, columns, lanes
+from millrace.report.page.samples import choose, count, read_table
+from millrace.report.page.states import STATES, state_of
+from millrace.report.page.write import LIMIT, MARK
+from tests.pipeline.simulated import RUNS
+from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
+from tests.report.runs import sample
+
+
+def data_of(page: Path, name: str) -> Any:
+    """Return the data that a page carries."""
+    packed = re.search(rf'id="data-{name}">([^<]*)<', page.read_text())
+    assert packed
+    return json.loads(gzip.decompress(b64decode(packed[1])))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in RUNS if "+" not in mode])
+def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> None:
+    folder = write_run(tmp_path / "run", mode=mode)
+    run = load(folder)
+    colocated = run.key("async_training.placement") == "colocated"
+    found = columns(spans.read(folder))
+    expected = accounts.read(folder)[-1].devices
+    made = lanes(found, capacity_of(run), colocated=colocated, complete=True)
+    assert {lane.name for lane in made} == set(expected)
+    for lane in made:
+        times: dict[str, float] = defaultdict(float)
+        for part, seconds in expected[lane.name].seconds.items():
+            times[state_of(part)] += seconds
+        drawn = dict.fromkeys(NAMES, 0.0)
+        for start, end, state in zip(lane.starts, lane.ends, lane.states, strict=True):
+            drawn[NAMES[state]] += end - start
+        # The accounts do not divide the trainer's wait.
+        for merged in (drawn, times):
+            merged["wait_trajectories"] += merged.pop("wait_rewards", 0.0)
+        for name in STATES:
+            assert abs(drawn.get(name, 0) - times.get(name, 0)) <= 0.02 * found.end, (lane.name, name)  # fmt: skip
+
+
+def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
+    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    figures = [b for s in page["sections"] for b in s["blocks"] if b["type"] == "figure"]
+    assert len(figures) >= 8
+    for block in figures:
+        go.Figure(data=block["data"], layout=block["layout"])  # raises for an unknown setting
+        assert len(block["how"]) > 40 and block["how"].endswith(".")
+
+
+def test_sentences_name_keys_that_exist(tmp_path: Path) -> None:
+    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    texts = json.dumps(page["sections"])
+    looks = " ".join(look.lifts for look in STATES.values())
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)[`=]", texts + looks)
+    assert len(set(named)) > 15
+    assert not {name for name in named if name not in page["keys"]}
+
+
+@pytest.mark.parametrize("made", ["nothing", "a file", "another folder"])
+def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, made: str) -> None:
+    path = tmp_path / "x"
+    if made == "a file":
+        path.write_text("")
+    elif made == "another folder":
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"RUN = .*Fix: a folder such as"):
+        write_report([path])
+    assert not (path / "report.html").exists()
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_metrics(tmp_path, {1: {"reward/mean": 1.0}})
+    mine, target = tmp_path / "mine.html", tmp_path / "target"
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match="is not a report"):
+        write_report([tmp_path], mine)
+    with pytest.raises(ConfigError, match="is a folder"):
+        write_report([tmp_path], tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report([tmp_path], tmp_path / "absent" / "report.html")
+    target.write_text("mine")
+    (tmp_path / "report.html").symlink_to(target)
+    first = write_report([tmp_path])
+    assert target.read_text() == mine.read_text() == "mine"
+    assert not first.is_symlink() and MARK in first.read_text()
+    assert write_report([tmp_path]) == first  # its own report is overwritten
+
+
+def test_damaged_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"version": 1e999, "reward/mean": 1}\n{"version": -3}\n[1]\n{"version": 9, "r')
+    with (folder / "accounts.jsonl").open("a") as file:
+        file.write('{"event": 3}\n{"half')
+    (folder / "config.yaml").write_text("a: [1\n  b")
+    (folder / "samples" / "version-000099-attempt-001.parquet").write_bytes(b"PAR1 no")
+    (folder / "trace" / "attempt-009-000.json").write_text("no trace")
+    (folder / "history.jsonl").write_bytes(b"\xff\xfe\n")
+    notes = json.dumps(data_of(write_report([folder]), "page"))
+    for words in ("metrics.jsonl: 2 lines", "config.yaml: ", "history.jsonl"):
+        assert f"Not readable: {words}" in notes
+
+
+def test_the_samples_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    write_config(tmp_path)
+    write_metrics(tmp_path, {1: {"reward/mean": 1.0}})
+    texts = iter(noise.integers(0x4E00, 0x9000, (400, 3000)))
+    keep_samples(
+        tmp_path,
+        {v: [renamed(sample(10 * v + i), text="".join(map(chr, next(texts)))) for i in range(10)] for v in range(1, 41)},
+    )  # fmt: skip
+    page = write_report([tmp_path])
+    assert 0.9 * LIMIT < page.stat().st_size < LIMIT
+    data = data_of(page, "samples")
+    versions = {s["version"] for s in data["samples"]}
+    assert data["total"] == 400 and 20 < len(data["samples"]) < 400
+    assert {1, 40} <= versions and len(versions) > 8
+
+
+def test_the_choice_begins_with_evenly_spaced_versions_and_extremes(tmp_path: Path) -> None:
+    keep_samples(tmp_path, {v: [sample(v)] for v in range(1, 65)})
+    table = read_table(tmp_path)
+    best = next(iter((tmp_path / "samples").glob("version-000037-*")))
+    rows = pq.read_table(best).to_pylist()
+    rows[0]["reward"] = 100.0
+    pq.write_table(type(pq.read_table(best)).from_pylist(rows, pq.read_schema(best)), best)
+    table = read_table(tmp_path)
+    first = [sample_id for _, sample_id in choose(table)[:9]]
+    assert count(table) == 64 and {1, 33, 37, 64} <= set(first)

@@ -1,0 +1,262 @@
+"""The trace: its format by the published rules, and what becomes of it when things go wrong.
+
+The rules: "Trace Event Format" of Chrome, and the importer of Perfetto. Perfetto itself is not in
+any package that a test could install.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.observe.watch import Watch
+from millrace.report.trace import TraceWriter
+from tests.report.runs import Clock, Run, life
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file, which has one on each line."""
+    head, *texts = path.read_text().split("\n")
+    assert head == "["
+    return [json.loads(text.rstrip(",")) for text in texts if text.rstrip(",]")]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "trace").iterdir())
+
+
+def check(events: list[dict[str, Any]], *, whole: bool = True) -> None:
+    """Check the rules for one file. A `whole` trace has no other file."""
+    first = events[0]
+    assert first["ph"] == "M" and first["name"] == "clock_zero" and first["args"]["unix_s"] > 1e9
+    pids, tids, stacks = set[int](), set[int](), defaultdict[int, list[str]](list)
+    last: dict[int, float] = {}
+    begins: set[int] = set()
+    process_of: dict[int, int] = {}
+    for e in events[1:]:
+        assert process_of.setdefault(e["tid"], e["pid"]) == e["pid"] or e["tid"] == 0
+        if e["ph"] == "M":
+            if e["name"] == "process_name":
+                pids.add(e["pid"])
+            tids.add(e["tid"])
+            continue
+        assert e["pid"] in pids and e["tid"] in tids, "each lane has a name"
+        assert e["tid"] not in pids, "no lane is the main thread of a process"
+        assert e["ts"] >= last.get(e["tid"], 0), "times of a lane are sorted"
+        last[e["tid"]] = e["ts"] + e.get("dur", 0)
+        if e["ph"] == "B":
+            assert not stacks[e["tid"]], "a lane has one slice at a time"
+            stacks[e["tid"]].append(e["name"])
+        elif e["ph"] == "E":
+            assert stacks[e["tid"]].pop()
+        else:
+            assert e["ph"] in "XiC" and e["name"]
+        if e.get("flow_out"):
+            assert e["bind_id"] not in begins, "an arrow begins once"
+            begins.add(e["bind_id"])
+    assert not any(stacks.values()), "each begin has its end"
+    ends = {e["bind_id"] for e in events if e.get("flow_in")}
+    assert not whole or ends <= begins, "each arrow that ends has begun"
+
+
+def test_a_trace_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["trace"])
+    run.go([1, 2, 3])
+    (path,) = files(tmp_path)
+    events = lines(path)
+    check(events)
+    assert json.loads(path.read_text()) == events, "a closed file is whole JSON"
+    assert path.name == "attempt-001-000.json" and not run.notes
+
+
+def test_overlapping_requests_have_lanes_and_a_free_lane_is_taken_again(tmp_path: Path) -> None:
+    Run(tmp_path, ["trace"]).go([1, 2])
+    events = lines(files(tmp_path)[0])
+    requests = [e for e in events if e["ph"] == "B" and e.get("cat") == "request"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    assert len(requests) == 8
+    assert {names[e["tid"]] for e in requests} == {"request 0", "request 1"}
+
+
+def test_arrows_lead_from_a_sample_to_its_requests_and_from_a_step_to_its_version(
+    tmp_path: Path,
+) -> None:
+    Run(tmp_path, ["trace"]).go([1, 2])
+    events = lines(files(tmp_path)[0])
+
+    def arrows(kind: str) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for e in events:
+            if e.get(kind):
+                found.setdefault(e["bind_id"], []).append(e["name"])
+        return found
+
+    begins, ends = arrows("flow_out"), arrows("flow_in")
+    led = {name: ends.get(bind, []) for bind, (name,) in begins.items()}
+    assert led["running 3"] == ["request 3/0", "request 3/1", "score 3", "score 3"]
+    assert led["step 0"] == ["trained 0", "trained 1", "transfer 1"]
+    assert led["step 1"] == ["trained 2", "trained 3", "transfer 2"]
+
+
+def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
+    """Perfetto and Chrome need no end of the array. Each line before the last one is whole."""
+    code = f"""
+import os, time
+from pathlib import Path
+from millrace.observe.watch import Watch
+from millrace.report.trace import TraceWriter
+from tests.report.runs import Clock, life
+clock = Clock()
+path = Path({str(tmp_path)!r})
+watch = Watch(clock, [TraceWriter(path, 1, clock, print, every_s=0.01)])
+life(watch, clock, 1, [0, 1])
+trace = path / "trace" / "attempt-001-000.json"
+while not trace.exists() or "reward/mean" not in trace.read_text():
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -9 and not done.stdout, done.stderr
+    text = files(tmp_path)[0].read_text()
+    assert not text.endswith("]\n")
+    json.loads(text.rstrip(",\n") + "]")
+
+
+def test_a_full_file_is_followed_by_another_one_that_stands_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["trace"])
+    run.go(range(1, 200), trace={"file_mb": 0.05})
+    assert len(files(tmp_path)) > 2 and not run.notes
+    for path in files(tmp_path):
+        events = lines(path)
+        check(events, whole=False)
+        assert path.stat().st_size < 0.05 * 2**20 + 300 * 256
+    assert [p.name for p in files(tmp_path)][1] == "attempt-001-001.json"
+
+
+def test_attempts_have_files_of_their_own_and_share_the_limit(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["trace"])
+    run.go(range(1, 1200), trace={"limit_mb": 1})
+    (note,) = run.notes
+    assert "1 MiB" in note and "report.trace_mb" in note and "continues" in note
+    run.go(range(1, 1200), trace={"limit_mb": 1})
+    assert len(run.notes) == 2
+    run.go([1, 2, 3], trace={"limit_mb": 2})
+    assert len(run.notes) == 2
+    assert sum(p.stat().st_size for p in files(tmp_path)) < 2 * 2**20
+    check(lines(files(tmp_path)[-1]))
+
+
+def test_a_foreign_file_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    (folder / "attempt-001-000.json").write_text("mine")
+    Run(tmp_path, ["trace"]).go([1])
+    assert (folder / "attempt-001-000.json").read_text() == "mine"
+    check(lines(folder / "attempt-001-001.json"))
+
+
+def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "trace").symlink_to(elsewhere)
+    Run(tmp_path, ["trace"]).go([1])
+    assert not list(elsewhere.iterdir()) and len(files(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_written_ends_the_trace_with_one_note(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("a file of the user")
+    run = Run(tmp_path, ["trace"])
+    run.go([1, 2])
+    (note,) = run.notes
+    assert "cannot be written" in note and (tmp_path / "trace").read_text() == "a file of the user"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_trace_with_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def full(path: Path, *how: Any, **options: Any) -> Any:
+        return opened(Path("/dev/full"), "r+b", buffering=0)
+
+    monkeypatch.setattr(Path, "open", full)
+    run = Run(tmp_path, ["trace"])
+    run.go([1, 2])
+    (note,) = run.notes
+    assert "No space left" in note
+
+
+def test_a_disk_that_hangs_costs_events_and_no_time(tmp_path: Path) -> None:
+    """A pipe that nobody reads is such a disk."""
+    reader, pipe = os.pipe()
+    released = threading.Event()
+    notes: list[str] = []
+    clock = Clock()
+
+    class Stuck(TraceWriter):
+        def _put(self, data: bytes) -> None:
+            released.wait()
+            super()._put(data)
+
+    writer = Stuck(tmp_path, 1, clock, notes.append, most_events=100, close_s=60)
+    watch = Watch(clock, [writer])
+    for version in range(1, 40):
+        life(watch, clock, version, [version])
+    assert writer.dropped > 100 and len(notes) == 1 and "too slow" in notes[0]
+    released.set()
+    while len(writer._events) > 40:
+        threading.Event().wait(0.01)
+    life(watch, clock, 99, [99])
+    writer.close()
+    os.close(reader)
+    os.close(pipe)
+    events = lines(files(tmp_path)[0])
+    gap = next(e for e in events if e.get("name") == "gap")
+    assert gap["args"]["events"] == writer.dropped and len(notes) == 1
+    stacks: dict[int, int] = defaultdict(int)
+    for e in events:
+        stacks[e["tid"]] += {"B": 1, "E": -1}.get(e["ph"], 0)
+        assert 0 <= stacks[e["tid"]] <= 1
+    assert any(e.get("name") == "activate 99" for e in events), "the trace goes on"
+
+
+def test_facts_of_any_kind_are_written(tmp_path: Path) -> None:
+    def work(watch: Watch) -> None:
+        watch.at("run", "alarm", "a/b", text="\ud800 \n" * 400, value=2**80, x=object())
+        watch.at("run", "odd", big=[list(range(5000))], nan=float("nan"), none=None)
+        with (
+            watch.span("rollout-0", "request", "val/3"),
+            watch.span("x", "y", "9\ud800" * 5000),
+        ):
+            pass
+
+    run = Run(tmp_path, ["trace"])
+    run.go([1], work=work)
+    events = lines(files(tmp_path)[0])
+    check(events)
+    assert not run.notes
+    facts = {e.get("name"): e.get("args", {}) for e in events}
+    assert facts["alarm a/b"]["value"] == str(2**80) and "x" not in facts["alarm a/b"]
+    assert len(facts["odd"]["big"][0]) == 1024 and facts["odd"]["nan"] is None
+
+
+def test_the_end_of_a_run_ends_what_is_open(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["trace"])
+    clock = run.clock
+    writer = TraceWriter(tmp_path, 7, clock, run.notes.append)
+    watch = Watch(clock, [writer])
+    with watch.span("rollout-0", "request", "1/1"):
+        clock.now += 1
+        writer.close()
+    events = lines(files(tmp_path)[0])
+    check(events, whole=False)
+    assert events[-1]["args"] == {"open": True} and events[-1]["ts"] == 1e6
