@@ -83,12 +83,13 @@ class Accounts:
         tokens: TokenAccount,
         devices: DeviceAccount,
         flow: FlowAccount,
-        loads: LoadAccount,
         note: Callable[[str], None],
         price: float = 0.0,
+        loads: LoadAccount | None = None,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
-        self.tokens, self.devices, self.flow, self.loads = tokens, devices, flow, loads
+        self.tokens, self.devices, self.flow = tokens, devices, flow
+        self.loads = loads or LoadAccount()
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
         self._broken = False

@@ -64,9 +64,9 @@ class Recorder:
             tokens,
             account,
             flow,
-            loads,
             note,
             options.price,
+            loads,
         )
         self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts])
 
