@@ -6,12 +6,15 @@
 One process does the work of a version in pure Python, and then writes a row of 120 figures. Its
 work needs the interpreter all the time, which a run does not: the cost is an upper limit. Versions
 with the tracker and without it take turns in blocks. All trackers work in their local mode, in a
-temporary folder. For each tracker, it prints:
+temporary folder. The CPU is that of threads, so a busy machine changes it little. For each tracker,
+it prints:
 
 | figure | meaning |
 |---|---|
 | throughput | versions per second with the tracker, relative to those without it: median (min to max) |
-| cpu | milliseconds of this process's CPU for each row: the median. A noisy machine changes it little |
+| cpu | milliseconds of CPU for each row, in write() and in all other threads: median (min to max) |
+| children | the same in the tracker's own processes. They run on another core |
+| 1 % at | seconds of a version of which cpu is 1 % |
 | write | the longest call of write(), in milliseconds |
 | close | seconds until every row is in the tracker |
 """
@@ -26,6 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from millrace.observe import trackers
 
@@ -47,6 +52,17 @@ def rounds_of(seconds: float) -> int:
     return int(1_000_000 * seconds / (time.perf_counter() - begin))
 
 
+def others() -> float:
+    """Return the CPU seconds of all threads of this process but this one."""
+    return time.process_time() - time.thread_time()
+
+
+def of_children() -> float:
+    """Return the CPU seconds of the processes that this one started."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
+
+
 def measure(name: str, folder: Path, rounds: int, versions: int, repetitions: int) -> Any:
     """Return the figures of one tracker."""
     about = trackers.About(folder, "bench", name)
@@ -54,30 +70,34 @@ def measure(name: str, folder: Path, rounds: int, versions: int, repetitions: in
     sink.write(0, ROW)
     while not sink.idle():  # the start of a library is not the cost of its rows
         time.sleep(0.1)
-    ratios, cpu, longest, version = [], [], 0.0, 0
+    ratios, cpu, children, longest, version = [], [], [], 0.0, 0
     for _ in range(repetitions):
-        seconds, used = {}, {}
+        seconds, used, outside = {}, {}, {}
         for tracked in (False, True):
-            begin, used[tracked] = time.perf_counter(), -time.process_time()
+            begin, used[tracked], outside[tracked] = time.perf_counter(), -others(), -of_children()
             for _ in range(versions):
                 work(rounds)
                 if tracked:
                     version += 1
-                    called = time.perf_counter()
+                    called, own = time.perf_counter(), time.thread_time()
                     sink.write(version, ROW)
                     longest = max(longest, time.perf_counter() - called)
+                    used[tracked] += time.thread_time() - own
             seconds[tracked] = time.perf_counter() - begin
             while not sink.idle():  # its last row is not a cost of the next block
                 time.sleep(0.01)
             time.sleep(0.5)
-            used[tracked] += time.process_time()
+            used[tracked] += others()
+            outside[tracked] += of_children()
         cpu.append(1e3 * (used[True] - used[False]) / versions)
+        children.append(1e3 * (outside[True] - outside[False]) / versions)
         ratios.append(seconds[False] / seconds[True])
     begin = time.perf_counter()
     sink.close()
     return {
         "throughput": ratios,
-        "cpu_ms": statistics.median(cpu),
+        "cpu_ms": cpu,
+        "children_ms": children,
         "write_ms": 1e3 * longest,
         "close_s": time.perf_counter() - begin,
         "dropped": sink.dropped,
@@ -103,11 +123,14 @@ def main() -> None:
             found = measure(name, Path(folder), rounds, options.versions, options.repetitions)
             results[name] = found
             if not options.json:
-                ratios = found["throughput"]
+                ratios, cpu = found["throughput"], found["cpu_ms"]
                 print(
                     f"{name:<11} throughput {statistics.median(ratios):.4f} "
                     f"({min(ratios):.4f} to {max(ratios):.4f})  "
-                    f"cpu {found['cpu_ms']:.1f} ms  write {found['write_ms']:.2f} ms  "
+                    f"cpu {statistics.median(cpu):.1f} ms ({min(cpu):.1f} to {max(cpu):.1f})  "
+                    f"1 % at {statistics.median(cpu) / 10:.2f} s  "
+                    f"children {statistics.median(found['children_ms']):.1f} ms  "
+                    f"write {found['write_ms']:.2f} ms  "
                     f"close {found['close_s']:.1f} s  dropped {found['dropped']}"
                 )
     if options.json:

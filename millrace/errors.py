@@ -51,6 +51,7 @@ class CheckpointError(MillraceError):
 
 INSTALL = {
     "duckdb": "pip install 'duckdb>=1.1'",
+    "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
     "mlflow-skinny": "pip install 'mlflow-skinny>=3' 'sqlalchemy>=2' 'alembic>=1.13'",
     "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",

@@ -68,6 +68,7 @@ QUIET = [
     "trainer.save_last=false",
 ]
 QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
+QUIET += ["report.trace=false", "report.samples=0"]
 
 
 def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] = ()) -> list[Arm]:

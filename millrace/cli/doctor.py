@@ -50,6 +50,8 @@ _NEEDED = {
 """The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
     "alembic": ("1.13", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
+    "duckdb": ("1.1", INSTALL["duckdb"], "millrace query"),
+    "fastapi": ("0.115", INSTALL["fastapi"], "millrace serve"),
     "mlflow-skinny": ("3", INSTALL["mlflow-skinny"], "trainer.logger=mlflow"),
     "openai": ("3", INSTALL["openai"], "reward.judge"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
@@ -57,6 +59,7 @@ _OPTIONAL = {
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
     "sqlalchemy": ("2", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
     "trackio": ("0.43", INSTALL["trackio"], "trainer.logger=trackio"),
+    "uvicorn": ("0.30", INSTALL["fastapi"], "millrace serve"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),
     "wandb": ("0.31", INSTALL["wandb"], "trainer.logger=wandb"),
 }

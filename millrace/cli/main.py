@@ -46,6 +46,8 @@ from millrace.cli.console import (
 from millrace.cli.import_verl import import_verl
 from millrace.cli.query import query
 from millrace.cli.report import report_page
+from millrace.cli.serve import serve
+from millrace.cli.watch import watch
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -65,6 +67,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
+app.command()(watch)
+app.command()(serve)
 app.command()(query)
 app.command("report")(report_page)
 

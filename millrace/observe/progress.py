@@ -139,8 +139,9 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
 
 
-def _clock(seconds: float) -> str:
-    if math.isnan(seconds):
+def duration(seconds: float) -> str:
+    """Return seconds as h:mm:ss or m:ss."""
+    if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -187,7 +188,7 @@ class Lines:
             f"reward {row['reward/mean']:.3f}  {_loss(row)}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
-            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {_clock(state.eta_s(now))}"
+            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.eta_s(now))}"
         )
 
 
@@ -226,13 +227,15 @@ class LiveView:
                 completed=state.phase_done,
                 pulse=not state.phase_total,
             )
-            return Panel(Group(Text(f"{state.phase}  {state.phase_note}"), _line(bar)), title=title)
+            return Panel(
+                Group(Text(f"{state.phase}  {state.phase_note}"), bar_line(bar)), title=title
+            )
         row = state.row
         table = Table.grid(padding=(0, 3))
         figures = [
             ("version", f"{state.version} of {state.versions}"),
             ("samples", f"{state.samples} of {state.total}"),
-            ("ETA", _clock(state.eta_s(time.monotonic()))),
+            ("ETA", duration(state.eta_s(time.monotonic()))),
             ("reward", f"{state.rewards[-1]:.3f}" if state.rewards else "-"),
             (
                 "staleness",
@@ -258,7 +261,7 @@ class LiveView:
             table.add_row(
                 *(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[i : i + 2])
             )
-        line = _line(ProgressBar(total=state.total, completed=state.samples))
+        line = bar_line(ProgressBar(total=state.total, completed=state.samples))
         curve = Text.assemble(
             ("reward ", "dim"),
             (sparkline(state.rewards, max(20, self._console.width - 14)), "green"),
@@ -269,7 +272,7 @@ class LiveView:
         return Panel(Group(*parts), title=title)
 
 
-def _line(bar: ProgressBar) -> Table:
+def bar_line(bar: ProgressBar) -> Table:
     """Return a progress bar with its own line end. Without it the next line overwrites the bar."""
     grid = Table.grid(expand=True)
     grid.add_row(bar)

@@ -48,7 +48,7 @@ class Watch:
         self._clock = clock
         self._watchers = tuple(watchers)
 
-    def at(self, track: str, name: str, key: str = "", **facts: Any) -> None:
+    def at(self, track: str, name: str, key: str = "", /, **facts: Any) -> None:
         """Report that something happens now."""
         self._emit(track, name, "at", key, facts)
 
@@ -57,7 +57,9 @@ class Watch:
         self._emit(track, name, "state", "", {})
 
     @contextmanager
-    def span(self, track: str, name: str, key: str = "", **facts: Any) -> Iterator[dict[str, Any]]:
+    def span(
+        self, track: str, name: str, key: str = "", /, **facts: Any
+    ) -> Iterator[dict[str, Any]]:
         """Report the begin and the end of the body. The body may add facts for the end."""
         last: dict[str, Any] = {}
         self._emit(track, name, "begin", key, facts)

@@ -68,6 +68,8 @@ class Line(msgspec.Struct, frozen=True):
     """Seconds of engines by the number of requests that draw (report/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
+    limit: int | None = None
+    """Samples that the whole run trains."""
 
 
 class Accounts:
@@ -85,6 +87,7 @@ class Accounts:
         flow: FlowAccount,
         note: Callable[[str], None],
         price: float = 0.0,
+        limit: int | None = None,
         loads: LoadAccount | None = None,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
@@ -92,7 +95,7 @@ class Accounts:
         self.loads = loads or LoadAccount()
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
-        self._broken = False
+        self._limit, self._broken = limit, False
         self.write("start")
 
     def __call__(self, event: Event) -> None:
@@ -123,6 +126,7 @@ class Accounts:
             scores=Work(flow.scores, flow.scoring.until(now)),
             loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
+            limit=self._limit,
         )
 
     def write(self, event: str) -> None:

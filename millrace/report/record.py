@@ -12,8 +12,11 @@ from millrace.report.accounts import FILE, Accounts, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
+from millrace.report.samples import SampleStore
 from millrace.report.tokens import TokenAccount
+from millrace.report.trace import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
+from millrace.types import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,12 @@ class Recorder:
         options: ReportConfig,
         clock: Callable[[], float],
         note: Callable[[str], None],
+        decode: Callable[[Tokens], str],
     ) -> None:
-        """`counts` are those of the checkpoint from which `ledger` was restored."""
+        """`counts` are those of the checkpoint from which `ledger` was restored.
+
+        `decode` is called in a thread. `note` gets one line for each problem of a watcher.
+        """
         slots = ledger.snapshot().slots
         lines = read(run_dir)
         tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
@@ -66,9 +73,19 @@ class Recorder:
             flow,
             note,
             options.price,
+            ledger.limit,
             loads,
         )
-        self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts])
+        self._files: list[TraceWriter | SampleStore] = []
+        if options.trace:
+            trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=options.trace_mb)
+            self._files.append(trace)
+        if options.samples:
+            share, limit = options.samples, options.samples_mb
+            start = ledger.version
+            store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
+            self._files.append(store)
+        self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts, *self._files])
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""
@@ -80,4 +97,6 @@ class Recorder:
         self.accounts.write("end")
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write what is not written yet. Each file has a limited time for it."""
+        for file in self._files:
+            file.close()

@@ -138,7 +138,13 @@ class SampleStore:
             self._drop(event.facts["sample"], event.name)
 
     def close(self) -> None:
-        """Write the versions that wait. Waits for at most `close_s`."""
+        """Write the versions that wait, and what was dropped since. Waits for at most `close_s`.
+
+        The dropped samples get the file of the version that did not come. A resumed run supersedes
+        it.
+        """
+        if self._dropped and not self._ended:
+            self._hand_over(self._version + 1, [])
         self._closing = True
         self._wake.set()
         self._thread.join(self._close_s)
@@ -146,7 +152,6 @@ class SampleStore:
             self._ended = True
             self._note(f"samples: the last {len(self._queue) + 1} versions were not kept in time")
         self._trained.clear()
-        self._dropped.clear()
 
     def _drop(self, sample: Sample, reason: str) -> None:
         if keeps(sample.prompt.index, self._share):
@@ -160,10 +165,14 @@ class SampleStore:
     def _published(self, version: PolicyVersion, ids: Sequence[int]) -> None:
         """Hand the samples of a live version to the thread."""
         trained = [s for i in ids if (s := self._trained.pop(i, None)) is not None]
+        self._hand_over(version, trained)
+        self._version = version
+
+    def _hand_over(self, version: PolicyVersion, trained: list[Sample]) -> None:
         kept: list[Kept] = [(sample, version, "trained") for sample in trained]
         bytes_ = sum(map(_bytes, trained)) + self._dropped_bytes
         kept += self._dropped
-        self._dropped, self._dropped_bytes, self._version = [], 0, version
+        self._dropped, self._dropped_bytes = [], 0
         if self._waiting + bytes_ > self._most_waiting and self._waiting:
             self._lose(len(kept))
         elif kept:
@@ -325,7 +334,7 @@ def _rows(kept: list[Kept], decode: Decode) -> Iterator[Row]:
 
 def _segments(trajectory: Trajectory, decode: Decode) -> tuple[str, int, list[dict[str, Any]]]:
     """Return the text and the length of a response, and its segments."""
-    segments = [
+    segments: list[dict[str, Any]] = [
         {
             "version": s.version,
             "author": s.author.value,

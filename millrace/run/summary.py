@@ -28,6 +28,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "val_before": outcome.first.values if outcome.first else {},
         "timings": outcome.timings,
         "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
+        "report": str(outcome.report) if outcome.report else None,
         "complete": outcome.complete,
     }
 
@@ -48,6 +49,8 @@ def show(console: Console, outcome: Outcome) -> None:
     )
     say(f"run         {outcome.run_dir}")
     say(f"checkpoint  {outcome.checkpoint}")
+    if outcome.report is not None:
+        say(f"report      {outcome.report}")
     if outcome.last is not None:
         say(f"complete: held-out scores {shown(outcome.last.values, ', ')}")
     elif outcome.complete:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import name_of
+from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,22 +64,41 @@ class Outcome:
     checkpoint: Path | None
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start, warm-up and training."""
+    report: Path | None = None
+    """The run's report, if one was written."""
 
 
 async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
     """Run a new run, or the rest of a resumed one: prepare, warm up, train, validate."""
-    begin = time.perf_counter()
-    async with open_session(config, progress) as s:
-        started = time.perf_counter()
-        ledger = await start_state(s)
-        warm = time.perf_counter()
-        outcome = await run_training(s, ledger, stop)
-        outcome.timings.update(
-            start=started - begin,
-            warm_up=warm - started if s.run.resume_from is None and config.sft.steps else 0.0,
-            train=outcome.train_seconds,
-        )
-        return outcome
+    begin, folder = time.perf_counter(), None
+    try:
+        async with open_session(config, progress) as s:
+            started = time.perf_counter()
+            ledger = await start_state(s)
+            warm, folder = time.perf_counter(), s.run.path
+            outcome = await run_training(s, ledger, stop)
+            outcome.timings.update(
+                start=started - begin,
+                warm_up=warm - started if s.run.resume_from is None and config.sft.steps else 0.0,
+                train=outcome.train_seconds,
+            )
+    finally:
+        report = None
+        if folder is not None and config.report.enable:
+            report = await write_report(folder, progress)
+    return replace(outcome, report=report)
+
+
+async def write_report(folder: Path, progress: Progress) -> Path | None:
+    """Write the report of a run that has ended in whatever way. Return None if that fails."""
+    from millrace.report.page import write_report as work
+
+    progress.phase("writing the report")
+    try:
+        return await abandonable(work, [folder])
+    except Exception as error:  # noqa: BLE001 - a run does not fail because its report does
+        progress.note(f"warning: there is no report: {type(error).__name__}: {error}")
+        return None
 
 
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
@@ -158,6 +178,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         c.report,
         asyncio.get_running_loop().time,
         s.progress.note,
+        s.problems.chat.decode,
     )
 
 

@@ -64,7 +64,7 @@ class _Attempt:
             limit=ledger.limit, retired=ledger.retired,
         )  # fmt: skip
         self.accounts = Accounts(
-            self._folder / FILE, self._attempt, ledger.version, self._clock, tokens, devices,
+            self._folder / FILE, self._attempt, ledger.version, self._clock, now, tokens, devices,
             flow, self.notes.append,
         )  # fmt: skip
         self._history = History(self._folder, ledger.totals())

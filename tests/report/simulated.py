@@ -162,8 +162,9 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     loop = asyncio.get_running_loop()
     ledger = Ledger(schedule, case.versions * schedule.window)
     devices = Devices(case.trainers, {f"rollout-{i}": 1 for i in range(case.rollouts)})
+    options = ReportConfig(trace=False, samples=0.0)
     recorder = Recorder(
-        folder, 1, ledger, {}, devices, ReportConfig(), loop.time, lambda note: None
+        folder, 1, ledger, {}, devices, options, loop.time, lambda note: None, lambda tokens: ""
     )
     watch = recorder.watch
     queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)

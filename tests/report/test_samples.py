@@ -104,6 +104,15 @@ def test_dropped_samples_are_kept_with_the_live_version(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_that_drops_everything_shows_what_it_dropped(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        store = SampleStore(tmp_path, attempt, 3, decode, print)
+        watch = Watch(Clock(), [store])
+        watch.at("samples", "equal_outcomes", "7", sample=sample(attempt))
+        store.close()
+        assert {row[:2] for row in kept(tmp_path)} == {(3, attempt)}
+
+
 def test_a_resumed_run_supersedes_the_versions_that_it_makes_again(tmp_path: Path) -> None:
     run = Run(tmp_path, ["samples"])
     run.go([1, 2, 3])

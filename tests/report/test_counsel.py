@@ -1,0 +1,36 @@
+"""The advice in a live view is computed seldom, and cannot end the view."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from millrace.report.counsel import Counsel
+from millrace.report.look import Look
+
+LOOK = Look("run", "quick", "async_partial", "running", "process 1", 0.0, attempt=1, version=1)
+
+
+def test_advice_is_computed_for_new_versions_and_seldom() -> None:
+    now, asked = [0.0], list[float]()
+
+    def advise(folder: Path) -> list[str]:
+        asked.append(now[0])
+        now[0] += 2.0  # it takes two seconds
+        return [f"advice {len(asked)}"]
+
+    counsel = Counsel(Path("run"), lambda: now[0], advise)
+    for second in range(100):
+        now[0] = max(now[0], float(second))
+        said = counsel.on(replace(LOOK, version=1 if second < 50 else second))
+    assert asked == [0.0, 50.0, 90.0] and said == ["advice 3"]
+    now[0] = 100.0
+    end = replace(LOOK, version=99, state="complete")
+    assert counsel.on(end) == ["advice 4"] and counsel.on(end) == ["advice 4"]
+
+
+def test_advice_that_fails_does_not_end_the_view() -> None:
+    def fail(folder: Path) -> list[str]:
+        raise ValueError("no figures")
+
+    assert Counsel(Path("run"), advise=fail).on(LOOK) == ["none: ValueError: no figures"]
