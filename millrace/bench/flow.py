@@ -18,20 +18,21 @@ def figures_of_flow(
     """
     from millrace.report.accounts import read
     from millrace.report.advice import advise
-    from millrace.report.measure import checked, config_of, measured_of, setup_of
+    from millrace.report.measure import checked, measured_of, setup_at
 
-    config = config_of(run_dir)
-    if config is None:
+    found = setup_at(run_dir)
+    if found is None:
         return {}
+    setup, tree = found
     counted = [rows[k] for k in versions]
     wall = sum(row["perf/time_per_version"] for row in counted)
     trained = sum(row["response_length/mean"] * row["train/samples"] for row in counted)
-    flow: dict[str, Any] = {"trained_responses_per_s": trained * config.rollout.n / wall}
+    flow: dict[str, Any] = {"trained_responses_per_s": trained * setup.n / wall}
     by_version = {int(row["version"]): row for row in rows}
-    measured = measured_of(setup_of(config), by_version, read(run_dir), versions)
+    measured = measured_of(setup, by_version, read(run_dir), versions)
     if measured is None:
         return flow
-    advice = checked(advise(measured), config.model_dump(mode="json"))
+    advice = checked(advise(measured), tree)
     return flow | {
         "more_ready": measured.more_ready,
         "more_running": measured.more_running,

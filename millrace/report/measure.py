@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from millrace.config import Config, recipe
+from millrace.config import recipe
 from millrace.config.layers import Tree, expand, settings_of
 from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
@@ -31,12 +31,20 @@ MOST_VERSIONS = 60
 """The newest versions show how a decode step grows."""
 
 
-def setup_of(config: Config) -> Setup:
-    """Return the numbers that advice reads."""
+def setup_at(run_dir: Path) -> tuple[Setup, Tree] | None:
+    """Return the numbers that advice reads, and the configuration of the run as a tree.
+
+    None if its file is missing or foreign.
+    """
+    try:
+        tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config = recipe.parse(tree)
+    except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+        return None
     parts = config.reward.parts.values()
     trainer, rollout = config.trainer, config.rollout
     limited = [part for part in parts if part.kind == "function"]
-    return Setup(
+    setup = Setup(
         schedule=config.schedule,
         mode=name_of(config.schedule, config.mode),
         n=config.rollout.n,
@@ -52,23 +60,15 @@ def setup_of(config: Config) -> Setup:
         trainer_node=trainer.n_gpus_per_node if trainer.nnodes > 1 else 0,
         rollout_node=rollout.n_gpus_per_node if rollout.nnodes > 1 else 0,
     )
-
-
-def config_of(run_dir: Path) -> Config | None:
-    """Return the configuration of a run, or None if its file is missing or foreign."""
-    try:
-        tree = yaml.safe_load((run_dir / "config.yaml").read_text())
-        return recipe.parse(tree) if isinstance(tree, dict) else None
-    except (OSError, ValueError, yaml.YAMLError, ConfigError):
-        return None
+    return setup, tree
 
 
 def measure(run_dir: Path) -> Measured | None:
     """Return the figures of a run so far, or None if it has too few versions."""
-    config = config_of(run_dir)
-    lines = read(run_dir)
-    if config is None or not lines:
+    found, lines = setup_at(run_dir), read(run_dir)
+    if found is None or not lines:
         return None
+    setup = found[0]
     rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
     attempt = [line for line in lines if line.attempt == lines[-1].attempt]
     return measured_of(
@@ -81,10 +81,10 @@ def advise_run(run_dir: Path) -> list[Advice]:
 
     If the configuration refuses the values of a sentence, it says why.
     """
-    measured, config = measure(run_dir), config_of(run_dir)
-    if measured is None or config is None:
+    measured, found = measure(run_dir), setup_at(run_dir)
+    if measured is None or found is None:
         return []
-    return checked(advise(measured), config.model_dump(mode="json"))
+    return checked(advise(measured), found[1])
 
 
 def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
