@@ -71,9 +71,8 @@ def measure(run_dir: Path) -> Measured | None:
     setup = found[0]
     rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
     attempt = [line for line in lines if line.attempt == lines[-1].attempt]
-    return measured_of(
-        setup_of(config), rows, attempt, steady_versions(config.schedule, rows, attempt)
-    )
+    versions = steady_versions(setup.schedule, rows, attempt)
+    return measured_of(setup, rows, attempt, versions)
 
 
 def advise_run(run_dir: Path) -> list[Advice]:
