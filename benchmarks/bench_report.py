@@ -25,8 +25,8 @@ from millrace.observe.watch import Watch
 from millrace.pipeline.history import Line
 from millrace.report.accounts import Device
 from millrace.report.accounts import Line as Account
-from millrace.report.page import write_report
 from millrace.report.page.figures import number
+from millrace.report.page.write import write_report
 from millrace.report.samples import SCHEMA
 from millrace.report.trace import TraceWriter
 

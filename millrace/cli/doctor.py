@@ -44,6 +44,7 @@ _NEEDED = {
     "safetensors": "0.5",
     "datasets": "3",
     "tensorboard": "2.18",
+    "plotly": "6",
     "math-verify": "0.8",
     "reasoning-gym": "0.1.19",
 }

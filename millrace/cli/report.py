@@ -30,7 +30,7 @@ def report_page(
 
     Example: millrace report runs/quickstart-1
     """
-    from millrace.report.page import write_report
+    from millrace.report.page.write import write_report
 
     path = write_report(runs, output)
     size = path.stat().st_size

@@ -58,7 +58,7 @@ REPORT_POLICY = (
 
 def render(folder: Path) -> str:
     """Return the report of a run as a page, without a change of the run's own report."""
-    from millrace.report.page import write_report
+    from millrace.report.page.write import write_report
 
     with TemporaryDirectory() as own:
         return write_report([folder], Path(own) / "report.html").read_text()

@@ -91,7 +91,7 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
 
 async def write_report(folder: Path, progress: Progress) -> Path | None:
     """Write the report of a run that has ended in whatever way. Return None if that fails."""
-    from millrace.report.page import write_report as work
+    from millrace.report.page.write import write_report as work
 
     progress.phase("writing the report")
     try:

@@ -64,8 +64,9 @@ class _Attempt:
             limit=ledger.limit, retired=ledger.retired,
         )  # fmt: skip
         self.accounts = Accounts(
-            self._folder / FILE, self._attempt, ledger.version, self._clock, now, tokens, devices,
-            flow, self.notes.append,
+            path=self._folder / FILE, attempt=self._attempt, version=ledger.version,
+            clock=self._clock, begin=now, tokens=tokens, devices=devices, flow=flow,
+            note=self.notes.append,
         )  # fmt: skip
         self._history = History(self._folder, ledger.totals())
         trace = TraceWriter(self._folder, self._attempt, self._clock, self.notes.append)

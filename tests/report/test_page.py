@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from millrace.report.page import write_report
-from millrace.report.page.write import LIMIT
+from millrace.report.page.write import LIMIT, write_report
 from millrace.types import Author, Sample, Score, Segment, Stop, Trajectory, floats_of, tokens_of
 from tests.report import chromium
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
@@ -176,13 +175,23 @@ def test_text_of_a_model_is_shown_and_does_nothing(browser: Browser, tmp_path: P
     path = write_report([folder], tmp_path / "report.html")
     assert "window.hacked" not in path.read_text()
     page = opened(browser, path)
+    before = len(page.logged)
+    assert not before and not outside(page, path)
     assert texts(page, ".segment")[:3] == [HOSTILE, HOSTILE, "</script>"]
     assert texts(page, ".chip")[:3] == ["v0", "v0", "v1"]
     assert texts(page, ".prompt")[0] == HOSTILE
+    assert "<img src=x" in page.page.locator("h1").inner_text()
+    # Even a script that somehow got into the page would not run, and would reach no host.
+    page.page.evaluate("""() => {
+        const script = document.createElement("script");
+        script.textContent = "window.hacked = 3";
+        document.body.append(script);
+    }""")
+    blocked = "fetch('http://127.0.0.1:9/').then(() => 'reached', (e) => String(e))"
+    assert "Failed to fetch" in page.page.evaluate(blocked)
+    assert all("Content Security Policy" in line for line in page.logged[before:])
     assert page.page.evaluate("window.hacked") is None
-    assert not page.page.locator("img").count()
-    assert not page.logged and not outside(page, path)
-    assert page.page.locator("main script").count() == 0
+    assert not page.page.locator("img").count() and not page.page.locator("main script").count()
 
 
 def test_an_old_folder_and_one_without_a_version_have_reports(

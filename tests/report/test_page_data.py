@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from base64 import b64decode
 from collections import defaultdict
@@ -17,13 +18,14 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.report import accounts, spans
-from millrace.report.page import sections, write_report
+from millrace.report.page import sections
 from millrace.report.page.folder import load
 from millrace.report.page.head import capacity_of
+from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
 from millrace.report.page.states import STATES, state_of
-from millrace.report.page.write import LIMIT, MARK
+from millrace.report.page.write import LIMIT, MARK, write_report
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample
@@ -122,6 +124,20 @@ def test_damaged_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     notes = json.dumps(data_of(write_report([folder]), "page"))
     for words in ("metrics.jsonl: 2 lines", "config.yaml: ", "history.jsonl"):
         assert f"Not readable: {words}" in notes
+
+
+def test_the_page_says_whether_the_run_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = (folder / "history.jsonl").read_bytes()
+    assert whether_complete(load(folder)) == "complete"
+    (folder / "history.jsonl").write_bytes(whole[: whole[:-1].rfind(b"\n") + 1])
+    assert "still going on" in whether_complete(load(folder))
+    for name in ("metrics.jsonl", "history.jsonl", "accounts.jsonl"):
+        os.utime(folder / name, (1e9, 1e9))
+    assert re.search(
+        r"not complete.*Attempt 1 killed at version \d+", whether_complete(load(folder))
+    )
+    write_report([folder])
 
 
 def test_the_samples_that_do_not_fit_are_counted(tmp_path: Path) -> None:

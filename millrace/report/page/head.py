@@ -17,6 +17,8 @@ from millrace.report.page.folder import RunFolder
 from millrace.schedule.modes import name_of
 from millrace.schedule.schedule import Schedule
 
+_ADVICE = "millrace.report.measure"
+"""The module of `advise_run`."""
 _MOST_FAILED = 0.02
 """The largest share of samples that errors may drop without an alarm."""
 
@@ -190,11 +192,10 @@ def _no_alarms(run: RunFolder) -> Block:
 
 
 def advice(run: RunFolder) -> list[Block]:
-    """Return the advice on the run, if the room for it is installed."""
-    if importlib.util.find_spec("millrace.report.advice") is None:
+    """Return the advice on the run, if its module exists."""
+    if importlib.util.find_spec(_ADVICE) is None:
         return [text("No advice: this version of millrace gives none.")]
-    module = importlib.import_module("millrace.report.advice")
-    found = module.advise_run(run.path)
+    found = importlib.import_module(_ADVICE).advise_run(run.path)
     return [box("advice", "", line.text) for line in found] or [
         text("No advice: nothing in the trace and the accounts asks for a change.")
     ]

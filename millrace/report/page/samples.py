@@ -17,6 +17,7 @@ from millrace.report import samples as store
 from millrace.report.page.figures import Array
 
 _LIGHT = ("version", "sample", "reward", "tokens")
+_NEVER_NULL = ("version", "sample", "trajectory", "tokens", "outcome")
 _FILES = 48
 """The most files whose texts are read."""
 _MOST_TEXT = 6000
@@ -53,7 +54,9 @@ def read_table(run_dir: Path) -> Table:
     for path in store.files(run_dir):
         try:
             with pq.ParquetFile(path) as file:
-                read = file.read([*_LIGHT, "outcome"], use_threads=False)
+                read = file.read([*_LIGHT, "trajectory", "outcome"], use_threads=False)
+            if any(read[name].null_count for name in _NEVER_NULL):
+                raise ValueError("a row without its sample")
             arrays = [read[name].cast(pa.float64()).to_numpy() for name in _LIGHT]
             arrays.append(pc.equal(read["outcome"], "trained").to_numpy())
         except (OSError, pa.ArrowException, KeyError, ValueError):
