@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench.flops import shape_of, train_flops
+from millrace.bench.flow import figures_of_flow
 from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
@@ -24,7 +24,7 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import drawn_lengths, run_training
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
-from millrace.schedule.schedule import Schedule
+from millrace.schedule.steady import counted
 from millrace.types import SamplingParams
 
 
@@ -146,7 +146,7 @@ async def bench_modes(
                         path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
                     )
                     session = replace(s, config=own, run=folder_of_run(own, s))
-                    measured = await _run(session, skip)
+                    measured = await run_once(session, skip)
                     requests = (arm.uniform, own.schedule.capacity)
                     if requests not in alone:
                         alone[requests] = await _alone(session)
@@ -157,6 +157,8 @@ async def bench_modes(
                     with (folder / "figures.jsonl").open("a") as lines:
                         lines.write(json.dumps(figures[-1]) + "\n")
                     progress.note(f"{arm}: {measured['samples_per_s']:.2f} samples/s")
+                    for line in measured.get("advice", [])[:1]:
+                        progress.note(f"{arm}: {line}")
 
 
 def _engines(arm: Arm) -> tuple[bool, int, int]:
@@ -192,7 +194,7 @@ def folder_of_run(config: Config, s: Session) -> RunDir:
     return run
 
 
-async def _run(s: Session, skip: int) -> dict[str, float]:
+async def run_once(s: Session, skip: int) -> dict[str, Any]:
     """Run once from the current weights of the engines, and return the figures."""
     await s.engines.train.begin("rl", s.derived.lr_horizon)
     ledger = Ledger(s.config.schedule, _samples(s))
@@ -200,10 +202,9 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     await s.engines.turns.enter()
     lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "reward/mean" in row]
-    rows = [
-        rows[k]
-        for k in counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)
-    ]
+    versions = counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)
+    flow = figures_of_flow(s.run.path, rows, versions)
+    rows = [rows[k] for k in versions]
     wall = sum(row["perf/time_per_version"] for row in rows)
 
     def over_time(name: str) -> float:
@@ -217,6 +218,7 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
     return {
         "seconds": outcome.train_seconds,
         "samples_per_s": samples / wall,
+        "counted_versions": len(rows),
         "trained_tokens_per_s": sum(row["train/tokens"] for row in rows) / wall,
         "drawn_tokens_per_s": drawn,
         # Tokens read into KV caches: prompts, and the prefixes of interrupted responses.
@@ -234,22 +236,8 @@ async def _run(s: Session, skip: int) -> dict[str, float]:
         "rollouter_idle": over_time("rollouter/idle_ratio"),
         "staleness": sum(row["staleness/mean"] * row["train/samples"] for row in rows) / samples,
         "staleness_max": max(row["staleness/max"] for row in rows),
+        **flow,
     }
-
-
-def counted(samples: int, skip: int, schedule: Schedule) -> range:
-    """Return the versions of a run of `samples` samples that represent a long run.
-
-    These versions are left out:
-
-    - those of the first `skip` optimizer steps
-    - the first ones, whose samples were drawn while the trainer was idle
-    - the last ones, during which less than a window of samples was admitted
-    """
-    ahead = math.ceil(schedule.capacity / schedule.window) - 1
-    steps = schedule.trigger_parameter_sync_step * schedule.require_batches
-    end = (samples - schedule.capacity) // schedule.window + 1
-    return range(max(math.ceil(skip / steps), ahead + 1 if ahead else 0), end)
 
 
 def check_size(config: Config, rows: int, mode: str, skip: int) -> None:
@@ -267,7 +255,7 @@ def check_size(config: Config, rows: int, mode: str, skip: int) -> None:
 
 
 def _with_ceilings(
-    measured: dict[str, float],
+    measured: dict[str, Any],
     arm: Arm,
     turn: int,
     s: Session,
@@ -349,45 +337,3 @@ async def _alone(s: Session) -> float:
     drawn_tokens = (await s.engines.pool.stats()).tokens - before
     await s.engines.turns.enter()
     return drawn_tokens / seconds
-
-
-def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of medians over repeats, fastest first.
-
-    Ratios are relative to the fastest split of colocate_sync with the same lengths. Without such an
-    arm, they are relative to the slowest arm with the same lengths.
-    """
-    by_arm: dict[str, list[dict[str, Any]]] = {}
-    for run in figures:
-        by_arm.setdefault(run["arm"], []).append(run)
-    middle = {
-        arm: {
-            k: statistics.median(r[k] for r in runs)
-            for k, v in runs[0].items()
-            if isinstance(v, float)
-        }
-        for arm, runs in by_arm.items()
-    }
-    rates = {arm: m["samples_per_s"] for arm, m in middle.items()}
-
-    def baseline(uniform: bool) -> float:
-        alike = {arm: rate for arm, rate in rates.items() if arm.endswith(", uniform") == uniform}
-        base = [rate for arm, rate in alike.items() if by_arm[arm][0]["mode"] == "colocate_sync"]
-        return max(base) if base else min(alike.values())
-
-    head = (
-        "| arm | samples/s | ratio | idle trainer | idle rollouter | version s | step s "
-        "| transfer s | pause s | staleness | MFU in steps | of rollouts alone | read per drawn |"
-    )
-    rows = [head, "|---" + "|--:" * 12 + "|"]
-    for arm in sorted(middle, key=lambda a: -rates[a]):
-        m = middle[arm]
-        ratio = m["samples_per_s"] / baseline(arm.endswith(", uniform"))
-        rows.append(
-            f"| {arm} | {m['samples_per_s']:.2f} | {ratio:.2f} | {m['trainer_idle']:.0%} "
-            f"| {m['rollouter_idle']:.0%} | {m['version_s']:.2f} | {m['step_s']:.2f} "
-            f"| {m['sync_transfer_s']:.3f} | {m['sync_pause_s']:.3f} | {m['staleness']:.2f} "
-            f"| {m['mfu_in_steps']:.0%} | {m['share_of_alone']:.0%} "
-            f"| {m['read_per_drawn']:.2f} |"
-        )
-    return "\n".join(rows)

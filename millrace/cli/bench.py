@@ -120,7 +120,7 @@ def bench_modes(
     address: Address = None,
     modes: Annotated[
         str, typer.Option(help="Modes to measure, separated by commas.")
-    ] = "colocate_sync,one_step_off,async_partial",
+    ] = "colocate_sync,colocate_partial,one_step_off,async_partial",
     splits: Annotated[
         str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
     ] = "1+1",
@@ -180,9 +180,10 @@ def _report_modes(
     json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
 ) -> None:
     """Report the figures of all finished runs, out of `planned` runs."""
-    from millrace.bench import modes as work
+    from millrace.bench.table import remarks, table
 
     complete = len(figures) == planned
     note = "" if complete else f"\nnot complete: {len(figures)} of {planned} runs"
     result = {"folder": str(folder), "complete": complete, "runs": figures}
-    report(json_, result, work.table(figures) + note)
+    lines = [table(figures), *remarks(figures)]
+    report(json_, result, "\n".join(lines) + note)

@@ -15,6 +15,7 @@ import msgspec
 from millrace.observe.watch import Event
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
+from millrace.report.pace import LoadAccount
 from millrace.report.tokens import TokenAccount
 from millrace.schedule.ledger import State
 
@@ -63,6 +64,8 @@ class Line(msgspec.Struct, frozen=True):
     """Samples that this attempt has trained to a live version."""
     requests: Work = Work()
     scores: Work = Work()
+    loads: dict[str, list[float]] = {}
+    """Seconds of engines by the number of requests that draw (report/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
     limit: int | None = None
@@ -85,9 +88,11 @@ class Accounts:
         note: Callable[[str], None],
         price: float = 0.0,
         limit: int | None = None,
+        loads: LoadAccount | None = None,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow = tokens, devices, flow
+        self.loads = loads or LoadAccount()
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
         self._limit, self._broken = limit, False
@@ -119,6 +124,7 @@ class Accounts:
             retired=flow.retired,
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
             scores=Work(flow.scores, flow.scoring.until(now)),
+            loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
             limit=self._limit,
         )

@@ -11,6 +11,7 @@ from millrace.observe.watch import Watch
 from millrace.report.accounts import FILE, Accounts, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
+from millrace.report.pace import LoadAccount
 from millrace.report.samples import SampleStore
 from millrace.report.tokens import TokenAccount
 from millrace.report.trace import TraceWriter
@@ -51,7 +52,7 @@ class Recorder:
         lines = read(run_dir)
         tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
         now = clock()
-        flow = FlowAccount(now)
+        flow, loads = FlowAccount(now), LoadAccount()
         account = DeviceAccount(
             now,
             ledger.schedule,
@@ -73,6 +74,7 @@ class Recorder:
             note,
             options.price,
             ledger.limit,
+            loads,
         )
         self._files: list[TraceWriter | SampleStore] = []
         if options.trace:
@@ -83,7 +85,7 @@ class Recorder:
             start = ledger.version
             store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
             self._files.append(store)
-        self.watch = Watch(clock, [tokens, flow, account, self.accounts, *self._files])
+        self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts, *self._files])
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""

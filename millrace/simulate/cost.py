@@ -14,6 +14,8 @@ class CostModel:
 
     Memory bandwidth limits decoding, and latency limits the last few requests.
     """
+    request_s: float = 0.0
+    """Further seconds of a decode step for each request that takes part in it."""
     prefill_token_s: float = 0.0
     train_token_s: float = 0.0005
     log_prob_token_s: float = 0.0

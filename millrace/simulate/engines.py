@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
+from millrace.simulate.pace import Pace
 from millrace.types import (
     Author,
     PolicyVersion,
@@ -45,12 +46,14 @@ class _Draw:
 
     start: float
     limit: int
+    steps: float = 0.0
+    """The engine's steps at `start`, if the number of requests changes their speed."""
 
 
 class SimRolloutEngine:
     """A rollout engine that draws one token for every running request in each `token_s`.
 
-    At most `slots` requests run. The others wait in order.
+    With `request_s`, a step takes longer the more requests draw. At most `slots` requests run. The others wait in order.
     """
 
     def __init__(self, cost: CostModel, *, slots: int = 64, version: PolicyVersion = -1) -> None:
@@ -68,6 +71,7 @@ class SimRolloutEngine:
         self._running = 0
         self._tokens = self._prefill = 0
         self._busy = 0.0
+        self._pace = Pace(cost.token_s, cost.request_s) if cost.request_s else None
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -123,11 +127,13 @@ class SimRolloutEngine:
 
     async def _draw(self, limit: int) -> int:
         """Draw up to `limit` tokens, fewer after an interruption or a swap. Return their number."""
-        draw = _Draw(asyncio.get_running_loop().time(), limit)
+        draw = _Draw(
+            asyncio.get_running_loop().time(), limit, self._pace.now() if self._pace else 0.0
+        )
         self._draws[draw] = None
         drawn = limit
         try:
-            if await self._wait(limit * self._cost.token_s):
+            if await self._decode(limit):
                 drawn = self._so_far(draw)
         except asyncio.CancelledError:
             drawn = self._so_far(draw)
@@ -138,7 +144,22 @@ class SimRolloutEngine:
             self._busy += asyncio.get_running_loop().time() - draw.start
         return drawn
 
+    async def _decode(self, limit: int) -> bool:
+        """Wait for `limit` steps. Return whether an interruption or a swap ended the wait."""
+        if self._pace is None:
+            return await self._wait(limit * self._cost.token_s)
+        woken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pace.begin(limit, woken)
+        self._waits[woken] = None
+        try:
+            return await woken
+        finally:
+            self._pace.end()
+            del self._waits[woken]
+
     def _so_far(self, draw: _Draw) -> int:
+        if self._pace is not None:
+            return min(draw.limit, int(self._pace.now() - draw.steps + 1e-6))
         elapsed = asyncio.get_running_loop().time() - draw.start
         return min(draw.limit, int(elapsed / self._cost.token_s + 1e-6))
 

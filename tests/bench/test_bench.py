@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,10 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config
 
 from millrace.bench.flops import train_flops
-from millrace.bench.modes import Arm, arms_of, bench_modes, check_size, counted, table
+from millrace.bench.modes import Arm, arms_of, bench_modes, check_size
+from millrace.bench.table import remarks, table
 from millrace.config import Config, ModelShape, recipe
 from millrace.errors import ConfigError
 from millrace.models.model import load_model, write_shape
+from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora
 from tests.e2e import runs
 
@@ -211,12 +214,36 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     assert [
         json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()
     ] == figures
+    for f in figures:
+        assert abs(f["stock_share"]) <= 1 and f["advice"]
+        assert 0 < f["trained_responses_per_s"] < f["trained_tokens_per_s"], "without the prompts"
+    synchronous = [f for f in figures if f["mode"] == "colocate_sync"]
+    assert all(f["more_ready"] == f["more_running"] == 0 for f in synchronous)
+    assert all(
+        f["drawn_tokens_per_s"] == pytest.approx(f["trained_responses_per_s"], rel=0.05)
+        for f in synchronous
+    ), "what is drawn in a version is trained in it"
     lines = table(figures).splitlines()[2:]
     assert len(lines) == 3 and any(
         line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines
     )
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "already exists" in again.stderr
+
+
+def test_a_stock_that_changes_is_a_warning_and_each_arm_has_its_advice_once() -> None:
+    """The limit is 5 % of what was trained in the counted versions."""
+    figures: list[dict[str, Any]] = [
+        {"arm": "a", "stock_share": -0.06, "more_ready": -3, "advice": ["first"]},
+        {"arm": "a", "stock_share": 0.05, "more_ready": 2, "advice": ["second"]},
+        {"arm": "b", "stock_share": 0.2, "more_ready": 9, "advice": []},
+        {"arm": "c"},
+    ]
+    warned, grown, advice = remarks(figures)
+    assert warned.startswith("warning: a: ") and "by -3, -6% of" in warned
+    assert "trained more samples than it drew" in warned
+    assert grown.startswith("warning: b: ") and "trained fewer samples than it drew" in grown
+    assert advice == "advice: a: second"
 
 
 @pytest.mark.parametrize("cause", ["stopped", "worker dies"])

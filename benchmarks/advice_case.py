@@ -1,0 +1,194 @@
+"""Follow the advice of a run, and compare the gain with the prediction.
+
+    python benchmarks/advice_case.py [--out DIR] [--steps 2] [--limit-s 500] [--samples 640]
+        [--recipe NAME] [--simulate] [key=value ...]
+
+The default case needs two GPUs and vLLM: 1.5B with random weights, one trainer and one engine of
+256 decode slots, windows of 32 x 8, log-normal lengths (median 250, sigma 0.8, cut at 1,024),
+staleness 2. There, trainer and engine idle at the same time.
+
+All runs use the same engines. A short run warms them up. The first run has the overrides above.
+Each further run also has those of the first advice that needs no other engines. No further run
+starts if it would end after `--limit-s` seconds. DIR/advice_case.json has the figures, also of the
+runs before a failure.
+
+`--simulate` follows the same advice on the virtual clock first, with the costs of such an engine:
+22k tokens a second from 256 requests, 13.8k from 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from millrace.bench import modes
+from millrace.config import recipe
+from millrace.observe.progress import Lines, Progress
+from millrace.run.session import Session, open_session
+
+ROOT = Path(__file__).parent.parent
+CASE = [
+    "rollout.max_num_seqs=256",
+    "async_training.staleness_threshold=2",
+    "trainer.n_gpus_per_node=1",
+    "rollout.n_gpus_per_node=1",
+]
+"""The default case, on the recipe shapes/qwen2_1.5b."""
+ASYNC = ["mode=async_partial"]
+SKIP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/advice")))
+    parser.add_argument("--steps", type=int, default=2, help="runs that follow advice")
+    parser.add_argument("--limit-s", type=float, default=500.0)
+    parser.add_argument("--samples", type=int, default=640, help="samples of each run")
+    parser.add_argument("--recipe", default="shapes/qwen2_1.5b")
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"runs": []}
+    if options.simulate:
+        result["simulated"] = simulated(options.steps)
+        print(table(result["simulated"], "simulated"))
+    overrides = [
+        *ASYNC,
+        *(CASE if options.recipe.startswith("shapes/") else ()),
+        *options.overrides,
+    ]
+    asyncio.run(follow(options, overrides, result))
+    print(table(result["runs"], "measured"))
+
+
+async def follow(options: argparse.Namespace, overrides: list[str], result: dict[str, Any]) -> None:
+    """Run the case and what its advice says. Write the figures after each run."""
+    begin = time.monotonic()
+    folder = options.out / f"runs-{int(time.time())}"
+    progress = Progress(Lines(Console(stderr=True)), "advice_case", "bench")
+    fixed = [*modes.QUIET, f"trainer.run_dir={folder / 'engines'}"]
+    async with open_session(recipe.load(options.recipe, overrides, fixed), progress) as s:
+        result["started_s"] = time.monotonic() - begin
+        window = s.config.schedule.window
+        warm = max(4 * window, s.config.schedule.capacity + 2 * window)
+        await one(s, options.recipe, overrides, folder / "warm", warm)
+        for step in range(options.steps + 1):
+            since = time.monotonic()
+            run = await one(s, options.recipe, overrides, folder / f"run-{step}", options.samples)
+            run["took_s"] = time.monotonic() - since
+            result["runs"].append({"overrides": list(overrides), **run})
+            result["seconds"] = time.monotonic() - begin
+            (options.out / "advice_case.json").write_text(json.dumps(result, indent=1) + "\n")
+            progress.note(f"run {step}: {run['samples_per_s']:.2f} samples/s; {run['advice'][0]}")
+            chosen = same_engines(run["all_advice"])
+            if chosen is None or result["seconds"] + 1.2 * run["took_s"] > options.limit_s:
+                return
+            result["runs"][-1]["followed"] = chosen
+            overrides = [*overrides, *chosen["overrides"]]
+
+
+async def one(
+    s: Session, name: str, overrides: Sequence[str], folder: Path, samples: int
+) -> dict[str, Any]:
+    """Return the figures of one run on the engines of `s`, and all of its advice."""
+    from millrace.report.advice import advise
+    from millrace.report.measure import measure
+
+    fixed = [
+        *modes.QUIET,
+        f"trainer.run_dir={folder}",
+        f"rollout.total_rollout_steps={samples}",
+    ]
+    config = recipe.load(name, list(overrides), fixed)
+    session = replace(s, config=config, run=modes.folder_of_run(config, s))
+    figures = await modes.run_once(session, SKIP)
+    measured = measure(session.run.path)
+    advice = advise(measured) if measured else []
+    figures["all_advice"] = [
+        {"text": str(a), "overrides": list(a.overrides), "gain": a.gain} for a in advice
+    ]
+    figures["step_line"] = measured.step_line if measured else None
+    return figures
+
+
+def same_engines(advice: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first advice whose overrides change only the Schedule."""
+    for one in advice:
+        keys = [override.partition("=")[0] for override in one["overrides"]]
+        if keys and all(key.startswith("async_training.") for key in keys):
+            return dict(one)
+    return None
+
+
+def simulated(steps: int) -> list[dict[str, Any]]:
+    """Return the figures of the case and of its advice on the virtual clock."""
+    sys.path.insert(0, str(ROOT))
+    from millrace.report.advice import advise
+    from tests.report.simulated import run
+    from tests.report.test_advice import MEASURED, followed
+
+    case, runs = MEASURED.but(versions=20), []
+    for _ in range(steps + 1):
+        measured = run(case)
+        advice = advise(measured)
+        runs.append(
+            {
+                "overrides": [f"staleness {case.staleness:g}"],
+                "samples_per_s": measured.rate,
+                "drawn_tokens_per_s": measured.drawn_tokens / measured.seconds,
+                "trainer_idle": measured.trainer_idle,
+                "rollouter_idle": measured.rollouts_idle,
+                "stock_share": measured.stock_share,
+                "advice": [str(one) for one in advice],
+            }
+        )
+        all_advice = [
+            {"text": str(a), "overrides": list(a.overrides), "gain": a.gain} for a in advice
+        ]
+        chosen = same_engines(all_advice)
+        if chosen is None:
+            break
+        runs[-1]["followed"] = chosen
+        case = followed(case, next(a for a in advice if list(a.overrides) == chosen["overrides"]))
+    return runs
+
+
+def table(runs: Sequence[dict[str, Any]], what: str) -> str:
+    """Return a Markdown table: each run, its advice, and the gain that the next run had."""
+    lines = [
+        f"| {what} | samples/s | drawn tokens/s | stock | trainer idle | rollouts idle | "
+        "predicted | gain | by drawn tokens |",
+        "|---" + "|--:" * 8 + "|",
+    ]
+    for k, run in enumerate(runs):
+        before = runs[k - 1] if k else None
+        gain = drawn = predicted = ""
+        if before is not None:
+            gain = f"{run['samples_per_s'] / before['samples_per_s'] - 1:+.0%}"
+            drawn = f"{run['drawn_tokens_per_s'] / before['drawn_tokens_per_s'] - 1:+.0%}"
+            predicted = f"{before['followed']['gain']:+.0%}"
+        name = " ".join(before["followed"]["overrides"]) if before else "the case"
+        lines.append(
+            f"| {name} | {run['samples_per_s']:.2f} | {run['drawn_tokens_per_s']:.0f} "
+            f"| {run.get('stock_share', 0):+.0%} | {run['trainer_idle']:.0%} "
+            f"| {run['rollouter_idle']:.0%} | {predicted} | {gain} | {drawn} |"
+        )
+    lines += [f"\n{line}" for run in runs for line in run["advice"][:1]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Advice: the constraint that binds a run, in words, with the number that lifts it.
+
+`report/throughput.py` has the arithmetic, and derives it.
+"""
+
+from __future__ import annotations
+
+from millrace.report import balance, costs
+from millrace.report.measured import Measured
+from millrace.report.sentence import Advice
+from millrace.report.throughput import Throughput
+
+__all__ = ["Advice", "advise"]
+
+LEAST_GAIN = 0.03
+"""A smaller gain is within the error of the arithmetic."""
+
+RULES = (
+    balance.fill_the_engines,
+    balance.more_decode_slots,
+    balance.move_a_device,
+    balance.train_out_of_order,
+    balance.without_turns,
+    costs.interrupt_at_a_sync,
+    costs.keep_kv_caches,
+    costs.fewer_syncs,
+    costs.fewer_hand_overs,
+    costs.fewer_validations,
+    costs.fewer_checkpoints,
+    costs.more_reward_workers,
+    costs.fewer_drops,
+)
+
+
+def advise(measured: Measured) -> list[Advice]:
+    """Return advice, the largest predicted gain first. There is always one sentence.
+
+    A gain that is only a bound comes after the others, unless turns gain more than all of them.
+    Advice that takes more devices comes last.
+    """
+    flow = Throughput(measured)
+    found = [advice for rule in RULES if (advice := rule(flow)) is not None]
+    found = [one for one in found if one.gain is None or one.gain >= LEAST_GAIN]
+    found.sort(key=lambda one: (one.at_most, -(one.gain or 0.0)))
+    turns, more = balance.with_turns(flow), balance.add_a_device(flow)
+    best = max((one.gain or 0.0 for one in found), default=-1.0)
+    if turns is not None:
+        found = [turns, *found] if (turns.gain or 0.0) > best else [*found, turns]
+    return [*found, *more] or [balance.nothing(flow)]

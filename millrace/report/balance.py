@@ -1,0 +1,285 @@
+"""Advice on the balance between trainer, engines and ledger."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from millrace.report.sentence import STALENESS, Advice, devices, number
+from millrace.report.throughput import NOTHING, Change, Throughput
+from millrace.schedule.schedule import OnSync
+
+IDLE = 0.05
+"""A side that idles less does not wait."""
+FULL = 0.9
+"""Share of busy decode slots from which on they limit the engines."""
+SLOW_SCORE = 0.3
+"""Share of a sample's time with the rollouts, from which on its scores are what it waits for."""
+SAME = 0.03
+"""Rates that differ less are the same."""
+
+
+def _asynchronous(flow: Throughput) -> bool:
+    schedule = flow.schedule
+    return not schedule.colocated and schedule.staleness_threshold > 0
+
+
+def _full(flow: Throughput) -> bool:
+    return flow.m.busy_slots >= FULL * flow.m.setup.slots
+
+
+def _rewards_bind(flow: Throughput) -> bool:
+    """Whether every reward worker is busy all the time."""
+    return 0 < flow.setup.reward_workers <= flow.m.score_s / flow.m.seconds
+
+
+def _drains(flow: Throughput) -> bool:
+    return flow.schedule.on_sync is OnSync.DRAIN and flow.m.hold_s > IDLE * flow.m.seconds
+
+
+def staleness_for(flow: Throughput, capacity: float) -> float:
+    """Return the staleness_threshold that gives at least this capacity, in tenths."""
+    window = flow.schedule.window
+    return max(0.1, math.ceil((capacity / window - 1) * 10 - 1e-9) / 10)
+
+
+def filling(flow: Throughput, change: Change = NOTHING) -> float:
+    """Return the staleness_threshold with which no side waits for a slot of the ledger."""
+    rate = flow.sides(change)
+    most = flow.capacity_that_fills(rate, change)
+    if flow.trainer_ceiling(change) < flow.engine_ceiling(change):
+        # Engines that are full at every moment would draw more than can be trained.
+        # A tenth more than that keeps some samples ready while the number of requests swings.
+        aim = min(1.1 * rate, 0.98 * flow.engine_ceiling(change))
+        low, high = 0.0, most
+        for _ in range(30):
+            middle = (low + high) / 2
+            enough = flow.ledger_ceiling(replace(change, capacity=math.ceil(middle))) >= aim
+            low, high = (low, middle) if enough else (middle, high)
+        most = high
+    return staleness_for(flow, most)
+
+
+def versions_old(flow: Throughput, staleness: float) -> str:
+    bound = replace(flow.schedule, staleness_threshold=staleness).lag_bound
+    return f"Samples are then up to {bound} versions old" if bound > 1 else ""
+
+
+def fill_the_engines(flow: Throughput) -> Advice | None:
+    """The ledger is full while engines idle: a larger staleness_threshold."""
+    m = flow.m
+    full = m.occupied >= 0.95 * flow.schedule.capacity
+    idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
+    if not (_asynchronous(flow) and full and idle) or _rewards_bind(flow) or _drains(flow):
+        return None
+    if train_out_of_order(flow) is not None:
+        return None
+    staleness = filling(flow)
+    if staleness <= flow.schedule.staleness_threshold:
+        return None
+    longest = m.mean("running") / m.rate
+    scoring = m.score_s / max(1.0, m.scores)
+    why = (
+        f"a sample waits {scoring:.3g} s for its scores"
+        if scoring >= SLOW_SCORE * longest
+        else f"a sample waits for the longest of its {m.setup.n} responses"
+    )
+    text = (
+        f"The ledger is full while engines idle {m.rollouts_idle:.0%} of the time: {why}. "
+        f"{STALENESS}={number(staleness)} would fill them"
+    )
+    if old := versions_old(flow, staleness):
+        text += f". {old}"
+    unknown = m.step_line is None
+    key = f"{STALENESS}={number(staleness)}"
+    return Advice(text, (key,), flow.gain(flow.sides()), at_most=unknown)
+
+
+def more_decode_slots(flow: Throughput) -> Advice | None:
+    """Requests wait for a decode slot: a larger max_num_seqs."""
+    m, setup = flow.m, flow.setup
+    waiting = flow.requests - m.busy_slots
+    if not _full(flow) or m.starved < IDLE or waiting < 0.1 * m.busy_slots:
+        return None
+    demand = min(flow.demand, flow.natural_demand)
+    change = Change(slots=math.ceil(flow.requests), demand=demand)
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    running = flow.schedule.capacity - flow.ready - rate * m.with_trainer / m.rate
+    peak = demand * running + flow.schedule.window * setup.n / 2
+    each = math.ceil(min(flow.requests, peak) / setup.replicas / 8) * 8
+    if each * setup.replicas <= setup.slots:
+        return None
+    change = replace(change, slots=each * setup.replicas)
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    text = (
+        f"The decode slots are full: {waiting:.0f} requests wait for one, and the trainer waits "
+        f"{m.starved:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
+        "memory of an engine allows it"
+    )
+    unknown = m.step_line is None
+    key = f"rollout.max_num_seqs={each}"
+    return Advice(text, (key,), flow.gain(rate), at_most=unknown)
+
+
+def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
+    """Return the change and the overrides that move devices to training, or back if negative."""
+    setup = flow.setup
+    trainers, rollouts = setup.trainers + moved, setup.rollouts - moved
+    demand = min(flow.demand, flow.natural_demand) if moved < 0 else None
+    replicas = setup.replicas * rollouts // setup.rollouts
+    return Change(trainers=trainers, replicas=replicas, demand=demand), (
+        setup.override("trainer", trainers),
+        setup.override("rollout", rollouts),
+    )
+
+
+def move_a_device(flow: Throughput) -> Advice | None:
+    """One side waits for the other: move devices to the other."""
+    setup, m = flow.setup, flow.m
+    if not _asynchronous(flow) or _rewards_bind(flow):
+        return None
+    best: tuple[float, int] = (m.rate, 0)
+    step = max(setup.node_devices, setup.rollouts // setup.replicas)
+    for moved in range(-(setup.trainers // step) * step, setup.rollouts, step):
+        if moved and setup.trainers + moved > 0 and setup.rollouts - moved > 0:
+            best = max(best, (flow.sides(_split(flow, moved)[0]), moved))
+    rate, moved = best
+    starved = m.starved >= IDLE if moved < 0 else m.rollouts_idle >= IDLE
+    if not moved or not starved:
+        return None
+    change, overrides = _split(flow, moved)
+    if (staleness := filling(flow, change)) > flow.schedule.staleness_threshold:
+        overrides += (f"{STALENESS}={number(staleness)}",)
+    who = (
+        f"Rollouts wait for the trainer: {m.mean('ready'):.0f} samples are ready"
+        if moved > 0
+        else f"The trainer waits for rollouts {m.starved:.0%} of the time"
+    )
+    side = "training" if moved > 0 else "rollouts"
+    text = f"{who}. Move {devices(abs(moved))} to {side}: {' '.join(overrides)}"
+    return Advice(text, overrides, flow.gain(rate))
+
+
+def add_a_device(flow: Throughput) -> list[Advice]:
+    """One side binds, and the other has no device to give: one more."""
+    setup, m = flow.setup, flow.m
+    if not _asynchronous(flow) or _rewards_bind(flow):
+        return []
+    step = max(setup.node_devices, setup.rollouts // setup.replicas)
+    if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
+        change = Change(replicas=setup.replicas * (setup.rollouts + step) // setup.rollouts)
+        key, what = setup.override("rollout", setup.rollouts + step), "rollouts"
+        why = f"The engines draw all the time, and the trainer waits {m.starved:.0%} of it"
+    elif m.trainer_idle < IDLE and setup.rollouts <= step:
+        change = Change(trainers=setup.trainers + step)
+        key, what = setup.override("trainer", setup.trainers + step), "training"
+        why = (
+            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
+            "more devices help"
+        )
+    else:
+        return []
+    gain = flow.gain(flow.sides(change))
+    text = f"{why}. {devices(step).capitalize()} more for {what}: {key}"
+    return [Advice(text, (key,), gain)] if gain >= SAME else []
+
+
+def train_out_of_order(flow: Throughput) -> Advice | None:
+    """Samples are ready, but the trainer waits for the oldest: a larger lookahead."""
+    m, schedule = flow.m, flow.schedule
+    ready = m.mean("ready")
+    strict = schedule.lookahead < schedule.window
+    if not (_asynchronous(flow) and strict) or m.starved < IDLE:
+        return None
+    if ready < 0.75 * schedule.step_size or _drains(flow):
+        return None
+    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(Change(ready=flow.least_ready)))
+    text = (
+        f"The trainer waits for the oldest sample while {ready:.0f} samples are ready. "
+        f"async_training.lookahead={schedule.window} lets it train them first"
+    )
+    return Advice(text, (f"async_training.lookahead={schedule.window}",), flow.gain(rate))
+
+
+def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[str, ...]] | None:
+    """Return the best rate of shared devices that are split, or None if there is only one."""
+    setup, tries = flow.setup, []
+    step = max(setup.node_devices, setup.rollouts // setup.replicas)
+    for rollouts in range(step, setup.devices, step):
+        trainers = setup.devices - rollouts
+        replicas = setup.replicas * rollouts // setup.rollouts
+        change = replace(base, trainers=trainers, replicas=replicas)
+        keys = setup.override("trainer", trainers), setup.override("rollout", rollouts)
+        switch = flow.m.trainer.get("switch", 0.0) / flow.m.versions
+        tries.append((flow.sides(replace(change, saved_s=switch)), change, keys))
+    return max(tries, key=lambda one: one[0]) if tries else None
+
+
+def without_turns(flow: Throughput) -> Advice | None:
+    """The sides take turns: let both work at the same time."""
+    m, schedule = flow.m, flow.schedule
+    if _asynchronous(flow) or (schedule.colocated and schedule.staleness_threshold):
+        return None
+    # All versions of such a run have the same load. If nothing shows how a step grows, engines
+    # draw no more at once than a window has.
+    slots = min(m.setup.slots, schedule.window * m.setup.n) if m.step_line is None else None
+    change = Change(slots=slots, ready=flow.least_ready)
+    if schedule.colocated:
+        split = _best_split(flow, change)
+        if split is None:
+            return None
+        rate, change, overrides = split
+        why = "The sides take turns on the same devices"
+    else:
+        rate, overrides = flow.sides(change), ()
+        why = "The sides take turns"
+    staleness = number(filling(flow, change))
+    overrides = ("mode=async_partial", *overrides, f"{STALENESS}={staleness}")
+    text = (
+        f"{why}: the trainer waits {m.starved:.0%} of the time, the engines "
+        f"{m.rollouts_idle:.0%}. {' '.join(overrides)} lets both work at the same time"
+    )
+    return Advice(text, overrides, flow.gain(rate))
+
+
+def with_turns(flow: Throughput) -> Advice | None:
+    """Asynchrony gains nothing: the plain mode."""
+    if not _asynchronous(flow):
+        return None
+    if flow.m.drop_share > 0.05 or _rewards_bind(flow):
+        return None
+    gain = flow.gain(flow.in_turns())
+    if gain < -SAME:
+        return None
+    setup = flow.setup
+    sides = (setup.override(side, setup.devices) for side in ("trainer", "rollout"))
+    overrides = ("mode=colocate_sync", *sides)
+    spare = flow.m.version_s - flow.schedule.window / flow.in_turns()
+    text = (
+        "Nothing to gain from asynchrony here: the sides can take turns on all devices, and every "
+        f"sample is new. {' '.join(overrides)}"
+    )
+    if gain >= SAME:
+        text += f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+    return Advice(text, overrides, gain, at_most=True)
+
+
+def nothing(flow: Throughput) -> Advice:
+    """Return the sentence for a run that no number makes faster."""
+    m, schedule = flow.m, flow.schedule
+    if m.trainer_idle < 2 * IDLE:
+        return Advice(
+            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
+            "more devices help"
+        )
+    if _asynchronous(flow) and _full(flow):
+        return Advice(
+            f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
+            "faster engines or more devices help"
+        )
+    if schedule.colocated and not schedule.staleness_threshold:
+        return Advice(
+            "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
+            "on all devices"
+        )
+    return Advice("No number of the schedule would make this run more than 3 % faster")

@@ -1,0 +1,227 @@
+"""From the files of a run to the figures that advice reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from millrace.config import recipe
+from millrace.config.layers import Tree, expand, settings_of
+from millrace.config.verl.translate import Note
+from millrace.errors import ConfigError
+from millrace.observe.sinks import read_rows
+from millrace.observe.timing import TOTALS
+from millrace.report.accounts import Line, read
+from millrace.report.advice import Advice, advise
+from millrace.report.measured import Measured, Setup
+from millrace.report.pace import step_line
+from millrace.schedule.modes import name_of
+from millrace.schedule.schedule import Schedule
+from millrace.schedule.steady import counted
+
+Rows = Mapping[int, Mapping[str, float]]
+"""The rows of metrics.jsonl, by version."""
+
+
+MOST_VERSIONS = 60
+"""The newest versions show how a decode step grows."""
+
+
+def setup_at(run_dir: Path) -> tuple[Setup, Tree] | None:
+    """Return the numbers that advice reads, and the configuration of the run as a tree.
+
+    None if its file is missing or foreign.
+    """
+    try:
+        tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config = recipe.parse(tree)
+    except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+        return None
+    parts = config.reward.parts.values()
+    trainer, rollout = config.trainer, config.rollout
+    limited = [part for part in parts if part.kind == "function"]
+    setup = Setup(
+        schedule=config.schedule,
+        mode=name_of(config.schedule, config.mode),
+        n=config.rollout.n,
+        trainers=config.trainer_ranks,
+        rollouts=config.rollout_devices,
+        replicas=config.replicas,
+        slots=config.replicas * config.rollout.max_num_seqs,
+        reward_workers=limited[0].num_workers if len(limited) == len(parts) == 1 else 0,
+        test_freq=config.test_freq,
+        test_key="trainer.test_freq" if trainer.test_freq else "rollout.test_freq",
+        save_freq=config.trainer.save_freq,
+        async_save=config.trainer.async_save,
+        trainer_node=trainer.n_gpus_per_node if trainer.nnodes > 1 else 0,
+        rollout_node=rollout.n_gpus_per_node if rollout.nnodes > 1 else 0,
+    )
+    return setup, tree
+
+
+def measure(run_dir: Path) -> Measured | None:
+    """Return the figures of a run so far, or None if it has too few versions."""
+    found, lines = setup_at(run_dir), read(run_dir)
+    if found is None or not lines:
+        return None
+    setup = found[0]
+    rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
+    attempt = [line for line in lines if line.attempt == lines[-1].attempt]
+    versions = steady_versions(setup.schedule, rows, attempt)
+    return measured_of(setup, rows, attempt, versions)
+
+
+def advise_run(run_dir: Path) -> list[Advice]:
+    """Return advice on a run so far, or nothing if it has too few versions.
+
+    If the configuration refuses the values of a sentence, it says why.
+    """
+    measured, found = measure(run_dir), setup_at(run_dir)
+    if measured is None or found is None:
+        return []
+    return checked(advise(measured), found[1])
+
+
+def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
+    """Return the advice, with what the configuration `tree` says against its values, if anything."""
+    found = []
+    for one in advice:
+        notes: list[Note] = []
+        try:
+            recipe.parse(recipe.resolve([tree, *expand([settings_of(one.overrides)], notes)]))
+        except ConfigError as error:
+            one = replace(one, text=f"{one.text}. Change another key too: {error}")
+        found.append(one)
+    return found
+
+
+def steady_versions(schedule: Schedule, rows: Rows, attempt: Sequence[Line]) -> range:
+    """Return the versions of an attempt in which the pipeline neither fills nor drains.
+
+    They count from 0, at the start of the attempt. An attempt that runs does not drain yet.
+    """
+    start = attempt[0].version
+    samples = sum(int(row["train/samples"]) for v, row in rows.items() if v > start)
+    drained = attempt[-1].samples and not sum(attempt[-1].samples.values())
+    ahead = 0 if drained else schedule.capacity
+    steps = counted(samples + ahead, 1, schedule)
+    have = sum(v > start for v in rows)
+    return range(steps.start, min(steps.stop, have))
+
+
+def measured_of(
+    setup: Setup, rows: Rows, attempt: Sequence[Line], versions: range
+) -> Measured | None:
+    """Return the figures of these versions, which count from 0 at the start of the attempt.
+
+    Return None if a row or a line of accounts of one of them is missing.
+    """
+    start = attempt[0].version if attempt else 0
+    lines = {line.version: line for line in attempt}
+    chosen = [rows.get(start + k + 1) for k in versions]
+    used = [row for row in chosen if row is not None]
+    ends = start + versions.start, start + versions.stop
+    if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
+        return None
+    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_line(rows, attempt))
+
+
+def _totals(
+    setup: Setup,
+    rows: Sequence[Mapping[str, float]],
+    before: Line,
+    after: Line,
+    step: tuple[float, float] | None,
+) -> Measured:
+    """Return the figures of these rows. The lines are the accounts at both ends."""
+
+    def total(name: str) -> float:
+        return sum(row.get(name) or 0.0 for row in rows)
+
+    def over_time(name: str) -> float:
+        return sum((row.get(name) or 0.0) * row["perf/time_per_version"] for row in rows)
+
+    seconds = total("perf/time_per_version")
+    # A row ends a moment after its line.
+    scale = seconds / max(1e-9, after.seconds - before.seconds)
+    names = {name for row in rows for name in row if name.startswith("timing_s/")}
+    timing = {name.removeprefix("timing_s/"): total(name) for name in names}
+    usable = min(setup.slots, setup.schedule.capacity * setup.n)
+    tokens = {
+        name: max(0, count - before.tokens.get(name, 0)) for name, count in after.tokens.items()
+    }
+    states = {state: after.slots[state] - before.slots.get(state, 0.0) for state in after.slots}
+
+    def more(*names: str) -> int:
+        return sum(after.samples.get(n, 0) - before.samples.get(n, 0) for n in names)
+
+    return Measured(
+        setup=setup,
+        versions=len(rows),
+        seconds=seconds,
+        trainer={name: value for name, value in timing.items() if name not in TOTALS},
+        held={state: value * scale for state, value in states.items()},
+        samples=int(total("train/samples")),
+        busy_slot_s=usable * (seconds - over_time("rollouter/idle_ratio")),
+        drawn_tokens=over_time("rollouter/tokens_per_s"),
+        read_tokens=over_time("rollouter/prefill_tokens_per_s"),
+        trained_tokens=sum(tokens.get(name, 0) for name in ("trained", "rejected", "filtered")),
+        dropped_tokens={
+            name.removeprefix("dropped/"): float(count)
+            for name, count in tokens.items()
+            if name.startswith("dropped/")
+        },
+        request_s=(after.requests.seconds - before.requests.seconds) * scale,
+        score_s=(after.scores.seconds - before.scores.seconds) * scale,
+        scores=after.scores.count - before.scores.count,
+        hold_s=total("sync/hold_s"),
+        mean_length=total("response_length/mean") / len(rows),
+        longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),
+        longest=total("response_length/max") / len(rows),
+        more_ready=more("ready"),
+        more_running=more("waiting", "running"),
+        step_line=step,
+    )
+
+
+def _longest(row: Mapping[str, float], n: int) -> float:
+    """Return the mean length of the longest of n responses, from the percentiles of a row.
+
+    For a tail that falls exponentially, it is the quantile 1 - 0.56 / n.
+    """
+    names = ("mean", "p50", "p90", "p99", "max")
+    mean, *lengths = (row.get(f"response_length/{name}") or 0.0 for name in names)
+    wanted, shares = 1 - 0.56 / n, (0.5, 0.9, 0.99, 1.0)
+    if n == 1:
+        return mean
+    for k in range(3):
+        if wanted <= shares[k + 1]:
+            part = max(0.0, (wanted - shares[k]) / (shares[k + 1] - shares[k]))
+            return lengths[k] + part * (lengths[k + 1] - lengths[k])
+    return lengths[3]
+
+
+def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | None:
+    """Return how a decode step grows. All versions of the attempt count: their loads differ."""
+    versions = []
+    for before, after in itertools.pairwise(attempt):
+        row = rows.get(after.version)
+        if row is None or after.version != before.version + 1:
+            continue
+        loads = {
+            name: [new - old for new, old in zip(bin_, before.loads.get(name, (0, 0)), strict=True)]
+            for name, bin_ in after.loads.items()
+        }
+        tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
+        versions.append((loads, tokens))
+    return step_line(versions[-MOST_VERSIONS:])
+
+
+def _whole(row: Mapping[str, float]) -> bool:
+    """Whether a row has the figures that advice needs, as numbers."""
+    needed = ("perf/time_per_version", "train/samples", "rollouter/idle_ratio")
+    return all(isinstance(row.get(name), (int, float)) for name in needed)

@@ -1,0 +1,87 @@
+"""The account of load: how long each engine drew with how many requests.
+
+It shows whether more requests make the decode step longer. The engine draws b tokens in a step with
+b requests. If the step takes f + e b seconds, the tokens of a version are the integral of
+b / (f + e b) over its time. Versions have different loads, so their tokens show f and e.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from millrace.observe.watch import Event
+
+WIDTH = math.log(1.1)
+"""Loads that differ by a tenth are in different bins."""
+
+LEAST_VERSIONS = 4
+"""Versions that show how a step grows."""
+
+LEAST_CONTRAST = 1.5
+"""How much worse the worst growth must explain the tokens of the versions than the best one."""
+
+Loads = Mapping[str, Sequence[float]]
+"""For each bin of loads: seconds of engines, and the integral of the load over them."""
+
+
+class LoadAccount:
+    """A watcher of requests. At most as many requests draw as the engine has decode slots."""
+
+    def __init__(self) -> None:
+        self.bins: dict[str, list[float]] = {}
+        self._slots: dict[str, int] = {}
+        self._levels: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "stats":
+            self._until(event.track, event.time)
+            self._slots[event.track] = event.facts["stats"].slots
+        elif event.name == "request":
+            self._until(event.track, event.time)
+            change = 1 if event.phase == "begin" else -1
+            self._levels[event.track] = self._levels.get(event.track, 0) + change
+
+    def _until(self, track: str, now: float) -> None:
+        seconds = now - self._since.get(track, now)
+        self._since[track] = now
+        load = min(self._levels.get(track, 0), self._slots.get(track, 0))
+        if load > 0 and seconds > 0:
+            bin_ = self.bins.setdefault(str(int(math.log(load) / WIDTH)), [0.0, 0.0])
+            bin_[0] += seconds
+            bin_[1] += seconds * load
+
+
+def step_line(versions: Sequence[tuple[Loads, float]]) -> tuple[float, float] | None:
+    """Return f and e, in seconds. Each version has its loads and the tokens that it drew.
+
+    The share of the step that grows is searched, and the speed follows from the least squares. None
+    if any share explains the tokens nearly as well.
+    """
+    points = [
+        ([(load / seconds, seconds) for seconds, load in loads.values() if seconds > 0], tokens)
+        for loads, tokens in versions
+        if tokens > 0
+    ]
+    points = [(times, tokens) for times, tokens in points if times]
+    if len(points) < LEAST_VERSIONS:
+        return None
+    top = max(load for times, _ in points for load, _ in times)
+    tries = [(_error(points, share / 50, top), share / 50) for share in range(51)]
+    (error, scale), share = min(tries)
+    if max(tries)[0][0] < LEAST_CONTRAST * error:
+        return None
+    return scale * (1 - share), scale * share / top
+
+
+def _error(
+    points: Sequence[tuple[Sequence[tuple[float, float]], float]], share: float, top: float
+) -> tuple[float, float]:
+    """Return the relative squared error, and the seconds of a step at the load `top`."""
+    drawn = [
+        sum(seconds * load / (1 - share + share * load / top) for load, seconds in times) / tokens
+        for times, tokens in points
+    ]
+    scale = sum(d * d for d in drawn) / sum(drawn)
+    return sum((d / scale - 1) ** 2 for d in drawn), scale

@@ -1,0 +1,223 @@
+"""How many samples per second a run would train with other numbers: the arithmetic of advice.
+
+Three rates bound a pipeline, and the smallest one is the rate of the run.
+
+**The trainer.** A version takes B seconds of the trainer's own work: steps, syncs, saves. It trains
+the W samples of a window. So the trainer's ceiling is W / B. With k times the devices, the seconds
+of the steps are divided by k. The other seconds stay.
+
+**The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/pace.py
+finds f and e). A trained sample costs t drawn tokens: its own, and its part of the dropped ones. So
+S slots give at most S / (f + e S) / t samples a second. If no figure shows e, it is 0: the result
+is then the most that more requests can give.
+
+**The ledger.** By Little's law, the mean number of samples in a state is the rate times the mean
+seconds in it. A slot of the ledger is taken from the admission of a sample to the sync of its
+weights:
+
+    capacity = running + ready + with the trainer          all slots are taken
+    running  = rate x (seconds until the longest of n responses is drawn and scored)
+    with the trainer = rate x (seconds of the step and of the sync)
+
+A running sample has g unfinished requests on average. All n run at first, and only the longest one
+at last, so g is n x (mean length) / (mean of the longest of n). R running samples fill g R slots.
+If capacity leaves fewer than S / g samples to run, engines idle although the ledger is full.
+
+A sync frees the slots of a window at once. W new samples then bring W n requests at once. So the
+number of unfinished requests swings by W n: half of that above its mean, and half below. The
+engines are full at every moment if
+
+    g x running >= S + W n / 2
+
+The rate stands on both sides of these equations. Bisection solves them.
+
+**Turns.** On shared devices, and with a staleness of 0, the sides take turns. The seconds of a
+version are then a sum: drawing, training, the sync, the hand-over. A part that takes the share s of
+them gives at most s / (1 - s) if it disappears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.observe.timing import GEN, IDLE
+from millrace.report.measured import Measured
+
+PLACES = 16
+"""Numbers of unfinished requests that stand for all of them."""
+
+OF_LOOP = (
+    *IDLE,
+    *("sync_keep", "sync_transfer", "sync_activate", "switch", "save_checkpoint", "other"),
+)
+"""Parts of the trainer's time that more devices do not make shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The numbers of a run that differ from the measured ones."""
+
+    capacity: int | None = None
+    slots: int | None = None
+    """Decode slots of all replicas, before a change of `replicas`."""
+    trainers: int | None = None
+    replicas: int | None = None
+    saved_s: float = 0.0
+    """Seconds of each version that the trainer no longer spends."""
+    held_s: float = 0.0
+    """Seconds that the trainer has a sample no longer."""
+    ready: float | None = None
+    """Mean number of READY samples."""
+    demand: float | None = None
+    """g: unfinished requests of each running sample."""
+    tokens: float = 1.0
+    """Drawn tokens for each trained sample, of the measured ones."""
+
+
+NOTHING = Change()
+
+
+class Throughput:
+    """The rates that follow from the figures of a run."""
+
+    def __init__(self, measured: Measured) -> None:
+        self.m = m = measured
+        self.schedule, self.setup = m.setup.schedule, m.setup
+        self.requests = m.request_s / m.seconds
+        self.demand = max(1e-9, self.requests / max(1e-9, m.mean("running")))
+        """g: requests inside engines for each running sample."""
+        step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
+        self.step = m.step_line or (step_s, 0.0)
+        """f and e."""
+        self.trainer_s = m.version_s * (1 - m.trainer_idle)
+        """B: seconds of the trainer's own work in each version."""
+        self.tokens = m.drawn_tokens / max(1, m.samples)
+        """t: drawn tokens for each trained sample."""
+        self.ready = m.mean("ready") if m.starved > 0.05 else self.least_ready
+
+    @property
+    def natural_demand(self) -> float:
+        """Return g if no request waits for a decode slot and no score is late."""
+        return self.setup.n * self.m.mean_length / max(self.m.mean_length, self.m.longest_of_n)
+
+    @property
+    def least_ready(self) -> float:
+        """Half of a step's samples: they become ready one after the other and leave together."""
+        return self.schedule.step_size / 2
+
+    @property
+    def steps_s(self) -> float:
+        """Return the seconds of each version that more devices of the trainer make shorter."""
+        parts = self.m.trainer.items()
+        return sum(seconds for part, seconds in parts if part not in OF_LOOP) / self.m.versions
+
+    def trainer_ceiling(self, change: Change = NOTHING) -> float:
+        """Return the samples per second of a trainer that never waits."""
+        scale = self.setup.trainers / (change.trainers or self.setup.trainers)
+        seconds = self.trainer_s - self.steps_s * (1 - scale) - change.saved_s
+        return self.m.samples / self.m.versions / max(1e-9, seconds)
+
+    def drawn(self, busy: float, change: Change = NOTHING) -> float:
+        """Return the samples per second that `busy` drawing slots give."""
+        fixed, each = self.step
+        step_s = fixed + each * busy / (change.replicas or self.setup.replicas)
+        return busy / max(1e-12, step_s) / max(1e-9, self.tokens * change.tokens)
+
+    def slots(self, change: Change = NOTHING) -> float:
+        replicas = self.setup.replicas
+        return (change.slots or self.setup.slots) * (change.replicas or replicas) / replicas
+
+    def engine_ceiling(self, change: Change = NOTHING) -> float:
+        """Return the samples per second of engines whose slots are all busy."""
+        return self.drawn(self.slots(change), change)
+
+    def drawn_by(self, running: float, change: Change = NOTHING) -> float:
+        """Return the samples per second with `running` samples on average.
+
+        The unfinished requests are spread evenly over W n around their mean.
+        """
+        mean, slots = (change.demand or self.demand) * running, self.slots(change)
+        half = min(self.schedule.window * self.setup.n / 2, mean)
+        places = [mean + half * (2 * k + 1 - PLACES) / PLACES for k in range(PLACES)]
+        return sum(self.drawn(min(slots, q), change) for q in places) / PLACES
+
+    def ledger_ceiling(self, change: Change = NOTHING) -> float:
+        """Return the samples per second that the slots of the ledger allow."""
+        capacity = change.capacity or self.schedule.capacity
+        ready = self.ready if change.ready is None else change.ready
+        with_trainer_s = self.m.with_trainer / self.m.rate - change.held_s
+        low, high = 0.0, self.engine_ceiling(change)
+        for _ in range(40):
+            middle = (low + high) / 2
+            running = capacity - ready - middle * with_trainer_s
+            enough = running > 0 and self.drawn_by(running, change) > middle
+            low, high = (middle, high) if enough else (low, middle)
+        return low
+
+    def rate(self, change: Change = NOTHING) -> float:
+        """Return the rate of a pipeline whose sides work at the same time."""
+        return min(self.trainer_ceiling(change), self.ledger_ceiling(change))
+
+    def sides(self, change: Change = NOTHING) -> float:
+        """Return the rate of a pipeline whose ledger is large enough."""
+        return min(self.trainer_ceiling(change), self.engine_ceiling(change))
+
+    def without(self, seconds: float) -> float:
+        """Return the rate if each version took `seconds` less and no engine became the bound."""
+        rate = self.m.samples / self.m.versions / max(1e-9, self.m.version_s - seconds)
+        return min(rate, max(self.m.rate, self.engine_ceiling()))
+
+    def gain(self, rate: float) -> float:
+        """Return what `rate` is over the measured rate, as a share of it."""
+        return rate / self.m.rate - 1
+
+    def drawing(self, requests: float, replicas: float) -> float:
+        """Return the seconds in which `requests` that start at once are drawn.
+
+        The longest one ends last. If not all have a slot, it begins on average half of its own time
+        later.
+        """
+        fixed, each = self.step
+        slots = self.setup.slots / self.setup.replicas * replicas
+        mean = self.tokens / self.setup.n
+        longest = max(mean, self.m.longest)
+        draw = longest * (fixed + each * min(slots, requests * mean / longest) / replicas)
+        if requests > slots:
+            full = fixed + each * slots / replicas
+            draw = max(draw, requests * mean * full / slots + draw / 2)
+        return draw
+
+    def in_turns(self) -> float:
+        """Return the rate of mode colocate_sync on all devices of both sides.
+
+        The seconds of a hand-over are not known, so they are left out.
+        """
+        setup, window = self.setup, self.schedule.window
+        draw = self.drawing(window * setup.n, setup.replicas * setup.devices / setup.rollouts)
+        steps = self.steps_s * setup.trainers / setup.devices
+        others = ("sync_transfer", "sync_activate")
+        sync = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
+        return self.m.samples / self.m.versions / (draw + steps + sync)
+
+    def larger_window(self, factor: int, once_s: float) -> float:
+        """Return the rate of turns with a window that is `factor` times as large.
+
+        A version pays `once_s` once. Its steps take `factor` times as long. Its longest response
+        still ends the drawing.
+        """
+        setup = self.setup
+        requests = self.schedule.window * setup.n
+        drawn = sum(self.m.trainer.get(part, 0.0) for part in GEN) / self.m.versions
+        longer = self.drawing(factor * requests, setup.replicas) / self.drawing(
+            requests, setup.replicas
+        )
+        steps = self.m.version_s - drawn - once_s
+        seconds = drawn * min(factor, max(1.0, longer)) + factor * steps + once_s
+        return factor * self.m.samples / self.m.versions / seconds
+
+    def capacity_that_fills(self, rate: float, change: Change = NOTHING) -> float:
+        """Return the capacity with which the engines are full at every moment."""
+        swing = self.schedule.window * self.setup.n / 2
+        ready = self.ready if change.ready is None else change.ready
+        running = (self.slots(change) + swing) / (change.demand or self.demand)
+        return running + ready + rate * self.m.with_trainer / self.m.rate

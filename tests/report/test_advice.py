@@ -1,0 +1,250 @@
+"""Each sentence of advice fits a simulated run with a known answer, and its number gives the gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from millrace.report.advice import Advice, advise
+from millrace.simulate.cost import CostModel
+from millrace.types import Prompt
+from tests.report.simulated import Case, run
+
+FLAT = Case()
+"""A decode step takes 10 ms for any number of requests, and training is cheap."""
+COST = FLAT.cost
+SLOW_TRAINER = replace(COST, train_token_s=2e-4)
+GROWING = replace(COST, token_s=0.001, request_s=1.4e-4)
+"""A decode step whose time grows with its requests, so that more decode slots gain little."""
+
+MEASURED = Case(
+    window=32,
+    slots=256,
+    cost=CostModel(
+        token_s=0.0023,
+        request_s=36.4e-6,
+        train_token_s=1.95 / (256 * 330),
+        step_s=0.05,
+        transfer_s=0.1,
+        pause_s=0.01,
+    ),
+    versions=16,
+)
+"""1.5B on two H200s, windows of 32 x 8: 22k tokens/s from 256 requests, 13.8k from 64."""
+
+
+def half_solved(prompt: Prompt) -> float:
+    return (0.0, 0.5)[prompt.index % 2]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run, words of the first sentence, and the run that follows its advice."""
+
+    case: Case
+    words: tuple[str, ...]
+    key: str
+    tolerance: float = 0.1
+    """Largest error of the predicted rate, as a share of it."""
+    also: dict[str, Any] = field(default_factory=dict)
+    """What the advice leaves out, such as the seconds of a hand-over."""
+
+
+SITUATIONS = {
+    "ledger full while engines idle": Situation(
+        MEASURED,
+        ("The ledger is full while engines idle", "the longest of its 8 responses"),
+        "async_training.staleness_threshold",
+    ),
+    "ledger full, slow rewards": Situation(
+        FLAT.but(cost=replace(COST, reward_s=10.0)),
+        ("The ledger is full while engines idle", "s for its scores"),
+        "async_training.staleness_threshold",
+    ),
+    "rollouts are the bound": Situation(
+        FLAT.but(trainers=3, cost=GROWING),
+        ("The trainer waits for rollouts", "Move 2 devices to rollouts"),
+        "trainer.n_gpus_per_node",
+    ),
+    "training is the bound": Situation(
+        FLAT.but(rollouts=3, staleness=4.0, cost=SLOW_TRAINER),
+        ("Rollouts wait for the trainer", "samples are ready", "Move a device to training"),
+        "trainer.n_gpus_per_node",
+    ),
+    "asynchrony gains nothing": Situation(
+        FLAT.but(sigma=0.0, staleness=1.0, slots=256, cost=replace(GROWING, train_token_s=6e-5)),
+        ("Nothing to gain from asynchrony here",),
+        "mode",
+        also={"slots": 128, "cost": replace(GROWING, train_token_s=6e-5, switch_s=0.0)},
+    ),
+    "syncs": Situation(
+        FLAT.but(slots=256, staleness=3.0, cost=replace(SLOW_TRAINER, transfer_s=1.5)),
+        ("Syncs take 15% of the trainer's time",),
+        "async_training.overlap_sync",
+    ),
+    "drain with a long tail": Situation(
+        FLAT.but(mode="async_staleness", slots=128),
+        ("Each sync waits", "until the longest response is drawn"),
+        "mode",
+    ),
+    "reward workers": Situation(
+        FLAT.but(workers=4, staleness=3.0, slots=128, cost=replace(COST, reward_s=0.4)),
+        ("All 4 reward workers are busy",),
+        "reward.num_workers",
+    ),
+    "validations": Situation(
+        FLAT.but(slots=256, staleness=3.0, cost=SLOW_TRAINER, test_freq=1, validation_s=10.0),
+        ("Syncs wait for validations",),
+        "trainer.test_freq",
+        tolerance=0.03,
+    ),
+    "checkpoints": Situation(
+        FLAT.but(slots=256, staleness=3.0, cost=SLOW_TRAINER, save_freq=2, save_s=3.0),
+        ("The trainer waits for checkpoints",),
+        "trainer.save_freq",
+        tolerance=0.03,
+    ),
+    "checkpoints in between": Situation(
+        FLAT.but(
+            slots=256, staleness=3.0, cost=SLOW_TRAINER, save_freq=1, save_s=2.0, async_save=False
+        ),
+        ("The trainer waits for checkpoints",),
+        "trainer.async_save",
+        tolerance=0.03,
+    ),
+    "strict order": Situation(
+        FLAT.but(lookahead=1, staleness=1.5, slots=128),
+        ("The trainer waits for the oldest sample while 14 samples are ready",),
+        "async_training.lookahead",
+    ),
+    "hand-overs": Situation(
+        FLAT.but(mode="colocate_sync", slots=128, cost=replace(COST, switch_s=1.0)),
+        ("Hand-overs of the shared devices take 24% of the time",),
+        "async_training.trigger_parameter_sync_step",
+        also={"versions": 8},
+    ),
+    "decode slots": Situation(
+        FLAT.but(slots=32, staleness=3.0),
+        ("The decode slots are full", "requests wait for one"),
+        "rollout.max_num_seqs",
+        tolerance=0.25,
+    ),
+    "turns on separate devices": Situation(
+        FLAT.but(mode="on_policy_pipeline"),
+        ("The sides take turns: the trainer waits 85% of the time, the engines 58%",),
+        "mode",
+    ),
+    "turns on shared devices": Situation(
+        FLAT.but(mode="colocate_sync", trainers=2, rollouts=2),
+        ("The sides take turns on the same devices",),
+        "mode",
+    ),
+}
+
+KEYS = {
+    "mode": ("mode", str),
+    "async_training.staleness_threshold": ("staleness", float),
+    "async_training.lookahead": ("lookahead", int),
+    "async_training.trigger_parameter_sync_step": ("trigger", int),
+    "async_training.overlap_sync": ("overlap_sync", bool),
+    "trainer.n_gpus_per_node": ("trainers", int),
+    "rollout.n_gpus_per_node": ("rollouts", int),
+    "rollout.max_num_seqs": ("slots", int),
+    "reward.num_workers": ("workers", int),
+    "trainer.test_freq": ("test_freq", int),
+    "trainer.save_freq": ("save_freq", int),
+}
+
+
+def followed(case: Case, advice: Advice) -> Case:
+    """Return the case with every number that the advice names."""
+    for override in advice.overrides:
+        key, _, value = override.partition("=")
+        if key == "trainer.async_save":
+            case = case.but(async_save=True, save_s=0.0)
+            continue
+        name, kind = KEYS[key]
+        case = case.but(**{name: kind(value)})
+    return case
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_first_sentence_names_the_constraint_and_its_number_gives_the_gain(name: str) -> None:
+    situation = SITUATIONS[name]
+    before = run(situation.case)
+    first = advise(before)[0]
+    assert all(words in first.text for words in situation.words), first.text
+    assert first.key == situation.key and first.gain is not None
+    after = run(followed(situation.case, first).but(**situation.also))
+    gain = after.rate / before.rate - 1
+    predicted = (1 + first.gain) * before.rate
+    assert after.rate == pytest.approx(predicted, rel=situation.tolerance), (
+        f"{first}: the run gains {gain:+.0%}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence", "key"),
+    [
+        (
+            FLAT.but(slots=256, staleness=3.0, cost=SLOW_TRAINER),
+            "The trainer computes 100% of the time: only a faster trainer or more devices help",
+            "trainer.n_gpus_per_node",
+        ),
+        (
+            FLAT.but(trainers=2, cost=replace(GROWING, train_token_s=1e-4), staleness=2.0),
+            "The engines draw all the time, and the trainer waits",
+            "rollout.n_gpus_per_node",
+        ),
+    ],
+)
+def test_a_side_that_binds_with_nothing_to_move_gets_another_device(
+    case: Case, sentence: str, key: str
+) -> None:
+    before = run(case.but(trainers=1))
+    last = advise(before)[-1]
+    assert last.text.startswith(sentence) and last.key == key and last.gain is not None
+    after = run(followed(case.but(trainers=1), last))
+    assert after.rate == pytest.approx((1 + last.gain) * before.rate, rel=0.1)
+
+
+def test_a_balanced_run_on_equal_lengths_hears_that_only_a_faster_trainer_helps() -> None:
+    """The sentence names no key."""
+    case = FLAT.but(mode="colocate_sync", sigma=0.0, slots=128, cost=replace(COST, switch_s=0.0))
+    (only,) = advise(run(case.but(cost=replace(SLOW_TRAINER, train_token_s=2e-3, switch_s=0.0))))
+    assert only.text.startswith("The trainer computes 9") and not only.overrides
+    assert only.gain is None
+
+
+def test_a_synchronous_run_hears_if_asynchrony_gains_nothing() -> None:
+    """Both devices draw, and then both train: separate sides would have one device each."""
+    cost = replace(GROWING, train_token_s=1e-4, switch_s=0.0)
+    case = FLAT.but(mode="colocate_sync", trainers=2, rollouts=2, sigma=0.0, slots=128, cost=cost)
+    (only,) = advise(run(case))
+    assert only.text.startswith("Nothing to gain from asynchrony here") and not only.overrides
+
+
+def test_dropped_samples_are_named_with_a_bound_of_what_they_cost() -> None:
+    case = FLAT.but(staleness=3.0, cost=GROWING, chance=half_solved)
+    before = run(case)
+    (about,) = [one for one in advise(before) if "dropped samples" in one.text]
+    assert about.at_most and about.gain is not None and "equal_outcomes" in about.text
+    after = run(case.but(chance=lambda prompt: 0.5))
+    assert after.rate == pytest.approx((1 + about.gain) * before.rate, rel=0.1)
+
+
+def test_responses_that_are_read_again_at_each_sync_are_named() -> None:
+    case = FLAT.but(slots=128, staleness=3.0, cost=replace(COST, prefill_token_s=0.005))
+    before = run(case)
+    (about,) = [one for one in advise(before) if one.key == "mode" and one.value == "async_swap"]
+    assert "because syncs interrupt responses" in about.text and about.gain is None
+    assert run(followed(case, about)).rate > 1.1 * before.rate
+
+
+def test_advice_that_is_followed_is_not_given_again() -> None:
+    """The engines are full at staleness 3.1, so the next constraint is another one."""
+    first = advise(run(MEASURED))[0]
+    after = advise(run(followed(MEASURED, first)))
+    assert all(one.key != first.key for one in after)

@@ -1,0 +1,141 @@
+"""The figures of a run come from its folder, whatever else is in it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millrace.config import recipe
+from millrace.report.accounts import FILE
+from millrace.report.advice import Advice
+from millrace.report.measure import advise_run, checked, measure
+from millrace.report.pace import step_line
+from millrace.simulate import clock
+from tests.report.simulated import Case, run, simulated_run
+from tests.report.test_advice import MEASURED
+
+CASE = Case(versions=16)
+KEYS = [
+    "mode=async_partial",
+    "actor.ppo_mini_batch_size=16",
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.staleness_threshold=2",
+    "rollout.n=8",
+    "rollout.max_num_seqs=64",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a simulated run."""
+    rows = clock.run(simulated_run(CASE, tmp_path))
+    lines = [json.dumps({"version": k, **row}) for k, row in enumerate(rows, 1)]
+    lines.insert(3, json.dumps({"version": 3, "val/greedy": 1.0}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.yaml").write_text(recipe.dump(recipe.load("quickstart", KEYS)))
+    return tmp_path
+
+
+def test_a_folder_gives_the_figures_of_its_run(folder: Path) -> None:
+    """They are those of the versions that `bench modes` counts."""
+    measured = measure(folder)
+    assert measured is not None and measured.setup.test_key == "rollout.test_freq"
+    other = run(CASE.but(workers=1, test_freq=20, save_freq=20))
+    setup = replace(other.setup, test_key="rollout.test_freq")
+    assert measured.setup == setup and replace(measured, setup=CASE.setup) == run(CASE)
+    assert [one.overrides for one in advise_run(folder)]
+
+
+def test_a_run_that_goes_on_counts_its_versions_up_to_now(folder: Path) -> None:
+    """The samples under way say that the run does not drain, so its last version counts."""
+    accounts = (folder / FILE).read_text().splitlines()
+    (folder / FILE).write_text("\n".join(accounts[:9]) + "\n")
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(rows[:9]) + "\n" + rows[9][:40])
+    measured = measure(folder)
+    assert measured is not None and measured.versions == 8 - 3
+    assert measured.samples == 16 * measured.versions
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (FILE, None),
+        (FILE, ""),
+        (FILE, "[1, 2]\n{half"),
+        ("metrics.jsonl", None),
+        ("metrics.jsonl", "7\n[]\n{}\n"),
+        ("metrics.jsonl", '{"version": 1, "perf/time_per_version": null}\n'),
+        ("config.yaml", None),
+        ("config.yaml", "- a list\n"),
+        ("config.yaml", "mode: [unclosed\n"),
+        ("config.yaml", "no_such_key: 1\n"),
+        ("config.yaml", "\x00\xff"),
+    ],
+)
+def test_a_folder_without_whole_files_gives_no_advice(
+    folder: Path, name: str, text: str | None
+) -> None:
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text, encoding="latin-1")
+    assert measure(folder) is None and advise_run(folder) == []
+
+
+def test_a_value_that_the_configuration_refuses_comes_with_its_reason() -> None:
+    """GPG's loss has no ratio, so it may be one version old."""
+    config = recipe.load("quickstart", [*KEYS, "async_training.staleness_threshold=0.5"])
+    tree = config.model_dump(mode="json")
+    tree["actor"]["policy_loss"]["loss_mode"] = "gpg"
+    tree["async_training"]["staleness_threshold"] = 0.0
+    older = Advice("Older.", ("async_training.staleness_threshold=3",), 0.1)
+    newer = Advice("Newer.", ("async_training.trigger_parameter_sync_step=2",), 0.1)
+    first, second = checked([older, newer], tree)
+    assert "Change another key too: async_training.staleness_threshold = 3" in first.text
+    assert "the lag bound" in first.text and second == newer
+
+
+def test_advice_of_every_kind_passes_the_checks_of_a_recipe() -> None:
+    """Keys and values exist as they are written."""
+    tree = recipe.load("quickstart", KEYS).model_dump(mode="json")
+    overrides = [
+        ("mode=async_partial", "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=3"),
+        ("mode=colocate_sync", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
+        ("async_training.staleness_threshold=3.1",),
+        ("async_training.lookahead=16",),
+        ("async_training.overlap_sync=true",),
+        ("async_training.trigger_parameter_sync_step=4",),
+        ("rollout.max_num_seqs=176",),
+        ("reward.num_workers=17",),
+        ("rollout.test_freq=100",),
+        ("trainer.save_freq=20",),
+        ("trainer.async_save=true",),
+    ]
+    advice = [Advice("Do it.", keys, 0.1) for keys in overrides]
+    assert checked(advice, tree) == advice
+
+
+def test_the_growth_of_a_decode_step_is_found_from_versions_with_other_loads() -> None:
+    fixed, each = run(MEASURED).step_line or (0.0, 0.0)
+    assert fixed == pytest.approx(0.0023, rel=0.15)
+    assert each == pytest.approx(36.4e-6, rel=0.05)
+
+
+def test_equal_loads_show_no_growth() -> None:
+    same = [({"52": [10.0, 1500.0]}, 150_000.0)] * 8
+    assert step_line(same) is None
+    other = [({"40": [10.0, 450.0]}, 450.0 / (0.002 + 4e-5 * 45))] * 4
+    fast = [({"52": [10.0, 1500.0]}, 1500.0 / (0.002 + 4e-5 * 150))] * 4
+    found = step_line([*other, *fast])
+    assert found is not None
+    assert found == pytest.approx((0.002, 4e-5), rel=0.05)
+    assert step_line(other[:2] + fast[:1]) is None, "too few versions"
+
+
+def test_the_versions_of_an_attempt_that_has_just_begun_are_too_few() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        assert measure(Path(name)) is None
