@@ -20,7 +20,7 @@ AIM_OF_TURNS = 0.05
 """The share to which larger windows bring syncs and hand-overs down."""
 MOST_WINDOWS = 8
 MOST_READ = 0.3
-"""Tokens that an engine reads for each drawn one, from which on they cost time."""
+"""Tokens that an engine reads again for each drawn one, from which on they cost time."""
 
 
 def _seconds(flow: Throughput, *parts: str) -> float:
@@ -49,14 +49,14 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
 def keep_kv_caches(flow: Throughput) -> Advice | None:
     """Engines read interrupted responses again: change the weights while they run."""
     m, schedule = flow.m, flow.schedule
-    again = m.read_tokens / max(1.0, m.drawn_tokens)
+    again = max(0.0, m.read_tokens - m.prompt_tokens) / max(1.0, m.drawn_tokens)
     interrupts = schedule.on_sync is OnSync.INTERRUPT and not schedule.colocated
     if not interrupts or again < MOST_READ or m.starved < IDLE:
         return None
     overrides = ("mode=async_swap", _same_staleness(flow))
     text = (
-        f"Engines read {again:.2g} tokens for each token that they draw, because syncs interrupt "
-        f"responses. {' '.join(overrides)} keeps their KV caches"
+        f"Engines read {again:.2g} tokens again for each token that they draw, because syncs "
+        f"interrupt responses. {' '.join(overrides)} keeps their KV caches"
     )
     return Advice(text, overrides)
 
@@ -76,6 +76,8 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
     if schedule.staleness_threshold and not schedule.colocated:
         own = _seconds(flow, "sync_keep", "sync_transfer", "sync_activate")
         rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling())
+        # A trainer that waits for another reason keeps waiting.
+        rate *= flow.m.rate / max(flow.m.rate, flow.rate())
         text = f"{why}. async_training.overlap_sync=true trains the next samples meanwhile"
         return Advice(text, ("async_training.overlap_sync=true",), flow.gain(rate))
     return _larger_window(flow, why, max(2, math.ceil(share / AIM_OF_TURNS)), sync)
@@ -147,9 +149,9 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
     needed = math.ceil(workers * rate / m.rate * 1.1)
     queue = m.score_s / m.seconds - workers
+    busy = f"All {workers} reward workers are busy" if workers > 1 else "The reward worker is busy"
     text = (
-        f"All {workers} reward workers are busy, and {queue:.0f} responses wait for one. "
-        f"reward.num_workers={needed} would keep up"
+        f"{busy}, and {queue:.0f} responses wait for one. reward.num_workers={needed} would keep up"
     )
     return Advice(text, (f"reward.num_workers={needed}",), flow.gain(rate))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millrace.report.look import Look
+from millrace.report.measure import advise_run
 
 REST_S = 10.0
 """The least seconds between two computations."""
@@ -16,7 +17,7 @@ REST = 20.0
 
 def advice(folder: Path) -> list[str]:
     """Return the sentences on a run. Only this function asks for them in live views."""
-    return []
+    return [str(one) for one in advise_run(folder)]
 
 
 class Counsel:

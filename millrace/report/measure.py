@@ -154,6 +154,12 @@ def _totals(
     tokens = {
         name: max(0, count - before.tokens.get(name, 0)) for name, count in after.tokens.items()
     }
+    trained = sum(tokens.get(name, 0) for name in ("trained", "rejected", "filtered"))
+    dropped = {
+        name.removeprefix("dropped/"): float(count)
+        for name, count in tokens.items()
+        if name.startswith("dropped/")
+    }
     states = {state: after.slots[state] - before.slots.get(state, 0.0) for state in after.slots}
 
     def more(*names: str) -> int:
@@ -169,12 +175,11 @@ def _totals(
         busy_slot_s=usable * (seconds - over_time("rollouter/idle_ratio")),
         drawn_tokens=over_time("rollouter/tokens_per_s"),
         read_tokens=over_time("rollouter/prefill_tokens_per_s"),
-        trained_tokens=sum(tokens.get(name, 0) for name in ("trained", "rejected", "filtered")),
-        dropped_tokens={
-            name.removeprefix("dropped/"): float(count)
-            for name, count in tokens.items()
-            if name.startswith("dropped/")
-        },
+        prompt_tokens=setup.n
+        * sum((row.get("prompt_length/mean") or 0.0) * row["train/samples"] for row in rows)
+        * (1 + sum(dropped.values()) / max(1, trained)),
+        trained_tokens=trained,
+        dropped_tokens=dropped,
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
         scores=after.scores.count - before.scores.count,

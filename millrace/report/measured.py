@@ -72,6 +72,8 @@ class Measured:
     drawn_tokens: float
     read_tokens: float
     """Tokens that engines read into KV caches: prompts, and interrupted responses."""
+    prompt_tokens: float
+    """Tokens of the prompts, once for each response of a trained or dropped sample."""
     trained_tokens: float
     """Tokens of the responses that were trained."""
     dropped_tokens: dict[str, float] = field(default_factory=dict)

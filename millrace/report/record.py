@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from millrace.config import ReportConfig
-from millrace.observe.watch import Watch
+from millrace.observe.watch import Event, Watch
 from millrace.report.accounts import FILE, Accounts, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
-from millrace.report.samples import SampleStore
 from millrace.report.tokens import TokenAccount
 from millrace.report.trace import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Tokens
+
+
+class File(Protocol):
+    """A watcher that writes files in a thread."""
+
+    def __call__(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,13 @@ class Recorder:
             ledger.limit,
             loads,
         )
-        self._files: list[TraceWriter | SampleStore] = []
+        self._files: list[File] = []
         if options.trace:
             trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=options.trace_mb)
             self._files.append(trace)
         if options.samples:
+            from millrace.report.samples import SampleStore  # imports pyarrow
+
             share, limit = options.samples, options.samples_mb
             start = ledger.version
             store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)

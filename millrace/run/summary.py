@@ -29,6 +29,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "timings": outcome.timings,
         "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
         "report": str(outcome.report) if outcome.report else None,
+        "advice": outcome.advice,
         "complete": outcome.complete,
     }
 
@@ -51,6 +52,8 @@ def show(console: Console, outcome: Outcome) -> None:
     say(f"checkpoint  {outcome.checkpoint}")
     if outcome.report is not None:
         say(f"report      {outcome.report}")
+    if outcome.advice:
+        say(f"advice      {outcome.advice}")
     if outcome.last is not None:
         say(f"complete: held-out scores {shown(outcome.last.values, ', ')}")
     elif outcome.complete:

@@ -66,6 +66,8 @@ class Outcome:
     """Seconds of start, warm-up and training."""
     report: Path | None = None
     """The run's report, if one was written."""
+    advice: str = ""
+    """What would make the run faster, if its figures say it."""
 
 
 async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
@@ -86,7 +88,7 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
         report = None
         if folder is not None and config.report.enable:
             report = await write_report(folder, progress)
-    return replace(outcome, report=report)
+    return replace(outcome, report=report, advice=await abandonable(first_advice, folder))
 
 
 async def write_report(folder: Path, progress: Progress) -> Path | None:
@@ -99,6 +101,16 @@ async def write_report(folder: Path, progress: Progress) -> Path | None:
     except Exception as error:  # noqa: BLE001 - a run does not fail because its report does
         progress.note(f"warning: there is no report: {type(error).__name__}: {error}")
         return None
+
+
+def first_advice(folder: Path) -> str:
+    """Return the first sentence of advice on a run, or nothing if there is none."""
+    from millrace.report.measure import advise_run
+
+    try:
+        return next((str(one) for one in advise_run(folder)), "")
+    except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does
+        return f"none: {type(error).__name__}: {error}"
 
 
 async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -12,13 +10,12 @@ from millrace import __version__
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
+from millrace.report.measure import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 from millrace.report.page.folder import RunFolder
 from millrace.schedule.modes import name_of
 from millrace.schedule.schedule import Schedule
 
-_ADVICE = "millrace.report.measure"
-"""The module of `advise_run`."""
 _MOST_FAILED = 0.02
 """The largest share of samples that errors may drop without an alarm."""
 
@@ -192,12 +189,13 @@ def _no_alarms(run: RunFolder) -> Block:
 
 
 def advice(run: RunFolder) -> list[Block]:
-    """Return the advice on the run, if its module exists."""
-    if importlib.util.find_spec(_ADVICE) is None:
-        return [text("No advice: this version of millrace gives none.")]
-    found = importlib.import_module(_ADVICE).advise_run(run.path)
-    return [box("advice", "", line.text) for line in found] or [
-        text("No advice: nothing in the trace and the accounts asks for a change.")
+    """Return the advice on the run."""
+    try:
+        found = advise_run(run.path)
+    except (MillraceError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return [text(f"No advice: the figures cannot be used: {error}")]
+    return [box("advice", "", str(one)) for one in found] or [
+        text("No advice yet: the run has too few versions in which nothing fills or drains.")
     ]
 
 
