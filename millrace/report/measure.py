@@ -155,11 +155,7 @@ def _totals(
         name: max(0, count - before.tokens.get(name, 0)) for name, count in after.tokens.items()
     }
     trained = sum(tokens.get(name, 0) for name in ("trained", "rejected", "filtered"))
-    dropped = {
-        name.removeprefix("dropped/"): float(count)
-        for name, count in tokens.items()
-        if name.startswith("dropped/")
-    }
+    dropped = _of_prefix(tokens, "dropped/")
     states = {state: after.slots[state] - before.slots.get(state, 0.0) for state in after.slots}
 
     def more(*names: str) -> int:
@@ -191,6 +187,11 @@ def _totals(
         more_running=more("waiting", "running"),
         step_line=step,
     )
+
+
+def _of_prefix(tokens: Mapping[str, int], prefix: str) -> dict[str, float]:
+    """Return the counts whose names begin with `prefix`, by the rest of the name."""
+    return {k.removeprefix(prefix): float(v) for k, v in tokens.items() if k.startswith(prefix)}
 
 
 def _longest(row: Mapping[str, float], n: int) -> float:

@@ -88,7 +88,7 @@ class Recorder:
         if options.trace:
             trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=options.trace_mb)
             self._files.append(trace)
-        if options.samples:
+        if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
             from millrace.report.samples import SampleStore  # imports pyarrow
 
             share, limit = options.samples, options.samples_mb
