@@ -12,12 +12,11 @@ too slow, versions are missing and the run loses nothing. A kill may lose the ve
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +214,7 @@ class SampleStore:
         if self._ended:
             supersede(self._folder, self._start)
             return
+        pa.array([""])  # The first array imports pandas. Do it before the run is busy.
         folders.own(self._folder)
         supersede(self._folder, self._start)
         for path in folders.files(self._folder, _OURS):
@@ -226,7 +226,7 @@ class SampleStore:
         name = f"version-{version:06d}-attempt-{self._attempt:03d}.parquet"
         temporary, final = self._folder / f".writing-{name}", self._folder / name
         try:
-            self._encode(temporary, _rows(kept, self._decode))
+            self._encode(temporary, kept)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -242,11 +242,14 @@ class SampleStore:
             temporary.rename(final)
             self._total += size
 
-    def _encode(self, path: Path, rows: Iterator[Row]) -> None:
+    def _encode(self, path: Path, kept: list[Kept]) -> None:
         with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
-            while batch := list(itertools.islice(rows, _ROWS)):
-                columns = zip(SCHEMA.names, zip(*batch, strict=True), strict=True)
-                out.write_batch(pa.RecordBatch.from_pydict(dict(columns), SCHEMA))
+            rows = Rows(self._decode)
+            for sample, version, outcome in kept:
+                rows.add(sample, version, outcome)
+                if len(rows) >= _ROWS:
+                    out.write_batch(rows.take())
+            out.write_batch(rows.take())
 
     def _stop(self, why: str) -> None:
         self._ended = True
@@ -312,50 +315,80 @@ def _bytes(sample: Sample) -> int:
     return sum(_BYTES_OF_TRAJECTORY + _BYTES_OF_TOKEN * t.num_tokens for t in sample.trajectories)
 
 
-Row = tuple[Any, ...]
-"""The values of one row, in the order of SCHEMA."""
+class Rows:
+    """Rows in memory, column by column. Lists of whole columns are the fastest way into Arrow."""
 
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._clear()
 
-def _rows(kept: list[Kept], decode: Decode) -> Iterator[Row]:
-    for sample, version, outcome in kept:
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _clear(self) -> None:
+        self._rows: list[tuple[Any, ...]] = []
+        """The plain columns, in the order of SCHEMA."""
+        self._segments: list[tuple[int, str, int, str]] = []
+        self._segment_ends, self._component_ends = [0], [0]
+        self._components: list[tuple[str, float]] = []
+
+    def add(self, sample: Sample, version: PolicyVersion, outcome: str) -> None:
+        """Add every trajectory of a sample."""
         prompt = sample.prompt
-        texts = _clean(prompt.data_source), _clean(prompt.text)
+        source, text = _clean(prompt.data_source), _clean(prompt.text)
         truth, size = _text(prompt.ground_truth), len(prompt.tokens)
         for i, trajectory in enumerate(sample.trajectories):
-            response, tokens, segments = _segments(trajectory, decode)
-            score, stop = trajectory.score, trajectory.stop
-            yield (
-                *(version, prompt.index, i, outcome),
-                *(*texts, response, truth, *_scores(score)),
-                *(size, tokens, stop.value if stop else None),
-                *(sample.admitted_version, segments),
+            response, tokens = self._add_segments(trajectory)
+            reward, raw, answer = self._add_score(trajectory.score)
+            stop = str(trajectory.stop) if trajectory.stop else None
+            self._rows.append(
+                (
+                    *(version, prompt.index, i, outcome, source, text, response, truth),
+                    *(reward, raw, answer, size, tokens, stop, sample.admitted_version),
+                )
             )
 
+    def take(self) -> pa.RecordBatch:
+        """Return the rows as one batch, and forget them."""
+        plain = [f for f in SCHEMA if f.name not in ("components", "segments")]
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(plain)
+        arrays = {f.name: pa.array(c, f.type) for f, c in zip(plain, columns, strict=True)}
+        names, values = list(zip(*self._components, strict=True)) or ((), ())
+        arrays["components"] = pa.MapArray.from_arrays(
+            pa.array(self._component_ends, pa.int32()),
+            pa.array(names, pa.string()),
+            pa.array(values, pa.float64()),
+        )
+        fields = list(SCHEMA.field("segments").type.value_type)
+        parts = list(zip(*self._segments, strict=True)) or [()] * len(fields)
+        arrays["segments"] = pa.ListArray.from_arrays(
+            pa.array(self._segment_ends, pa.int32()),
+            pa.StructArray.from_arrays(
+                [pa.array(c, f.type) for f, c in zip(fields, parts, strict=True)], fields=fields
+            ),
+        )
+        self._clear()
+        return pa.RecordBatch.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
-def _segments(trajectory: Trajectory, decode: Decode) -> tuple[str, int, list[dict[str, Any]]]:
-    """Return the text and the length of a response, and its segments."""
-    segments: list[dict[str, Any]] = [
-        {
-            "version": s.version,
-            "author": s.author.value,
-            "tokens": len(s.tokens),
-            "text": _clean(decode(s.tokens)),
-        }
-        for s in trajectory.segments
-    ]
-    if len(segments) == 1:
-        return segments[0]["text"], segments[0]["tokens"], segments
-    # A character may begin in one segment and end in the next one.
-    return _clean(decode(trajectory.tokens)), trajectory.num_tokens, segments
+    def _add_segments(self, trajectory: Trajectory) -> tuple[str, int]:
+        """Add the segments of a response. Return its text and its length."""
+        for s in trajectory.segments:
+            text = _clean(self._decode(s.tokens))
+            self._segments.append((s.version, str(s.author), len(s.tokens), text))
+        self._segment_ends.append(len(self._segments))
+        if len(trajectory.segments) == 1:
+            return text, len(s.tokens)
+        # A character may begin in one segment and end in the next one.
+        return _clean(self._decode(trajectory.tokens)), trajectory.num_tokens
 
-
-def _scores(score: Score | None) -> Row:
-    """Return reward, raw, components and answer."""
-    if score is None:
-        return None, None, {}, None
-    extra = {_clean(name): float(value) for name, value in score.extra.items()}
-    answer = None if score.answer is None else _clean(score.answer)
-    return score.value, score.unshaped, extra, answer
+    def _add_score(self, score: Score | None) -> tuple[float | None, float | None, str | None]:
+        """Add the components of a score. Return reward, raw and answer."""
+        if score is not None:
+            self._components += [(_clean(k), float(v)) for k, v in score.extra.items()]
+        self._component_ends.append(len(self._components))
+        if score is None:
+            return None, None, None
+        return score.value, score.unshaped, None if score.answer is None else _clean(score.answer)
 
 
 def _clean(text: str) -> str:
