@@ -19,6 +19,7 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.codec import sendable
