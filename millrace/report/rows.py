@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from millrace.codec import sendable
 from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory
 
 Decode = Callable[[Tokens], str]
+
+_DTYPES = {
+    pa.int16(): np.int16,
+    pa.int32(): np.int32,
+    pa.int64(): np.int64,
+    pa.float64(): np.float64,
+}
+_MOST_BYTES = 2**31 - 1
+"""Bytes of the texts of one column in memory."""
 
 SCHEMA = pa.schema(
     [
@@ -88,21 +99,15 @@ class Rows:
     def take(self) -> pa.RecordBatch:
         """Return the rows as one batch, and forget them."""
         plain = [f for f in SCHEMA if f.name not in ("components", "segments")]
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(plain)
-        arrays = {f.name: pa.array(c, f.type) for f, c in zip(plain, columns, strict=True)}
-        names, values = list(zip(*self._components, strict=True)) or ((), ())
-        arrays["components"] = pa.MapArray.from_arrays(
-            pa.array(self._component_ends, pa.int32()),
-            pa.array(names, pa.string()),
-            pa.array(values, pa.float64()),
-        )
+        arrays = dict(zip((f.name for f in plain), _columns(plain, self._rows), strict=True))
         fields = list(SCHEMA.field("segments").type.value_type)
-        parts = list(zip(*self._segments, strict=True)) or [()] * len(fields)
+        segments = pa.StructArray.from_arrays(_columns(fields, self._segments), fields=fields)
+        keys = [pa.field("key", pa.string(), nullable=False), pa.field("value", pa.float64())]
+        arrays["components"] = pa.MapArray.from_arrays(
+            _numbers(pa.int32(), self._component_ends), *_columns(keys, self._components)
+        )
         arrays["segments"] = pa.ListArray.from_arrays(
-            pa.array(self._segment_ends, pa.int32()),
-            pa.StructArray.from_arrays(
-                [pa.array(c, f.type) for f, c in zip(fields, parts, strict=True)], fields=fields
-            ),
+            _numbers(pa.int32(), self._segment_ends), segments
         )
         self._clear()
         return pa.RecordBatch.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -126,6 +131,39 @@ class Rows:
         if score is None:
             return None, None, None
         return score.value, score.unshaped, None if score.answer is None else _clean(score.answer)
+
+
+def _columns(fields: Sequence[pa.Field], rows: Sequence[tuple[Any, ...]]) -> list[pa.Array]:
+    """Return the columns of `rows`. pa.array would import pandas, which takes half a second."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
+    makers = [_texts if f.type == pa.string() else partial(_numbers, f.type) for f in fields]
+    return [make(column) for make, column in zip(makers, columns, strict=True)]
+
+
+def _texts(values: Sequence[str | None]) -> pa.Array:
+    encoded = [b"" if value is None else value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    if ends[-1] > _MOST_BYTES:
+        return pa.array(values, pa.string())  # It raises, or finds a way.
+    buffers = [
+        _present(values),
+        pa.py_buffer(ends.astype(np.int32)),
+        pa.py_buffer(b"".join(encoded)),
+    ]
+    return pa.Array.from_buffers(pa.string(), len(values), buffers)
+
+
+def _numbers(kind: pa.DataType, values: Sequence[float | None]) -> pa.Array:
+    whole = [0 if value is None else value for value in values]
+    data = pa.py_buffer(np.array(whole, dtype=_DTYPES[kind]))
+    return pa.Array.from_buffers(kind, len(values), [_present(values), data])
+
+
+def _present(values: Sequence[object]) -> pa.Buffer | None:
+    """Return a bit for each value that is not None, or None if all are present."""
+    if None not in values:
+        return None
+    return pa.py_buffer(np.packbits([v is not None for v in values], bitorder="little"))
 
 
 def _clean(text: str) -> str:

@@ -173,7 +173,6 @@ class SampleStore:
         if self._ended:
             supersede(self._folder, self._start)
             return
-        pa.array([""])  # The first array imports pandas. Do it before the run is busy.
         folders.own(self._folder)
         supersede(self._folder, self._start)
         for path in folders.files(self._folder, _OURS):
