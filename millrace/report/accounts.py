@@ -7,7 +7,7 @@ of the surviving history. All other figures are those of the attempt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,8 @@ from millrace.observe.watch import Event
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
-from millrace.report.tokens import TokenAccount
-from millrace.schedule.ledger import State
+from millrace.report.tokens import PREFIX, TokenAccount, tokens_of_slot
+from millrace.schedule.ledger import Slot, State
 
 FILE = "accounts.jsonl"
 
@@ -156,6 +156,26 @@ def read(run_dir: Path) -> list[Line]:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
     return lines
+
+
+def counts_at_stop(
+    lines: Sequence[Line], version: int, slots: Iterable[tuple[int, Slot]]
+) -> dict[str, float]:
+    """Return the counts at the end of the attempt whose last checkpoint has `version` and `slots`.
+
+    The checkpoint itself was written before the attempt threw tokens away. {} if the attempt was
+    killed, or if the checkpoint is an older one.
+    """
+    for line in reversed(lines):
+        if line.version < version:
+            break
+        if line.event == "end":
+            tokens = dict(line.tokens)
+            held = sum(tokens_of_slot(slot) for _, slot in slots)
+            if line.version != version or tokens.pop("held", 0) != held:
+                break
+            return {f"{PREFIX}{name}": float(count) for name, count in tokens.items()}
+    return {}
 
 
 def mend(path: Path) -> None:

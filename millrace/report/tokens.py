@@ -135,18 +135,23 @@ class TokenAccount:
 
         The samples of its slots are held there, also those that were dropped since then.
         """
-        buckets = Counter(self.buckets)
-        for sample_id, _ in snapshot.slots:
-            reason, tokens = self._dropped.get(sample_id, ("", 0))
-            if reason:
-                buckets[f"dropped/{reason}"] -= tokens
+        buckets = self._buckets_at(snapshot)
         return {f"{PREFIX}{name}": float(count) for name, count in buckets.items()}
+
+    def _buckets_at(self, snapshot: LedgerSnapshot) -> Counter[str]:
+        """Return the buckets without the samples that were dropped after `snapshot`."""
+        slots, buckets = dict(snapshot.slots), Counter(self.buckets)
+        for sample_id, (reason, tokens) in self._dropped.items():
+            if sample_id in slots or sample_id >= snapshot.admitted:
+                buckets[f"dropped/{reason}"] -= tokens
+        return buckets
 
     def end(self, snapshot: LedgerSnapshot) -> None:
         """Settle the account of an attempt that ended in order. No request runs any more.
 
         The last checkpoint has the samples of `snapshot`. All other tokens are thrown away.
         """
+        self.buckets = self._buckets_at(snapshot)
         held = sum(tokens_of_slot(slot) for _, slot in snapshot.slots)
         self.buckets["regenerated"] += self.generated - self.buckets.total() - held
 
