@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from errno import EEXIST
 from pathlib import Path
 
 import msgspec
@@ -135,7 +136,7 @@ class Accounts:
             return
         try:
             if event == "start":
-                mend(self._path)
+                own(self._path)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(self.line(event)) + b"\n")
         except OSError as error:
@@ -178,11 +179,18 @@ def counts_at_stop(
     return {}
 
 
-def mend(path: Path) -> None:
-    """Remove a last line that a crash left unfinished."""
-    if path.is_file():
+def own(path: Path) -> None:
+    """Prepare a file for another attempt. A link in its place is replaced and not followed.
+
+    A last line that a crash left unfinished is removed. Raise OSError if it is no regular file.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_file():
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
+    elif path.exists():  # a write to a pipe would wait for its reader
+        raise FileExistsError(EEXIST, "it is not a file")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event, Watch
-from millrace.report.accounts import FILE, Accounts, counts_at_stop, read
+from millrace.report.accounts import FILE, Accounts, Line, counts_at_stop, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
@@ -57,7 +57,7 @@ class Recorder:
         `decode` is called in a thread. `note` gets one line for each problem of a watcher.
         """
         slots = ledger.snapshot().slots
-        lines = read(run_dir)
+        lines = earlier(run_dir)
         generated = lines[-1].generated if lines else 0
         counts = counts_at_stop(lines, ledger.version, slots) or counts
         tokens = TokenAccount(counts, slots, generated)
@@ -119,3 +119,11 @@ class Recorder:
         """Write what is not written yet. Each file has a limited time for it."""
         for file in self._files:
             file.close()
+
+
+def earlier(run_dir: Path) -> list[Line]:
+    """Return the accounts of earlier attempts. A file that cannot be read has none."""
+    try:
+        return read(run_dir)
+    except OSError:
+        return []

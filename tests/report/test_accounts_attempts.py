@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event
-from millrace.report.accounts import read
+from millrace.report.accounts import FILE, read
 from millrace.report.record import Devices, Recorder
 from millrace.report.tokens import PREFIX
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
@@ -143,3 +145,45 @@ def check_checkpoint(folder: Folder) -> None:
     expected = {name: n for name, n in line.tokens.items() if name != "held"}
     assert found == expected
     assert held(snapshot) <= line.tokens.get("held", 0)
+
+
+def recorder_in(folder: Path, notes: list[str]) -> Recorder:
+    ledger = Ledger(schedule_of("async_partial"), 60)
+    devices = Devices(1, {"rollout-0": 1})
+    return Recorder(
+        folder, 1, ledger, {}, devices, OPTIONS, lambda: 0.0, note=notes.append, decode=str
+    )
+
+
+def test_a_link_in_the_place_of_the_accounts_is_not_followed(tmp_path: Path) -> None:
+    elsewhere, notes = tmp_path / "diary.txt", list[str]()
+    elsewhere.write_text("monday\nan unfinished line")
+    (tmp_path / FILE).symlink_to(elsewhere)
+    recorder_in(tmp_path, notes)
+    assert elsewhere.read_text() == "monday\nan unfinished line"
+    assert not notes and [line.event for line in read(tmp_path)] == ["start"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_run_goes_on_without_accounts(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe would let the run wait for its reader."""
+    notes = list[str]()
+    make(tmp_path / FILE)
+    thread = threading.Thread(target=recorder_in, args=(tmp_path, notes), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(notes) == 1 and "it is not a file. The run goes on" in notes[0]
+
+
+def test_accounts_that_cannot_be_read_do_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_bytes(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    notes = list[str]()
+    (tmp_path / FILE).write_text("")
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    recorder_in(tmp_path, notes)
+    assert len(notes) == 1 and "Permission denied" in notes[0]
