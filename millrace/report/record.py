@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +117,12 @@ class Recorder:
         self.accounts.write("end")
 
     def close(self) -> None:
-        """Write what is not written yet. Each file has a limited time for it."""
-        for file in self._files:
-            file.close()
+        """Write what is not written yet. Each file has a limited time for it, at the same time."""
+        threads = [threading.Thread(target=file.close, daemon=True) for file in self._files]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def earlier(run_dir: Path) -> list[Line]:

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from millrace.observe.watch import Event
 from millrace.ports import RolloutStats
@@ -77,7 +77,7 @@ class TokenAccount:
         elif event.name == "stepped":
             self._add_step(event)
         elif event.name == "published":
-            self._publish(event.facts["ids"])
+            self._publish(set(event.facts["ids"]))
 
     def _count(self, session: str, tokens: int) -> None:
         self._returned += tokens
@@ -99,7 +99,7 @@ class TokenAccount:
         step["trained"] -= step["rejected"] + step["filtered"]
         self._steps.append((samples[0].prompt.index, step))
 
-    def _publish(self, ids: Collection[int]) -> None:
+    def _publish(self, ids: set[int]) -> None:
         drawn = sum(self._in_slots.pop(sample_id, 0) for sample_id in ids)
         live: Counter[str] = Counter()
         # With overlap_sync, the first steps of the next version come before this event.

@@ -171,12 +171,12 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
-        recorder.close()
         for tracker in outside:  # all of them end at the same time
             tracker.finish(complete)
         with ExitStack() as ends:
             for sink in sinks:
                 ends.callback(sink.close, complete)
+            await unless_stopped(recorder.close)
     return Outcome(
         run_dir=s.run.path,
         mode=mode_of(s.config),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,3 +188,12 @@ def test_accounts_that_cannot_be_read_do_not_stop_a_run(
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     recorder_in(tmp_path, notes)
     assert len(notes) == 1 and "Permission denied" in notes[0]
+
+
+def test_files_are_closed_at_the_same_time(tmp_path: Path) -> None:
+    """Each file waits here until the other one is closed too."""
+    recorder, both = recorder_in(tmp_path, []), threading.Barrier(2)
+    file = SimpleNamespace(close=lambda: both.wait(20))
+    recorder._files += [file, file]  # type: ignore[list-item]
+    recorder.close()
+    assert not both.broken
