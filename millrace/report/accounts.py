@@ -7,7 +7,8 @@ of the surviving history. All other figures are those of the attempt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from errno import EEXIST
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,8 @@ from millrace.observe.watch import Event
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
-from millrace.report.tokens import TokenAccount
-from millrace.schedule.ledger import State
+from millrace.report.tokens import PREFIX, TokenAccount, tokens_of_slot
+from millrace.schedule.ledger import Slot, State
 
 FILE = "accounts.jsonl"
 
@@ -135,7 +136,7 @@ class Accounts:
             return
         try:
             if event == "start":
-                mend(self._path)
+                own(self._path)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(self.line(event)) + b"\n")
         except OSError as error:
@@ -158,11 +159,38 @@ def read(run_dir: Path) -> list[Line]:
     return lines
 
 
-def mend(path: Path) -> None:
-    """Remove a last line that a crash left unfinished."""
-    if path.is_file():
+def counts_at_stop(
+    lines: Sequence[Line], version: int, slots: Iterable[tuple[int, Slot]]
+) -> dict[str, float]:
+    """Return the counts at the end of the attempt whose last checkpoint has `version` and `slots`.
+
+    The checkpoint itself was written before the attempt threw tokens away. {} if the attempt was
+    killed, or if the checkpoint is an older one.
+    """
+    for line in reversed(lines):
+        if line.version < version:
+            break
+        if line.event == "end":
+            tokens = dict(line.tokens)
+            held = sum(tokens_of_slot(slot) for _, slot in slots)
+            if line.version != version or tokens.pop("held", 0) != held:
+                break
+            return {f"{PREFIX}{name}": float(count) for name, count in tokens.items()}
+    return {}
+
+
+def own(path: Path) -> None:
+    """Prepare a file for another attempt. A link in its place is replaced and not followed.
+
+    A last line that a crash left unfinished is removed. Raise OSError if it is no regular file.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_file():
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
+    elif path.exists():  # a write to a pipe would wait for its reader
+        raise FileExistsError(EEXIST, "it is not a file")
