@@ -36,6 +36,8 @@ class Work(msgspec.Struct, frozen=True):
     count: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    busy: float = 0.0
+    """Seconds with at least one call. Only the rewards have it."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -123,7 +125,7 @@ class Accounts:
             samples={str(state): flow.slots[state].level for state in State},
             retired=flow.retired,
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
-            scores=Work(flow.scores, flow.scoring.until(now)),
+            scores=Work(flow.scores, flow.scoring.until(now), busy=flow.any_score.until(now)),
             loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
             limit=self._limit,

@@ -143,7 +143,7 @@ def _rarer(flow: Throughput, parts: Sequence[str], freq: int, key: str, why: str
 def more_reward_workers(flow: Throughput) -> Advice | None:
     """Every reward worker is busy: more of them."""
     m, workers = flow.m, flow.setup.reward_workers
-    if not workers or m.score_s / m.seconds < workers or m.starved < IDLE:
+    if not m.rewards_bind or m.starved < IDLE:
         return None
     change = Change(demand=flow.natural_demand)
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))

@@ -179,6 +179,7 @@ def _totals(
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
         scores=after.scores.count - before.scores.count,
+        any_score_s=(after.scores.busy - before.scores.busy) * scale,
         hold_s=total("sync/hold_s"),
         mean_length=total("response_length/mean") / len(rows),
         longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),
