@@ -228,7 +228,9 @@ def export(
 
 
 @app.command()
-def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Json = False) -> None:
+def ledger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")], json_: Json = False
+) -> None:
     """Account for every sample of a run, over all its attempts.
 
     It counts samples that were admitted, trained, dropped, in flight, lost and trained twice.

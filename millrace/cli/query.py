@@ -24,7 +24,7 @@ _WIDTH = 200
 
 
 def query(
-    run: Annotated[Path, typer.Argument(help="A run folder")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
     sql: Annotated[
         str | None,
         typer.Argument(metavar="[SQL]", help="A query in DuckDB's SQL", show_default=False),
@@ -54,6 +54,8 @@ def query(
         )
         raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
     if sql is None:
+        if csv_ is not None:
+            raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")
         _list(run, json_)
         return
     answer = asking.query(run, sql)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -177,18 +178,24 @@ def length_curves(run: RunFolder) -> Block:
     return figure(how, data, xaxis=_VERSION, yaxis={"title": {"text": "tokens"}, "rangemode": "tozero"})  # fmt: skip
 
 
+_BARS = 40
+"""The most bars of a histogram, or one more."""
+
+
 def lengths(all_tokens: Array, trained: Array) -> Block:
     """Return the histogram of the lengths of trained responses against all finished ones."""
     if not len(all_tokens):
         return missing("lengths", "no sample was kept, see `report.samples`.")
-    top = float(np.percentile(all_tokens, 99.5)) or 1.0
-    bins = np.linspace(0, max(top, 1.0), min(40, int(max(all_tokens.max(), 1)) + 1) + 1)
+    # Each bar is a whole number of tokens. The last one has the longest responses too.
+    top = math.ceil(np.percentile(all_tokens, 99.5))
+    step = top // _BARS + 1
+    bins = step * np.arange(top // step + 2) - 0.5
     data = []
     for name, values, colour, pattern in (
         ("all that ended", all_tokens, GREY, ""),
         ("trained", trained, GREEN, "/"),
     ):
-        heights, _ = np.histogram(np.minimum(values, bins[-1]), bins)
+        heights, _ = np.histogram(np.minimum(values, top), bins)
         data.append(
             {
                 "type": "bar",
