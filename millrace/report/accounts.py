@@ -72,6 +72,8 @@ class Line(msgspec.Struct, frozen=True):
     """Money that one device costs per hour."""
     limit: int | None = None
     """Samples that the whole run trains."""
+    share_cores: bool = False
+    """Whether the devices are processes on the cores of one CPU."""
 
 
 class Accounts:
@@ -91,13 +93,14 @@ class Accounts:
         price: float = 0.0,
         limit: int | None = None,
         loads: LoadAccount | None = None,
+        share_cores: bool = False,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow = tokens, devices, flow
         self.loads = loads or LoadAccount()
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
-        self._limit, self._broken = limit, False
+        self._limit, self._share_cores, self._broken = limit, share_cores, False
         self.write("start")
 
     def __call__(self, event: Event) -> None:
@@ -129,6 +132,7 @@ class Accounts:
             loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
             limit=self._limit,
+            share_cores=self._share_cores,
         )
 
     def write(self, event: str) -> None:

@@ -127,6 +127,7 @@ def measured_of(
     ends = start + versions.start, start + versions.stop
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
+    setup = replace(setup, share_cores=lines[ends[1]].share_cores)
     return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_line(rows, attempt))
 
 

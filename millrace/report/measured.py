@@ -39,6 +39,8 @@ class Setup:
     trainer_node: int = 0
     """Devices of a node of the trainer, if it has several nodes. Else 0."""
     rollout_node: int = 0
+    share_cores: bool = False
+    """Whether the devices are processes on the cores of one CPU: more of them compute no more."""
 
     def override(self, side: str, devices: int) -> str:
         """Return the override that gives a side this number of devices."""

@@ -272,3 +272,20 @@ def test_seconds_with_a_call_of_the_reward_count_once() -> None:
     for time, phase in phases:
         account(Event(time, "rewards", "score", phase, "1/0"))
     assert account.scoring.until(10.0) == 7.0 and account.any_score.until(10.0) == 6.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rollouts are the bound",
+        "training is the bound",
+        "asynchrony gains nothing",
+        "turns on shared devices",
+    ],
+)
+def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> None:
+    """Two processes on the same cores compute no more than one."""
+    measured = run(SITUATIONS[name].case)
+    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
+    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
