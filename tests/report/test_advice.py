@@ -289,3 +289,10 @@ def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> No
     on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
     words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
     assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
+
+
+def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
+    measured = run(FLAT.but(staleness=3.0, cost=GROWING, chance=half_solved))
+    failing = replace(measured, dropped_tokens={"exception": sum(measured.dropped_tokens.values())})
+    (about,) = [one for one in advise(failing) if "dropped samples" in one.text]
+    assert "most of them for exception" in about.text and "mend reward.function" in about.text
