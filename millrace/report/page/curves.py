@@ -169,12 +169,14 @@ def length_curves(run: RunFolder) -> Block:
         return missing("lengths by version", "no version was trained yet.")
     clip = by_version(run.rows, "response_length/clip_ratio")[1]
     last = clip[-1] if clip and clip[-1] is not None else 0.0
-    how = (
-        "Tokens of the trained responses: this share of them is shorter than the curve. "
+    cut = (
         f"In the last version the limit cut {100 * last:.1f} % of them. If that is much, raise "
         "`rollout.max_response_length`. If lengths grow without a gain of reward, look at "
         "`actor.loss_agg_mode`."
     )
+    if run.key("rollout.drawn_lengths.enable"):
+        cut = "`rollout.drawn_lengths.enable` cuts each response at a length that was drawn for it."
+    how = f"Tokens of the trained responses: this share of them is shorter than the curve. {cut}"
     return figure(how, data, xaxis=_VERSION, yaxis={"title": {"text": "tokens"}, "rangemode": "tozero"})  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def mode_of(run: RunFolder) -> str:
         for name, short in (
             ("placement", "devices"),
             ("staleness_threshold", "staleness"),
-            ("trigger_parameter_sync_step", "local steps"),
-            ("on_sync", "at a sync"),
+            ("trigger_parameter_sync_step", "local steps per version"),
+            ("on_sync", "on_sync"),
         )
         if isinstance(schedule, dict) and schedule.get(name) is not None
     ]

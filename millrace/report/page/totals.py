@@ -140,7 +140,7 @@ def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
         for part, value in sorted(total.items(), key=lambda item: -item[1])
         if value > 1e-6 * whole
     ]  # fmt: skip
-    rows.append(["sum", f"{count} devices x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
+    rows.append(["sum", f"{count} device{'s' * (count != 1)} x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
     how = "Device-seconds of all devices by part, over all attempts."
     head = ["part", "state", "device-seconds", "share", *(["money"] if price else [])]
     blocks = [table(how, head, rows)]
