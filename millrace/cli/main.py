@@ -325,6 +325,10 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+READERS = ("report", "watch", "serve", "query", "ledger")
+"""Commands that only read a run, which may belong to another user."""
+
+
 def main() -> None:
     """Run the command line.
 
@@ -351,6 +355,9 @@ def main() -> None:
                 text, _, output = text.partition("\n")
                 sys.stderr.write(f"{output}\n" if output else "")
             _exit(cause.exit_code, text)
+        if isinstance(cause, PermissionError) and sys.argv[1:2] and sys.argv[1] in READERS:
+            fix = "the right to read it, or a copy of the run"
+            _exit(2, f"RUN: {cause.filename}: {cause.strerror}. Fix: {fix}.")
         import traceback
 
         traceback.print_exception(cause)

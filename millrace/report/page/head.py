@@ -192,9 +192,13 @@ def _no_alarms(run: RunFolder) -> Block:
 
 def advice(run: RunFolder) -> list[Block]:
     """Return the advice on the run, after a sentence that says what it is."""
+    if not run.accounts:
+        return [
+            text("No advice: accounts.jsonl is missing or empty. Runs of older versions have none.")
+        ]
     try:
         found = advise_run(run.path)
-    except (MillraceError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (MillraceError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
         return [text(f"No advice: the figures cannot be used: {error}")]
     if not found:
         words = "No advice yet: the run has too few versions in which nothing fills or drains."

@@ -153,8 +153,8 @@ def _without_accounts(run: RunFolder) -> Block:
     """Return the idle ratios of the metrics, for runs without accounts."""
     last = run.rows[max(run.rows)] if run.rows else {}
     rows = [
-        [side, f"{100 * sum(values) / len(values):.1f} %"]
-        for side in ("trainer", "rollouter")
+        [words, f"{100 * sum(values) / len(values):.1f} %"]
+        for side, words in (("trainer", "trainer waits"), ("rollouter", "free decode slots"))
         if (values := [row[f"{side}/idle_ratio"] for row in run.rows.values() if f"{side}/idle_ratio" in row])
     ]  # fmt: skip
     if not rows or not last:
@@ -162,6 +162,6 @@ def _without_accounts(run: RunFolder) -> Block:
     return table(
         "Mean idle ratios of the metrics: the folder has no accounts.jsonl, which says what "
         "each device waits for.",
-        ["side", "idle"],
+        ["figure", "mean"],
         rows,
     )
