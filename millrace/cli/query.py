@@ -15,7 +15,9 @@ from rich.text import Text
 
 from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
+from millrace.pipeline import ownership
 from millrace.report import query as asking
+from millrace.report.page.folder import not_yet
 
 _ROWS = 200
 """Rows on a terminal. --csv and --json print all of them."""
@@ -47,6 +49,8 @@ def query(
     Example: millrace query runs/quickstart-1 'select version, "reward/mean" from metrics'
     """
     if not (run / "history.jsonl").is_file():
+        if ownership.is_ours(run):
+            raise not_yet(run)
         rule = (
             "is not a run folder, because it has no history.jsonl"
             if run.exists()

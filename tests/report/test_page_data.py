@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.errors import ConfigError
+from millrace.pipeline import ownership
 from millrace.report import accounts, spans
 from millrace.report.advice import Advice
 from millrace.report.page import curves, head, sections, timeline
@@ -212,3 +213,9 @@ def test_advice_says_what_it_is_and_links_its_keys(
     assert box["text"] == "Set `a.b=2` and `a.b=25`, not xa.b=2 (+10%)"
     run.accounts = []
     assert "accounts.jsonl is missing" in head.advice(run)[0]["text"]
+
+
+def test_a_run_that_has_not_trained_yet_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / ownership.MARKER).touch()
+    with pytest.raises(ConfigError, match=r"has not trained yet.*millrace watch"):
+        load(tmp_path)
