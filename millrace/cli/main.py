@@ -228,7 +228,9 @@ def export(
 
 
 @app.command()
-def ledger(run: Annotated[Path, typer.Argument(help="A run folder")], json_: Json = False) -> None:
+def ledger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")], json_: Json = False
+) -> None:
     """Account for every sample of a run, over all its attempts.
 
     It counts samples that were admitted, trained, dropped, in flight, lost and trained twice.
@@ -323,6 +325,10 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+READERS = ("report", "watch", "serve", "query", "ledger")
+"""Commands that only read a run, which may belong to another user."""
+
+
 def main() -> None:
     """Run the command line.
 
@@ -349,6 +355,9 @@ def main() -> None:
                 text, _, output = text.partition("\n")
                 sys.stderr.write(f"{output}\n" if output else "")
             _exit(cause.exit_code, text)
+        if isinstance(cause, PermissionError) and sys.argv[1:2] and sys.argv[1] in READERS:
+            fix = "the right to read it, or a copy of the run"
+            _exit(2, f"RUN: {cause.filename}: {cause.strerror}. Fix: {fix}.")
         import traceback
 
         traceback.print_exception(cause)

@@ -15,7 +15,9 @@ from rich.text import Text
 
 from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
+from millrace.pipeline import ownership
 from millrace.report import query as asking
+from millrace.report.page.folder import not_yet
 
 _ROWS = 200
 """Rows on a terminal. --csv and --json print all of them."""
@@ -24,7 +26,7 @@ _WIDTH = 200
 
 
 def query(
-    run: Annotated[Path, typer.Argument(help="A run folder")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
     sql: Annotated[
         str | None,
         typer.Argument(metavar="[SQL]", help="A query in DuckDB's SQL", show_default=False),
@@ -47,6 +49,8 @@ def query(
     Example: millrace query runs/quickstart-1 'select version, "reward/mean" from metrics'
     """
     if not (run / "history.jsonl").is_file():
+        if ownership.is_ours(run):
+            raise not_yet(run)
         rule = (
             "is not a run folder, because it has no history.jsonl"
             if run.exists()
@@ -54,6 +58,8 @@ def query(
         )
         raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
     if sql is None:
+        if csv_ is not None:
+            raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")
         _list(run, json_)
         return
     answer = asking.query(run, sql)

@@ -41,8 +41,9 @@ def watch(
 ) -> None:
     """Show a run as it goes, also from another machine that shares its folder.
 
-    It reads files only. It ends with the run, or by Ctrl-C, which the run does not notice. Output
-    that is no terminal gets one look, as --once does.
+    It reads files only. It ends with the run, or by Ctrl-C, which the run does not notice.
+
+    Output that is no terminal gets one look, as --once does.
 
     Example: millrace watch runs/quickstart-1
     """
@@ -93,5 +94,5 @@ def _newest(root: Path) -> Path:
     """Return the run in `root` that was locked last. An evaluation locks nothing."""
     locks = [(changed(lock), lock.parent) for lock in root.glob("*/.lock")]
     if not locks:
-        raise bad_value("RUN", "", f"{root.absolute()} has no run", "millrace watch FOLDER")
+        raise bad_value("RUN", "", f"{root.absolute()} has no run", "the folder of a run as RUN")
     return max(locks)[1]

@@ -65,7 +65,8 @@ CAUSES = {
     ),
     "log_prob_gap": (
         "The rollout engine and the trainer compute different log-probs with the same weights: "
-        "precision or kernels differ, or the transferred weights are incomplete. Set "
+        "precision or kernels differ, or the transferred weights are incomplete. With "
+        "async_training.on_sync=swap, KV caches of older weights are a usual cause. Set "
         "async_training.use_rollout_log_probs=false with "
         "algorithm.rollout_correction.rollout_is=token to correct for it; model.dtype=float32 "
         "shows whether precision is the cause."

@@ -37,6 +37,8 @@ class Work(msgspec.Struct, frozen=True):
     count: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    busy: float = 0.0
+    """Seconds with at least one call. Only the rewards have it."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -71,6 +73,8 @@ class Line(msgspec.Struct, frozen=True):
     """Money that one device costs per hour."""
     limit: int | None = None
     """Samples that the whole run trains."""
+    share_cores: bool = False
+    """Whether the devices are processes on the cores of one CPU."""
 
 
 class Accounts:
@@ -90,13 +94,14 @@ class Accounts:
         price: float = 0.0,
         limit: int | None = None,
         loads: LoadAccount | None = None,
+        share_cores: bool = False,
     ) -> None:
         """`begin` is the time at which the attempt and its accounts began."""
         self.tokens, self.devices, self.flow = tokens, devices, flow
         self.loads = loads or LoadAccount()
         self._path, self._attempt, self._version = path, attempt, version
         self._clock, self._begin, self._note, self._price = clock, begin, note, price
-        self._limit, self._broken = limit, False
+        self._limit, self._share_cores, self._broken = limit, share_cores, False
         self.write("start")
 
     def __call__(self, event: Event) -> None:
@@ -124,10 +129,11 @@ class Accounts:
             samples={str(state): flow.slots[state].level for state in State},
             retired=flow.retired,
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
-            scores=Work(flow.scores, flow.scoring.until(now)),
+            scores=Work(flow.scores, flow.scoring.until(now), busy=flow.any_score.until(now)),
             loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
             price=self._price,
             limit=self._limit,
+            share_cores=self._share_cores,
         )
 
     def write(self, event: str) -> None:

@@ -28,11 +28,6 @@ def _full(flow: Throughput) -> bool:
     return flow.m.busy_slots >= FULL * flow.m.setup.slots
 
 
-def _rewards_bind(flow: Throughput) -> bool:
-    """Whether every reward worker is busy all the time."""
-    return 0 < flow.setup.reward_workers <= flow.m.score_s / flow.m.seconds
-
-
 def _drains(flow: Throughput) -> bool:
     return flow.schedule.on_sync is OnSync.DRAIN and flow.m.hold_s > IDLE * flow.m.seconds
 
@@ -70,7 +65,7 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     m = flow.m
     full = m.occupied >= 0.95 * flow.schedule.capacity
     idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
-    if not (_asynchronous(flow) and full and idle) or _rewards_bind(flow) or _drains(flow):
+    if not (_asynchronous(flow) and full and idle) or flow.m.rewards_bind or _drains(flow):
         return None
     if train_out_of_order(flow) is not None:
         return None
@@ -136,7 +131,7 @@ def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
 def move_a_device(flow: Throughput) -> Advice | None:
     """One side waits for the other: move devices to the other."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or _rewards_bind(flow):
+    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
         return None
     best: tuple[float, int] = (m.rate, 0)
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
@@ -163,7 +158,7 @@ def move_a_device(flow: Throughput) -> Advice | None:
 def add_a_device(flow: Throughput) -> list[Advice]:
     """One side binds, and the other has no device to give: one more."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or _rewards_bind(flow):
+    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
         return []
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
     if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
@@ -220,6 +215,8 @@ def without_turns(flow: Throughput) -> Advice | None:
     m, schedule = flow.m, flow.schedule
     if _asynchronous(flow) or (schedule.colocated and schedule.staleness_threshold):
         return None
+    if schedule.colocated and m.setup.share_cores:
+        return None
     # All versions of such a run have the same load. If nothing shows how a step grows, engines
     # draw no more at once than a window has.
     slots = min(m.setup.slots, schedule.window * m.setup.n) if m.step_line is None else None
@@ -246,7 +243,7 @@ def with_turns(flow: Throughput) -> Advice | None:
     """Asynchrony gains nothing: the plain mode."""
     if not _asynchronous(flow):
         return None
-    if flow.m.drop_share > 0.05 or _rewards_bind(flow):
+    if flow.m.drop_share > 0.05 or flow.m.rewards_bind or flow.setup.share_cores:
         return None
     gain = flow.gain(flow.in_turns())
     if gain < -SAME:

@@ -143,7 +143,7 @@ def _rarer(flow: Throughput, parts: Sequence[str], freq: int, key: str, why: str
 def more_reward_workers(flow: Throughput) -> Advice | None:
     """Every reward worker is busy: more of them."""
     m, workers = flow.m, flow.setup.reward_workers
-    if not workers or m.score_s / m.seconds < workers or m.starved < IDLE:
+    if not m.rewards_bind or m.starved < IDLE:
         return None
     change = Change(demand=flow.natural_demand)
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
@@ -157,7 +157,7 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
 
 
 def fewer_drops(flow: Throughput) -> Advice | None:
-    """Engines draw samples that are dropped: other problems."""
+    """Engines draw samples that are dropped: other problems, or a reward that does not fail."""
     m = flow.m
     if m.drop_share < 0.1 or m.starved < IDLE:
         return None
@@ -166,7 +166,12 @@ def fewer_drops(flow: Throughput) -> Advice | None:
     reason = max(m.dropped_tokens, key=lambda name: m.dropped_tokens[name])
     text = (
         f"{m.drop_share:.0%} of the tokens are those of dropped samples, most of them for "
-        f"{reason}, and the trainer waits. Problems that the policy solves sometimes, or a larger "
-        "rollout.n, would waste fewer"
+        f"{reason}, and the trainer waits. "
     )
+    if reason == "equal_outcomes":
+        text += (
+            "Problems that the policy solves sometimes, or a larger rollout.n, would waste fewer"
+        )
+    else:
+        text += "The reward fails: mend reward.function, or raise reward.timeout_s"
     return Advice(text, (), flow.gain(rate), at_most=True)

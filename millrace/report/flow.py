@@ -30,6 +30,8 @@ class FlowAccount:
         """Sample-seconds by state, and the number of samples in it."""
         self.drawing, self.scoring = Integral(now), Integral(now)
         """Seconds of all requests, and of all calls of the reward."""
+        self.any_score = Integral(now)
+        """Seconds with at least one call of the reward."""
         self.requests = self.tokens = self.scores = self.retired = 0
         """Requests and their tokens, calls of the reward, and samples that have come to an end."""
         self._states: dict[str, State] = {}
@@ -46,6 +48,7 @@ class FlowAccount:
                 self.tokens += event.facts.get("tokens", 0)
         elif event.name == "score":
             self._step(self.scoring, event)
+            self.any_score.change(event.time, (self.scoring.level > 0) - self.any_score.level)
             self.scores += event.phase == "end"
 
     @staticmethod

@@ -127,6 +127,7 @@ def measured_of(
     ends = start + versions.start, start + versions.stop
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
+    setup = replace(setup, share_cores=lines[ends[1]].share_cores)
     return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_line(rows, attempt))
 
 
@@ -179,6 +180,7 @@ def _totals(
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
         scores=after.scores.count - before.scores.count,
+        any_score_s=(after.scores.busy - before.scores.busy) * scale,
         hold_s=total("sync/hold_s"),
         mean_length=total("response_length/mean") / len(rows),
         longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),

@@ -10,6 +10,9 @@ from millrace.schedule.schedule import Schedule
 WITH_TRAINER = ("taken", "trained", "sealed")
 """The states of samples that the trainer has."""
 
+ALWAYS = 0.9
+"""Share of the time from which on a reward worker is busy all the time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
@@ -36,6 +39,8 @@ class Setup:
     trainer_node: int = 0
     """Devices of a node of the trainer, if it has several nodes. Else 0."""
     rollout_node: int = 0
+    share_cores: bool = False
+    """Whether the devices are processes on the cores of one CPU: more of them compute no more."""
 
     def override(self, side: str, devices: int) -> str:
         """Return the override that gives a side this number of devices."""
@@ -84,6 +89,8 @@ class Measured:
     """Seconds of all calls of the reward, the wait for a worker included."""
     scores: float = 0.0
     """Calls of the reward."""
+    any_score_s: float = 0.0
+    """Seconds with at least one call of the reward."""
     hold_s: float = 0.0
     """Seconds in which rollouts were paused for a sync."""
     mean_length: float = 1.0
@@ -124,6 +131,16 @@ class Measured:
     @property
     def trainer_idle(self) -> float:
         return self.share(*IDLE)
+
+    @property
+    def rewards_bind(self) -> bool:
+        """Whether every reward worker is busy all the time.
+
+        Many calls that wait for a moment are a burst: the worker has nothing to do between bursts.
+        """
+        workers = self.setup.reward_workers
+        always = self.any_score_s >= ALWAYS * self.seconds
+        return always and 0 < workers <= self.score_s / self.seconds
 
     @property
     def starved(self) -> float:

@@ -36,6 +36,8 @@ class Devices:
     """Train ranks."""
     replicas: dict[str, int]
     """Devices of each replica, by its track."""
+    share_cores: bool = False
+    """Whether they are processes on the cores of one CPU."""
 
 
 class Recorder:
@@ -87,6 +89,7 @@ class Recorder:
             options.price,
             ledger.limit,
             loads,
+            devices.share_cores,
         )
         self._files: list[File] = []
         if options.trace:

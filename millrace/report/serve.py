@@ -27,7 +27,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.base import RequestResponseEndpoint
 
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 from millrace.report.look import Looker, files_of
 from millrace.report.watch_view import sentence
 
@@ -122,6 +122,10 @@ class Pages:
     def _made(self) -> str:
         try:
             return self._render(self._folder)
+        except ConfigError as error:  # for example, the run has not trained yet
+            return (
+                f"<!doctype html><title>millrace</title><p>No report. {html.escape(str(error))}</p>"
+            )
         except Exception as error:  # noqa: BLE001 - the server outlives a report that fails
             text = html.escape(f"{type(error).__name__}: {error}")
             return f"<!doctype html><title>millrace</title><p>The report failed. {text}</p>"

@@ -25,6 +25,9 @@ COLOURS = {
 QUIET_S = 60.0
 """A run without a sign of life for so long, and for three versions, is shown in yellow."""
 _BAR = 24
+"""Cells of a bar. A narrow terminal has half of them."""
+_NARROW, _VERY_NARROW = 80, 56
+"""Columns of a narrow terminal, and of one that has no room for the parts of a device's time."""
 _DEVICES = 16
 """Devices that have a row of their own."""
 _PARTS = 4
@@ -46,7 +49,7 @@ def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> Renderable
     if look.row:
         parts.append(_figures(look.row, slots=not look.devices))
     if look.devices:
-        parts += [Text(), _devices(look.devices)]
+        parts += [Text(), _devices(look.devices, width)]
     if look.tokens:
         parts.append(_tokens(look))
     for sentence in advice:
@@ -172,35 +175,38 @@ def share_of(kind: str, device: str, shares: dict[str, float]) -> float:
     return math.fsum(share for part, share in shares.items() if kind_of(device, part) == kind)
 
 
-def _devices(devices: Sequence[Device]) -> Table:
+def _devices(devices: Sequence[Device], width: int) -> Table:
     """Return a row for each device: its idle shares, a bar, and its largest parts."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("device")
+    cells = _BAR if width >= _NARROW else _BAR // 2
+    table.add_column("device", no_wrap=True)
     table.add_column("idle", justify="right")
     table.add_column("attempt", justify="right")
-    table.add_column(f"last {RECENT} versions", no_wrap=True)
-    table.add_column("parts")
+    table.add_column(f"last {RECENT} versions", min_width=cells)
+    if width >= _VERY_NARROW:
+        table.add_column("parts")
     for device in devices[:_DEVICES]:
         name = plain(device.name) + (f" x{device.count}" if device.count > 1 else "")
         named = list(device.recent.items())[:_PARTS]
-        table.add_row(
+        row = [
             Text(name),
-            f"{share_of('idle', device.name, device.recent):.0%}",
-            f"{share_of('idle', device.name, device.whole):.0%}",
-            _bar(device),
+            Text(f"{share_of('idle', device.name, device.recent):.0%}"),
+            Text(f"{share_of('idle', device.name, device.whole):.0%}"),
+            _bar(device, cells),
             Text(", ".join(f"{plain(part)} {share:.0%}" for part, share in named)),
-        )
+        ]
+        table.add_row(*row[: len(table.columns)])
     if len(devices) > _DEVICES:
         table.add_row(f"and {len(devices) - _DEVICES} more")
     return table
 
 
-def _bar(device: Device) -> Text:
-    """Return a bar of work, syncs and idle time."""
+def _bar(device: Device, whole: int) -> Text:
+    """Return a bar of work, syncs and idle time, with `whole` cells."""
     text, filled, end = Text(), 0, 0.0
     for kind, (mark, colour) in _KINDS.items():
         end += share_of(kind, device.name, device.recent)
-        cells = max(0, min(_BAR, round(end * _BAR)) - filled)
+        cells = max(0, min(whole, round(end * whole)) - filled)
         text.append(mark * cells, colour)
         filled += cells
     return text

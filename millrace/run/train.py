@@ -194,10 +194,16 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
 def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
     """Return what watches this attempt at the run."""
     from millrace.report.record import Devices, Recorder
+    from millrace.runtime.local import visible_gpus
 
     c, checkpoint = s.config, s.run.resume_from
     tracks = (f"rollout-{i}" for i in range(c.replicas))
-    devices = Devices(c.trainer_ranks, dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size))
+    on_cpu = c.trainer.device == "cpu" or not visible_gpus()
+    devices = Devices(
+        c.trainer_ranks,
+        dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size),
+        share_cores=on_cpu and c.trainer.runtime == "local",
+    )
     counts = read_manifest(checkpoint).counts if checkpoint else {}
     return Recorder(
         s.run.path,

@@ -244,6 +244,19 @@ def test_a_crash_has_a_traceback_a_last_line_and_exit_code_1(
     )
 
 
+def test_a_run_of_somebody_else_is_an_error_without_a_traceback(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from millrace.report.page import write
+
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "runs/x/accounts.jsonl")
+
+    monkeypatch.setattr(write, "load", denied)
+    code, _, err = run("report", str(tmp_path))
+    assert code == 2 and err.startswith("error: RUN: runs/x/accounts.jsonl: Permission denied. Fix")
+
+
 def test_the_first_cause_of_a_group_is_no_mere_cancellation() -> None:
     import asyncio
 

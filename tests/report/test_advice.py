@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from millrace.observe.watch import Event, Phase
 from millrace.report.advice import Advice, advise
+from millrace.report.flow import FlowAccount
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
 from tests.report.simulated import Case, run
@@ -248,3 +250,49 @@ def test_advice_that_is_followed_is_not_given_again() -> None:
     first = advise(run(MEASURED))[0]
     after = advise(run(followed(MEASURED, first)))
     assert all(one.key != first.key for one in after)
+
+
+def test_a_worker_that_rests_between_bursts_of_calls_is_not_busy() -> None:
+    """A window's responses end together: many calls wait, but only for a moment."""
+    always = run(SITUATIONS["reward workers"].case)
+    bursts = replace(always, any_score_s=always.seconds / 2)
+    assert always.rewards_bind and not bursts.rewards_bind
+    assert all(one.key != "reward.num_workers" for one in advise(bursts))
+
+
+def test_seconds_with_a_call_of_the_reward_count_once() -> None:
+    account = FlowAccount(now=0.0)
+    phases: tuple[tuple[float, Phase], ...] = (
+        (1.0, "begin"),
+        (2.0, "begin"),
+        (3.0, "end"),
+        (5.0, "end"),
+        (8.0, "begin"),
+    )
+    for time, phase in phases:
+        account(Event(time, "rewards", "score", phase, "1/0"))
+    assert account.scoring.until(10.0) == 7.0 and account.any_score.until(10.0) == 6.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rollouts are the bound",
+        "training is the bound",
+        "asynchrony gains nothing",
+        "turns on shared devices",
+    ],
+)
+def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> None:
+    """Two processes on the same cores compute no more than one."""
+    measured = run(SITUATIONS[name].case)
+    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
+    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
+
+
+def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
+    measured = run(FLAT.but(staleness=3.0, cost=GROWING, chance=half_solved))
+    failing = replace(measured, dropped_tokens={"exception": sum(measured.dropped_tokens.values())})
+    (about,) = [one for one in advise(failing) if "dropped samples" in one.text]
+    assert "most of them for exception" in about.text and "mend reward.function" in about.text

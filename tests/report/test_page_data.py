@@ -11,14 +11,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import plotly.graph_objects as go
 import pyarrow.parquet as pq
 import pytest
 
 from millrace.errors import ConfigError
+from millrace.pipeline import ownership
 from millrace.report import accounts, spans
-from millrace.report.page import sections
+from millrace.report.advice import Advice
+from millrace.report.page import curves, head, sections, timeline
 from millrace.report.page.folder import load
 from millrace.report.page.head import capacity_of
 from millrace.report.page.head import state_of as whether_complete
@@ -178,3 +181,41 @@ def test_the_choice_begins_with_evenly_spaced_versions_and_extremes(tmp_path: Pa
     table = read_table(tmp_path)
     first = [sample_id for _, sample_id in choose(table)[:9]]
     assert count(table) == 64 and {1, 33, 37, 64} <= set(first)
+
+
+def test_lengths_are_counted_in_whole_tokens() -> None:
+    lengths = np.array([5, 6, 6, 8])
+    chart = curves.lengths(lengths, lengths)["data"][0]
+    assert chart["x"] == list(range(9)) and chart["y"] == [0, 0, 0, 0, 0, 25, 50, 0, 25]
+    many = curves.lengths(np.arange(1, 1001), lengths)["data"][0]
+    assert len(many["x"]) == 40 and sum(many["y"]) == pytest.approx(100)
+
+
+def test_a_trace_that_lacks_an_attempt_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    run, found = load(folder), columns(spans.read(folder))
+    (whole, *_) = timeline.timeline(run, found, capacity_of(run))
+    assert "The trace has" not in whole["note"]
+    last = run.accounts[-1]
+    run.accounts.append(msgspec.structs.replace(last, attempt=9, seconds=3 * last.seconds))
+    (part, *_) = timeline.timeline(run, found, capacity_of(run))
+    assert "The trace has" in part["note"] and "`report.trace`" in part["note"]
+
+
+def test_advice_says_what_it_is_and_links_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load(write_run(tmp_path / "run"))
+    one = Advice("Set a.b=2 and a.b=25, not xa.b=2", ("a.b=2", "a.b=25"), 0.1)
+    monkeypatch.setattr(head, "advise_run", lambda folder: [one])
+    how, box = head.advice(run)
+    assert "samples that are trained per second" in how["text"]
+    assert box["text"] == "Set `a.b=2` and `a.b=25`, not xa.b=2 (+10%)"
+    run.accounts = []
+    assert "accounts.jsonl is missing" in head.advice(run)[0]["text"]
+
+
+def test_a_run_that_has_not_trained_yet_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / ownership.MARKER).touch()
+    with pytest.raises(ConfigError, match=r"has not trained yet.*millrace watch"):
+        load(tmp_path)

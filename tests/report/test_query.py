@@ -87,7 +87,7 @@ def test_the_list_has_every_table_and_its_examples_work(run: Path) -> None:
         "metrics": 3,
         "validations": 3,
         "samples": 12,
-        "accounts": 15,
+        "accounts": 17,
         "history": 7,
     }
     assert found["spans"].rows > 100 and found["metrics"].columns["reward/mean"] == "DOUBLE"
@@ -157,7 +157,7 @@ def test_damaged_files_are_read_as_far_as_they_are_whole(run: Path) -> None:
     (run / "samples" / "version-000004-attempt-002.parquet").write_text("no parquet")
     assert rows(run, "select count(*) from metrics") == [(4,)]
     assert rows(run, "select count(*) from samples") == [(12,)]
-    assert rows(run, "select count(*) from accounts") == [(15,)]
+    assert rows(run, "select count(*) from accounts") == [(17,)]
     (run / "history.jsonl").write_text("no history\n")
     with pytest.raises(ConfigError, match="line 1: not readable"):
         query(run, "select * from history")
@@ -248,6 +248,11 @@ def test_without_sql_the_command_lists_tables_and_examples(ask: Cli) -> None:
     assert all(f"millrace query . '{example}'" in out for example in EXAMPLES)
     listed = json.loads(ask(".", "--json")[1])
     assert listed["tables"]["samples"]["rows"] == 12 and listed["examples"] == list(EXAMPLES)
+
+
+def test_csv_without_sql_is_refused(ask: Cli, tmp_path: Path) -> None:
+    code, _, error = ask(".", "--csv", str(tmp_path / "new.csv"))
+    assert code == 2 and "--csv needs a query" in error and not (tmp_path / "new.csv").exists()
 
 
 def test_wrong_sql_and_a_wrong_folder_exit_with_2(ask: Cli) -> None:

@@ -266,6 +266,16 @@ def test_texts_of_the_folder_do_not_control_the_terminal(run: Run) -> None:
     assert plain("[bold]x[/bold]\x00") == "[bold]x[/bold]�"
 
 
+@pytest.mark.parametrize("width", [40, 60, 79])
+def test_a_narrow_terminal_shows_whole_names(run: Run, width: int) -> None:
+    run.version(1)
+    parts = {"rollout-0": {"generate": 0.7, "wait_trainer": 0.3}}
+    account(run.path, line("start", 0, 1, 1, 1) | {"devices": devices(parts)})
+    shown = drawn(Looker(run.path).look(), width)
+    assert "rollout-0" in shown and "…" not in shown.replace("att…", "")
+    assert ("wait_trainer" in shown) == (width >= 60)
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_any_width_of_a_terminal_will_do(run: Run, width: int) -> None:
     run.metrics.write(0, {"val/sort/mean@1": 0.25})

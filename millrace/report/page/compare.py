@@ -71,6 +71,10 @@ def _overview(runs: list[RunFolder], names: list[str]) -> Block:
         values = [v for v in by_version(run.rows, name)[1] if v is not None]
         return number(sum(values) / len(values)) if values else ""
 
+    def mean_share(run: RunFolder, name: str) -> str:
+        values = [v for v in by_version(run.rows, name)[1] if v is not None]
+        return share(sum(values), len(values)) if values else ""
+
     rows: list[list[object]] = [
         ["mode", *map(head.mode_of, runs)],
         ["state", *map(head.state_of, runs)],
@@ -78,8 +82,8 @@ def _overview(runs: list[RunFolder], names: list[str]) -> Block:
         ["seconds of RL", *(number(head.run_seconds(run)) for run in runs)],
         ["last mean reward", *(last(run, "reward/mean") for run in runs)],
         ["samples/s, mean of the versions", *(mean(run, "perf/samples_per_s") for run in runs)],
-        ["trainer idle, mean", *(mean(run, "trainer/idle_ratio") for run in runs)],
-        ["rollouts idle, mean", *(mean(run, "rollouter/idle_ratio") for run in runs)],
+        ["trainer waits, mean", *(mean_share(run, "trainer/idle_ratio") for run in runs)],
+        ["free decode slots, mean", *(mean_share(run, "rollouter/idle_ratio") for run in runs)],
         ["age of tokens, mean", *(mean(run, "staleness/token_mean") for run in runs)],
         ["alarms", *(", ".join(_alarms(run)) or "none" for run in runs)],
     ]

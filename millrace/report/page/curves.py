@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -168,27 +169,35 @@ def length_curves(run: RunFolder) -> Block:
         return missing("lengths by version", "no version was trained yet.")
     clip = by_version(run.rows, "response_length/clip_ratio")[1]
     last = clip[-1] if clip and clip[-1] is not None else 0.0
-    how = (
-        "Tokens of the trained responses: this share of them is shorter than the curve. "
+    cut = (
         f"In the last version the limit cut {100 * last:.1f} % of them. If that is much, raise "
         "`rollout.max_response_length`. If lengths grow without a gain of reward, look at "
         "`actor.loss_agg_mode`."
     )
+    if run.key("rollout.drawn_lengths.enable"):
+        cut = "`rollout.drawn_lengths.enable` cuts each response at a length that was drawn for it."
+    how = f"Tokens of the trained responses: this share of them is shorter than the curve. {cut}"
     return figure(how, data, xaxis=_VERSION, yaxis={"title": {"text": "tokens"}, "rangemode": "tozero"})  # fmt: skip
+
+
+_BARS = 40
+"""The most bars of a histogram, or one more."""
 
 
 def lengths(all_tokens: Array, trained: Array) -> Block:
     """Return the histogram of the lengths of trained responses against all finished ones."""
     if not len(all_tokens):
         return missing("lengths", "no sample was kept, see `report.samples`.")
-    top = float(np.percentile(all_tokens, 99.5)) or 1.0
-    bins = np.linspace(0, max(top, 1.0), min(40, int(max(all_tokens.max(), 1)) + 1) + 1)
+    # Each bar is a whole number of tokens. The last one has the longest responses too.
+    top = math.ceil(np.percentile(all_tokens, 99.5))
+    step = top // _BARS + 1
+    bins = step * np.arange(top // step + 2) - 0.5
     data = []
     for name, values, colour, pattern in (
         ("all that ended", all_tokens, GREY, ""),
         ("trained", trained, GREEN, "/"),
     ):
-        heights, _ = np.histogram(np.minimum(values, bins[-1]), bins)
+        heights, _ = np.histogram(np.minimum(values, top), bins)
         data.append(
             {
                 "type": "bar",

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from millrace.errors import CheckpointError, bad_value
-from millrace.pipeline import history
+from millrace.errors import CheckpointError, ConfigError, bad_value
+from millrace.pipeline import history, ownership
 from millrace.report.accounts import Line, read
 
 Row = dict[str, float]
@@ -61,11 +61,19 @@ def check(path: Path) -> None:
     """Raise ConfigError if `path` is not the folder of a run."""
     if not path.is_dir():
         rule = f"no such folder (from {Path.cwd()})" if not path.exists() else "is not a folder"
+    elif not any((path / name).is_file() for name in _MARKS) and ownership.is_ours(path):
+        raise not_yet(path)
     elif not any((path / name).is_file() for name in _MARKS):
         rule = "is not a run folder, because it has none of " + ", ".join(_MARKS)
     else:
         return
     raise bad_value("RUN", str(path), rule, "a folder such as runs/quickstart-1")
+
+
+def not_yet(path: Path) -> ConfigError:
+    """Return the error for a run that starts its engines, or that failed before it trained."""
+    fix = f"millrace watch {path}"
+    return bad_value("RUN", str(path), "has no figures: the run has not trained yet", fix)
 
 
 def load(path: Path) -> RunFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -10,6 +11,7 @@ from millrace import __version__
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
+from millrace.report.advice import Advice
 from millrace.report.measure import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 from millrace.report.page.folder import RunFolder
@@ -48,8 +50,8 @@ def mode_of(run: RunFolder) -> str:
         for name, short in (
             ("placement", "devices"),
             ("staleness_threshold", "staleness"),
-            ("trigger_parameter_sync_step", "local steps"),
-            ("on_sync", "at a sync"),
+            ("trigger_parameter_sync_step", "local steps per version"),
+            ("on_sync", "on_sync"),
         )
         if isinstance(schedule, dict) and schedule.get(name) is not None
     ]
@@ -189,14 +191,31 @@ def _no_alarms(run: RunFolder) -> Block:
 
 
 def advice(run: RunFolder) -> list[Block]:
-    """Return the advice on the run."""
+    """Return the advice on the run, after a sentence that says what it is."""
+    if not run.accounts:
+        return [
+            text("No advice: accounts.jsonl is missing or empty. Runs of older versions have none.")
+        ]
     try:
         found = advise_run(run.path)
-    except (MillraceError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (MillraceError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
         return [text(f"No advice: the figures cannot be used: {error}")]
-    return [box("advice", "", str(one)) for one in found] or [
-        text("No advice yet: the run has too few versions in which nothing fills or drains.")
-    ]
+    if not found:
+        words = "No advice yet: the run has too few versions in which nothing fills or drains."
+        return [text(words)]
+    how = (
+        "What limits the speed of the run, and the keys that lift the limit. The largest gain is "
+        "first. A percentage is the predicted change of the samples that are trained per second."
+    )
+    return [text(how), *(box("advice", "", _keys(one)) for one in found)]
+
+
+def _keys(one: Advice) -> str:
+    """Return a sentence of advice with backticks around its settings."""
+    words = str(one)
+    for setting in sorted(set(one.overrides), key=len, reverse=True):
+        words = re.sub(rf"(?<![\w.`=]){re.escape(setting)}(?![\w`])", f"`{setting}`", words)
+    return words
 
 
 def errors(run: RunFolder) -> list[Block]:

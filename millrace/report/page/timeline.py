@@ -11,6 +11,7 @@ import numpy as np
 from millrace.report.accounts import Line
 from millrace.report.page.figures import Array, Block, figure, label, missing, rounded, seconds
 from millrace.report.page.folder import RunFolder
+from millrace.report.page.head import run_seconds
 from millrace.report.page.lanes import NAMES, Lane, Spans, lanes, shares
 from millrace.report.page.states import STATES, state_of
 from millrace.report.page.window import windows
@@ -36,7 +37,7 @@ def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
             borders = [float(start) for start in found.attempts[1:, 0]]
-            note = _note(every, found.end / BINS)
+            note = _note(every, found.end / BINS) + _untraced(run, found.end)
             whole = _shares(edges, parts, borders, note, _strips(found))
             return [whole, *windows(found, _some(every))]
     why = "`report.trace=false`" if run.key("report.trace") is False else "the folder has no trace/"
@@ -63,6 +64,17 @@ def _note(every: list[Lane], width: float) -> str:
     if len(every) > MOST_LANES:
         words += f" {MOST_LANES} of {len(every)} devices are shown; the table below has all."
     return words
+
+
+def _untraced(run: RunFolder, end: float) -> str:
+    """Return a sentence if the trace has less than the whole run."""
+    whole = run_seconds(run)
+    if end > 0.95 * whole:
+        return ""
+    return (
+        f" The trace has {seconds(end)} of {seconds(whole)}: an attempt wrote none "
+        "(`report.trace`), or it reached its limit (`report.trace_mb`)."
+    )
 
 
 def _from_accounts(

@@ -140,7 +140,7 @@ def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
         for part, value in sorted(total.items(), key=lambda item: -item[1])
         if value > 1e-6 * whole
     ]  # fmt: skip
-    rows.append(["sum", f"{count} devices x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
+    rows.append(["sum", f"{count} device{'s' * (count != 1)} x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
     how = "Device-seconds of all devices by part, over all attempts."
     head = ["part", "state", "device-seconds", "share", *(["money"] if price else [])]
     blocks = [table(how, head, rows)]
@@ -153,8 +153,8 @@ def _without_accounts(run: RunFolder) -> Block:
     """Return the idle ratios of the metrics, for runs without accounts."""
     last = run.rows[max(run.rows)] if run.rows else {}
     rows = [
-        [side, f"{100 * sum(values) / len(values):.1f} %"]
-        for side in ("trainer", "rollouter")
+        [words, f"{100 * sum(values) / len(values):.1f} %"]
+        for side, words in (("trainer", "trainer waits"), ("rollouter", "free decode slots"))
         if (values := [row[f"{side}/idle_ratio"] for row in run.rows.values() if f"{side}/idle_ratio" in row])
     ]  # fmt: skip
     if not rows or not last:
@@ -162,6 +162,6 @@ def _without_accounts(run: RunFolder) -> Block:
     return table(
         "Mean idle ratios of the metrics: the folder has no accounts.jsonl, which says what "
         "each device waits for.",
-        ["side", "idle"],
+        ["figure", "mean"],
         rows,
     )

@@ -22,8 +22,10 @@ function browse(place, data) {
     "Read some samples with a high reward and some with a low one: does the reward say what you mean? " +
     "The colour of a text is the version that drew it; two colours show a response that a sync interrupted."));
   place.append(element("p", "note",
-    "Showing " + all.length.toLocaleString("en-US") + " of " + data.total.toLocaleString("en-US") +
-    " kept samples: evenly spaced versions, the first and the last, and extremes of reward, spread and length. RUN/samples/ has the others."));
+    all.length === data.total
+      ? "Showing all " + data.total.toLocaleString("en-US") + " kept samples."
+      : "Showing " + all.length.toLocaleString("en-US") + " of " + data.total.toLocaleString("en-US") +
+        " kept samples: evenly spaced versions, the first and the last, and extremes of reward, spread and length. RUN/samples/ has the others."));
   const form = element("div", "controls");
   const control = (name, made) => {
     const label = element("label", "", name);
