@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from millrace.codec import sendable
 from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
 from millrace.observe.sinks import read_rows
 from millrace.pipeline import history
@@ -131,7 +132,7 @@ def _by_version(rows: dict[int, dict[str, float]]) -> pa.Table:
     for name in names:
         if name != "version":
             values = [_number(rows[version].get(name)) for version in sorted(rows)]
-            columns[name] = pa.array(values, pa.float64())
+            columns[sendable(name)] = pa.array(values, pa.float64())
     return pa.table(columns)
 
 

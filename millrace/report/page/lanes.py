@@ -6,6 +6,7 @@ report/devices.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -132,7 +133,7 @@ def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
 
 def _by_number(item: tuple[str, object]) -> tuple[int, str]:
     tail = item[0].rpartition("-")[2]
-    return (int(tail) if tail.isdigit() else 0, item[0])
+    return (int(tail) if re.fullmatch(r"[0-9]{1,9}", tail) else 0, item[0])
 
 
 def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
