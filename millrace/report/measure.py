@@ -177,6 +177,7 @@ def _totals(
         dropped_tokens=dropped,
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
+        reward_wait_s=_seconds_of(after, "wait_rewards") - _seconds_of(before, "wait_rewards"),
         scores=after.scores.count - before.scores.count,
         hold_s=total("sync/hold_s"),
         mean_length=total("response_length/mean") / len(rows),
@@ -186,6 +187,12 @@ def _totals(
         more_running=more("waiting", "running"),
         step_line=step,
     )
+
+
+def _seconds_of(line: Line, state: str) -> float:
+    """Return the mean seconds of this state over the tracks that draw."""
+    found = [d.seconds.get(state, 0.0) for track, d in line.devices.items() if track != "trainer"]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _of_prefix(tokens: Mapping[str, int], prefix: str) -> dict[str, float]:
