@@ -110,8 +110,14 @@ class _Lengths:
                 self._ended.add(key)
 
     def table(self) -> Array:
+        # A response that a later attempt drew again was lost in a kill: the later one is trained.
+        last = {key: attempt for attempt, key in sorted(self._ended)}
         rows = [
-            (self._tokens[key], key[1].partition("/")[0] in self.trained) for key in self._ended
+            (
+                self._tokens[attempt, key],
+                key.partition("/")[0] in self.trained and last[key] == attempt,
+            )
+            for attempt, key in self._ended
         ]
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
