@@ -42,8 +42,17 @@ def advise(measured: Measured) -> list[Advice]:
     found = [advice for rule in RULES if (advice := rule(flow)) is not None]
     found = [one for one in found if one.gain is None or one.gain >= LEAST_GAIN]
     found.sort(key=lambda one: (one.at_most, -(one.gain or 0.0)))
+    found = _once(found)
     turns, more = balance.with_turns(flow), balance.add_a_device(flow)
     best = max((one.gain or 0.0 for one in found), default=-1.0)
     if turns is not None:
         found = [turns, *found] if (turns.gain or 0.0) > best else [*found, turns]
     return [*found, *more] or [balance.nothing(flow)]
+
+
+def _once(advice: list[Advice]) -> list[Advice]:
+    """Return the advice without sentences on a key that an earlier one names first."""
+    found: dict[str, Advice] = {}
+    for one in advice:
+        found.setdefault(one.key if one.overrides else one.text, one)
+    return list(found.values())

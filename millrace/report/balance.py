@@ -19,11 +19,6 @@ SAME = 0.03
 """Rates that differ less are the same."""
 
 
-def _asynchronous(flow: Throughput) -> bool:
-    schedule = flow.schedule
-    return not schedule.colocated and schedule.staleness_threshold > 0
-
-
 def _full(flow: Throughput) -> bool:
     return flow.m.busy_slots >= FULL * flow.m.setup.slots
 
@@ -65,7 +60,7 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     m = flow.m
     full = m.occupied >= 0.95 * flow.schedule.capacity
     idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
-    if not (_asynchronous(flow) and full and idle) or flow.m.rewards_bind or _drains(flow):
+    if not (flow.asynchronous and full and idle) or flow.m.rewards_bind or _drains(flow):
         return None
     if train_out_of_order(flow) is not None:
         return None
@@ -131,7 +126,7 @@ def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
 def move_a_device(flow: Throughput) -> Advice | None:
     """One side waits for the other: move devices to the other."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
+    if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return None
     best: tuple[float, int] = (m.rate, 0)
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
@@ -158,7 +153,7 @@ def move_a_device(flow: Throughput) -> Advice | None:
 def add_a_device(flow: Throughput) -> list[Advice]:
     """One side binds, and the other has no device to give: one more."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
+    if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return []
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
     if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
@@ -184,7 +179,7 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
     m, schedule = flow.m, flow.schedule
     ready = m.mean("ready")
     strict = schedule.lookahead < schedule.window
-    if not (_asynchronous(flow) and strict) or m.starved < IDLE:
+    if not (flow.asynchronous and strict) or m.starved < IDLE:
         return None
     if ready < 0.75 * schedule.step_size or _drains(flow):
         return None
@@ -213,7 +208,7 @@ def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[st
 def without_turns(flow: Throughput) -> Advice | None:
     """The sides take turns: let both work at the same time."""
     m, schedule = flow.m, flow.schedule
-    if _asynchronous(flow) or (schedule.colocated and schedule.staleness_threshold):
+    if flow.asynchronous or (schedule.colocated and schedule.staleness_threshold):
         return None
     if schedule.colocated and m.setup.share_cores:
         return None
@@ -241,7 +236,7 @@ def without_turns(flow: Throughput) -> Advice | None:
 
 def with_turns(flow: Throughput) -> Advice | None:
     """Asynchrony gains nothing: the plain mode."""
-    if not _asynchronous(flow):
+    if not flow.asynchronous:
         return None
     if flow.m.drop_share > 0.05 or flow.m.rewards_bind or flow.setup.share_cores:
         return None
@@ -269,7 +264,7 @@ def nothing(flow: Throughput) -> Advice:
             f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
             "more devices help"
         )
-    if _asynchronous(flow) and _full(flow):
+    if flow.asynchronous and _full(flow):
         return Advice(
             f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
             "faster engines or more devices help"

@@ -6,6 +6,7 @@ report/devices.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -109,8 +110,14 @@ class _Lengths:
                 self._ended.add(key)
 
     def table(self) -> Array:
+        # A response that a later attempt drew again was lost in a kill: the later one is trained.
+        last = {key: attempt for attempt, key in sorted(self._ended)}
         rows = [
-            (self._tokens[key], key[1].partition("/")[0] in self.trained) for key in self._ended
+            (
+                self._tokens[attempt, key],
+                key.partition("/")[0] in self.trained and last[key] == attempt,
+            )
+            for attempt, key in self._ended
         ]
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
@@ -132,7 +139,7 @@ def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
 
 def _by_number(item: tuple[str, object]) -> tuple[int, str]:
     tail = item[0].rpartition("-")[2]
-    return (int(tail) if tail.isdigit() else 0, item[0])
+    return (int(tail) if re.fullmatch(r"[0-9]{1,9}", tail) else 0, item[0])
 
 
 def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
