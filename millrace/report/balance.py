@@ -74,9 +74,11 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
         if scoring >= SLOW_SCORE * longest
         else f"a sample waits for the longest of its {m.setup.n} responses"
     )
+    enough = flow.trainer_ceiling() < flow.engine_ceiling()
+    then = "would keep the trainer busy" if enough else "would fill them"
     text = (
         f"The ledger is full while engines idle {m.rollouts_idle:.0%} of the time: {why}. "
-        f"{STALENESS}={number(staleness)} would fill them"
+        f"{STALENESS}={number(staleness)} {then}"
     )
     if old := versions_old(flow, staleness):
         text += f". {old}"
@@ -268,6 +270,11 @@ def nothing(flow: Throughput) -> Advice:
         return Advice(
             f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
             "faster engines or more devices help"
+        )
+    if schedule.colocated and m.setup.share_cores:
+        return Advice(
+            "The sides take turns on the cores of one CPU. Only a measurement shows whether separate "
+            "sides are faster: millrace bench modes"
         )
     if schedule.colocated and not schedule.staleness_threshold:
         return Advice(

@@ -9,7 +9,9 @@ import pytest
 
 from millrace.observe.watch import Event, Phase
 from millrace.report.advice import Advice, advise
+from millrace.report.balance import nothing
 from millrace.report.flow import FlowAccount
+from millrace.report.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
 from tests.report.simulated import Case, run
@@ -296,3 +298,17 @@ def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
     failing = replace(measured, dropped_tokens={"exception": sum(measured.dropped_tokens.values())})
     (about,) = [one for one in advise(failing) if "dropped samples" in one.text]
     assert "most of them for exception" in about.text and "mend reward.function" in about.text
+
+
+def test_turns_on_one_cpu_ask_for_a_measurement() -> None:
+    measured = run(SITUATIONS["turns on shared devices"].case)
+    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
+    assert nothing(Throughput(on_cpu)).text.endswith("millrace bench modes")
+
+
+def test_a_full_ledger_before_a_slow_trainer_does_not_promise_full_engines() -> None:
+    """The trainer is the next bound, so the engines still idle."""
+    slow = run(FLAT.but(slots=256, staleness=0.5, cost=SLOW_TRAINER))
+    (about,) = [one for one in advise(slow) if one.text.startswith("The ledger is full")]
+    assert "would keep the trainer busy" in about.text
+    assert "would fill them" in advise(run(MEASURED))[0].text
