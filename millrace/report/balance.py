@@ -96,7 +96,7 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
     demand = min(flow.demand, flow.natural_demand)
     change = Change(slots=math.ceil(flow.requests), demand=demand)
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
-    running = flow.schedule.capacity - flow.ready - rate * m.with_trainer / m.rate
+    running = flow.schedule.capacity - flow.ready - rate * flow.with_trainer_s()
     peak = demand * running + flow.schedule.window * setup.n / 2
     each = math.ceil(min(flow.requests, peak) / setup.replicas / 8) * 8
     if each * setup.replicas <= setup.slots:

@@ -126,9 +126,17 @@ class Throughput:
 
     def trainer_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of a trainer that never waits."""
-        scale = self.setup.trainers / (change.trainers or self.setup.trainers)
-        seconds = self.trainer_s - self.steps_s * (1 - scale) - change.saved_s
+        seconds = self.trainer_s - self.steps_s * (1 - self.scale(change)) - change.saved_s
         return self.m.samples / self.m.versions / max(1e-9, seconds)
+
+    def scale(self, change: Change = NOTHING) -> float:
+        """Return how much longer the trainer's steps take."""
+        return self.setup.trainers / (change.trainers or self.setup.trainers)
+
+    def with_trainer_s(self, change: Change = NOTHING) -> float:
+        """Return the mean seconds for which the trainer has a sample."""
+        longer = self.steps_s * (self.scale(change) - 1)
+        return max(0.0, self.m.with_trainer / self.m.rate + longer - change.held_s)
 
     def drawn(self, busy: float, change: Change = NOTHING) -> float:
         """Return the samples per second that `busy` drawing slots give."""
@@ -158,7 +166,7 @@ class Throughput:
         """Return the samples per second that the slots of the ledger allow."""
         capacity = change.capacity or self.schedule.capacity
         ready = self.ready if change.ready is None else change.ready
-        with_trainer_s = self.m.with_trainer / self.m.rate - change.held_s
+        with_trainer_s = self.with_trainer_s(change)
         low, high = 0.0, self.engine_ceiling(change)
         for _ in range(40):
             middle = (low + high) / 2
@@ -237,4 +245,4 @@ class Throughput:
         swing = self.schedule.window * self.setup.n / 2
         ready = self.ready if change.ready is None else change.ready
         running = (self.slots(change) + swing) / (change.demand or self.demand)
-        return running + ready + rate * self.m.with_trainer / self.m.rate
+        return running + ready + rate * self.with_trainer_s(change)

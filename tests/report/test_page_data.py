@@ -90,6 +90,12 @@ def test_a_response_that_was_lost_and_drawn_again_is_trained_once() -> None:
     assert sorted(found.tolist()) == [[10, 0], [30, 1]]
 
 
+def test_a_greedy_baseline_is_no_trained_response() -> None:
+    facts = {"tokens": 10, "stop": "eos"}
+    drawn = [Span(1, "rollout-0", "request", f"7/{k}", k, k + 1, facts) for k in range(3)]
+    assert len(columns(drawn).lengths) == 3 and len(columns(drawn, n=2).lengths) == 2
+
+
 def test_times_late_in_a_long_run_are_not_rounded(tmp_path: Path) -> None:
     """Five digits of 123,456.7 s are tens of seconds."""
     late = 123_456.0

@@ -57,8 +57,11 @@ class Spans:
     end: float = 0.0
 
 
-def columns(spans: Sequence[Span]) -> Spans:
-    """Return the spans in columns. The time between two attempts is cut out."""
+def columns(spans: Sequence[Span], n: int = 0) -> Spans:
+    """Return the spans in columns. The time between two attempts is cut out.
+
+    A sample has `n` responses. A further one is a greedy baseline, whose length is left out.
+    """
     shift, attempts = _squeezed(spans)
     found = Spans(attempts=attempts, end=float(attempts[-1, 1]) if len(attempts) else 0.0)
     requests: dict[str, list[tuple[float, float, float]]] = {}
@@ -71,7 +74,7 @@ def columns(spans: Sequence[Span]) -> Spans:
         if name == "request":
             validates = span.key.startswith("val/")
             requests.setdefault(track, []).append((start, end, validates))
-            if not validates:
+            if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
         elif track == "samples":
             slots.setdefault(name, []).append((start, end))
@@ -91,6 +94,12 @@ def columns(spans: Sequence[Span]) -> Spans:
     found.slots = {name: _sorted(rows, 2) for name, rows in slots.items()}
     found.pauses, found.scores = _sorted(pairs["pause"], 2), _sorted(pairs["score"], 2)
     return found
+
+
+def _index(key: str) -> int:
+    """Return the index of a response in its sample."""
+    part = key.partition("/")[2].partition("/")[0]
+    return int(part) if re.fullmatch(r"[0-9]{1,9}", part) else 0
 
 
 class _Lengths:
