@@ -253,8 +253,11 @@ def with_turns(flow: Throughput) -> Advice | None:
         "Nothing to gain from asynchrony here: the sides can take turns on all devices, and every "
         f"sample is new. {' '.join(overrides)}"
     )
-    if gain >= SAME:
-        text += f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+    text += (
+        f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+        if gain >= SAME
+        else " is as fast if a hand-over takes no time"
+    )
     return Advice(text, overrides, gain, at_most=True)
 
 
