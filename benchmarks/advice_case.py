@@ -104,8 +104,8 @@ async def one(
     s: Session, name: str, overrides: Sequence[str], folder: Path, samples: int
 ) -> dict[str, Any]:
     """Return the figures of one run on the engines of `s`, and all of its advice."""
-    from millrace.report.advice import advise
-    from millrace.report.measure import measure
+    from millrace.report.advice.advise import advise
+    from millrace.report.advice.measure import measure
 
     fixed = [
         *modes.QUIET,
@@ -136,7 +136,7 @@ def same_engines(advice: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def simulated(steps: int) -> list[dict[str, Any]]:
     """Return the figures of the case and of its advice on the virtual clock."""
     sys.path.insert(0, str(ROOT))
-    from millrace.report.advice import advise
+    from millrace.report.advice.advise import advise
     from tests.report.simulated import run
     from tests.report.test_advice import MEASURED, followed
 

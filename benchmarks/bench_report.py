@@ -23,12 +23,12 @@ from millrace.config import recipe
 from millrace.config.packaged import find
 from millrace.observe.watch import Watch
 from millrace.pipeline.history import Line
-from millrace.report.accounts import Device
-from millrace.report.accounts import Line as Account
+from millrace.report.accounts.lines import Device
+from millrace.report.accounts.lines import Line as Account
 from millrace.report.page.figures import number
 from millrace.report.page.write import write_report
-from millrace.report.samples import SCHEMA
-from millrace.report.trace import TraceWriter
+from millrace.report.samples.store import SCHEMA
+from millrace.report.trace.writer import TraceWriter
 
 WINDOW, N, REPLICAS = 64, 8, 8
 VERSION_S = 20.0

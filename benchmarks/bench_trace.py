@@ -35,9 +35,9 @@ from bench_control import Case, case, pipeline
 from command import millrace
 
 from millrace.observe.watch import UNWATCHED, Event, Watch
-from millrace.report import spans
-from millrace.report.samples import SampleStore
-from millrace.report.trace import TraceWriter
+from millrace.report.samples.store import SampleStore
+from millrace.report.trace import spans
+from millrace.report.trace.writer import TraceWriter
 
 ARMS = ("none", "watched", "trace", "both")
 TRAINED = ("none", "trace", "both")

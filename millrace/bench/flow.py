@@ -16,9 +16,9 @@ def figures_of_flow(
     that takes from it, or adds to it, cannot continue. Without the accounts, because the disk was
     full, there is no stock and no advice.
     """
-    from millrace.report.accounts import read
-    from millrace.report.advice import advise
-    from millrace.report.measure import checked, measured_of, setup_at
+    from millrace.report.accounts.lines import read
+    from millrace.report.advice.advise import advise
+    from millrace.report.advice.measure import checked, measured_of, setup_at
 
     found = setup_at(run_dir)
     if found is None:

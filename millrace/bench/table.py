@@ -22,8 +22,9 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     middle = {
         arm: {
             k: statistics.median(r[k] for r in runs)
-            for k, v in runs[0].items()
-            if isinstance(v, float)
+            for k in runs[0]
+            # One of several runs may lack a figure, such as the gain of its advice.
+            if all(isinstance(r.get(k), float) for r in runs)
         }
         for arm, runs in by_arm.items()
     }

@@ -27,7 +27,7 @@ def serve(
     Example: millrace serve runs/quickstart-1
     """
     try:
-        from millrace.report import serve as server
+        from millrace.report.live import serve as server
     except ModuleNotFoundError as error:
         fix = INSTALL["fastapi"]
         raise MissingDependency(

@@ -15,9 +15,9 @@ from rich.live import Live
 from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
 from millrace.pipeline import ownership
-from millrace.report.counsel import Counsel
-from millrace.report.look import Looker, changed
-from millrace.report.watch_view import panel
+from millrace.report.live.counsel import Counsel
+from millrace.report.live.look import Looker, changed
+from millrace.report.live.watch_view import panel
 
 RunFolder = Annotated[
     Path | None,

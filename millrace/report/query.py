@@ -18,7 +18,7 @@ from millrace.codec import sendable
 from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
 from millrace.observe.sinks import read_rows
 from millrace.pipeline import history
-from millrace.report import accounts
+from millrace.report.accounts import lines as accounts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -179,7 +179,7 @@ def _samples(run_dir: Path) -> Any:
     """Return the samples as a data set: DuckDB reads only the columns and rows that it needs."""
     import pyarrow.dataset as ds
 
-    from millrace.report import samples
+    from millrace.report.samples import store as samples
 
     paths = [str(path) for path in samples.files(run_dir)]
     if not paths:
@@ -190,7 +190,7 @@ def _samples(run_dir: Path) -> Any:
 def _spans(run_dir: Path) -> pa.Table:
     import pyarrow as pa
 
-    from millrace.report import spans
+    from millrace.report.trace import spans
 
     found = spans.read(run_dir)
     encode = msgspec.json.Encoder().encode

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event, Watch
-from millrace.report.accounts import FILE, Accounts, Line, counts_at_stop, read
-from millrace.report.devices import DeviceAccount
-from millrace.report.flow import FlowAccount
-from millrace.report.pace import LoadAccount
-from millrace.report.tokens import TokenAccount
-from millrace.report.trace import TraceWriter
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.lines import FILE, Accounts, Line, counts_at_stop, read
+from millrace.report.accounts.pace import LoadAccount
+from millrace.report.accounts.tokens import TokenAccount
+from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Tokens
 
@@ -96,7 +96,7 @@ class Recorder:
             trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=options.trace_mb)
             self._files.append(trace)
         if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
-            from millrace.report.samples import SampleStore  # imports pyarrow
+            from millrace.report.samples.store import SampleStore  # imports pyarrow
 
             share, limit = options.samples, options.samples_mb
             start = ledger.version

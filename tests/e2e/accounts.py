@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.report.accounts import Line, read
+from millrace.report.accounts.lines import Line, read
 from tests.e2e import runs
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.observe.watch import Event
-from millrace.report.devices import DeviceAccount
-from millrace.report.flow import FlowAccount
-from millrace.report.tokens import TokenAccount
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.tokens import TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Schedule
 from tests.pipeline.simulated import Outcome, simulate

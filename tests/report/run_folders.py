@@ -13,12 +13,12 @@ from millrace.config.packaged import find
 from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.history import History
-from millrace.report.accounts import FILE, Accounts
-from millrace.report.devices import DeviceAccount
-from millrace.report.flow import FlowAccount
-from millrace.report.samples import SampleStore
-from millrace.report.tokens import TokenAccount
-from millrace.report.trace import TraceWriter
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.lines import FILE, Accounts
+from millrace.report.accounts.tokens import TokenAccount
+from millrace.report.samples.store import SampleStore
+from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Sample, Tokens
 from tests.pipeline.simulated import Outcome, mixed, schedule_of, simulate

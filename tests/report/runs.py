@@ -8,8 +8,8 @@ from typing import Any
 
 from millrace.observe.watch import Watch, Watcher
 from millrace.ports import StepReport
-from millrace.report.samples import SampleStore
-from millrace.report.trace import TraceWriter
+from millrace.report.samples.store import SampleStore
+from millrace.report.trace.writer import TraceWriter
 from millrace.types import (
     Author,
     Prompt,

@@ -19,9 +19,9 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.report.accounts import read
-from millrace.report.measure import measured_of
-from millrace.report.measured import Measured, Setup
+from millrace.report.accounts.lines import read
+from millrace.report.advice.measure import measured_of
+from millrace.report.advice.measured import Measured, Setup
 from millrace.report.record import Devices, Recorder
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.lengths import DrawnLengths

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event
-from millrace.report.accounts import FILE, read
+from millrace.report.accounts.lines import FILE, read
+from millrace.report.accounts.tokens import PREFIX
 from millrace.report.record import Devices, Recorder
-from millrace.report.tokens import PREFIX
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.simulate.cost import CostModel
 from tests.pipeline.simulated import RUNS, Outcome, mixed, schedule_of, simulate

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from millrace.observe.watch import Event, Phase
-from millrace.report.advice import Advice, advise
-from millrace.report.balance import nothing
-from millrace.report.flow import FlowAccount
-from millrace.report.throughput import Throughput
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.advice.advise import Advice, advise
+from millrace.report.advice.balance import nothing
+from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
 from tests.report.simulated import Case, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from millrace.report.measure import advise_run, measure
+from millrace.report.advice.measure import advise_run, measure
 
 RUNS = Path(__file__).parent / "h200"
 

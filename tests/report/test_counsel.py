@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from millrace.report.counsel import Counsel
-from millrace.report.look import Look
+from millrace.report.live.counsel import Counsel
+from millrace.report.live.look import Look
 
 LOOK = Look("run", "quick", "async_partial", "running", "process 1", 0.0, attempt=1, version=1)
 

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.errors import MillraceError
 from millrace.report import query
-from millrace.report.look import Looker
-from millrace.report.measure import advise_run
+from millrace.report.advice.measure import advise_run
+from millrace.report.live.look import Looker
 from millrace.report.page import sections
 from millrace.report.page.folder import load
 from millrace.report.page.write import write_report

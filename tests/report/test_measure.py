@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from millrace.config import recipe
-from millrace.report.accounts import FILE
-from millrace.report.advice import Advice
-from millrace.report.measure import advise_run, checked, measure
-from millrace.report.pace import step_line
+from millrace.report.accounts.lines import FILE
+from millrace.report.accounts.pace import step_line
+from millrace.report.advice.advise import Advice
+from millrace.report.advice.measure import advise_run, checked, measure
 from millrace.simulate import clock
 from tests.report.simulated import Case, run, simulated_run
 from tests.report.test_advice import MEASURED

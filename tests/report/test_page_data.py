@@ -19,8 +19,8 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.pipeline import ownership
-from millrace.report import accounts, spans
-from millrace.report.advice import Advice
+from millrace.report.accounts import lines as accounts
+from millrace.report.advice.advise import Advice
 from millrace.report.page import compare, curves, head, sections
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
@@ -34,7 +34,8 @@ from millrace.report.page.timeline import timeline
 from millrace.report.page.totals import devices
 from millrace.report.page.window import windows
 from millrace.report.page.write import LIMIT, MARK, write_report
-from millrace.report.spans import Span
+from millrace.report.trace import spans
+from millrace.report.trace.spans import Span
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample

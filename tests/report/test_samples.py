@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.watch import Watch
-from millrace.report import samples
-from millrace.report.samples import SCHEMA, SampleStore, keeps
+from millrace.report.samples import store as samples
+from millrace.report.samples.store import SCHEMA, SampleStore, keeps
 from millrace.types import Tokens
 from tests.report.runs import Clock, Run, decode, life, sample
 

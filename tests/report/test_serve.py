@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.report import serve as server
+from millrace.report.live import serve as server
 from tests.listening import listeners, other_addresses, outside, reachable
 from tests.report.folders import Run
 

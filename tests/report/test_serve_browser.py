@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.report import serve as server
+from millrace.report.live import serve as server
 from tests.report.folders import Run
 from tests.report.test_serve import TOKEN, Server
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from millrace.observe.watch import Event, Watch
-from millrace.report import spans
-from millrace.report.spans import Span
-from millrace.report.trace import TraceWriter
+from millrace.report.trace import spans
+from millrace.report.trace.spans import Span
+from millrace.report.trace.writer import TraceWriter
 from tests.pipeline.simulated import RUNS, schedule_of, simulate
 from tests.report.runs import Run
 from tests.report.test_trace import check, files, lines

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from millrace.observe.watch import Watch
-from millrace.report.trace import TraceWriter
+from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, Run, life
 
 
@@ -112,7 +112,7 @@ def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
 import os, time
 from pathlib import Path
 from millrace.observe.watch import Watch
-from millrace.report.trace import TraceWriter
+from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, life
 clock = Clock()
 path = Path({str(tmp_path)!r})

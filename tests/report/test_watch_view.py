@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from millrace.observe.guard import CAUSES
-from millrace.report.look import Look, Looker
-from millrace.report.watch_view import ago, panel, plain, quiet, sentence
+from millrace.report.live.look import Look, Looker
+from millrace.report.live.watch_view import ago, panel, plain, quiet, sentence
 from tests.report.folders import Run, account, devices, row
 
 FILES = ("metrics.jsonl", "history.jsonl", "accounts.jsonl", "config.yaml", ".lock")

@@ -14,7 +14,7 @@ from millrace.codec import sendable
 from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.observe.files import lines
 from millrace.pipeline import history, ownership
-from millrace.report.accounts import Line, read
+from millrace.report.accounts.lines import Line, read
 from millrace.report.config_file import read_config
 
 Row = dict[str, float]

@@ -11,8 +11,8 @@ from millrace import __version__
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
-from millrace.report.advice import Advice
-from millrace.report.measure import advise_run
+from millrace.report.advice.advise import Advice
+from millrace.report.advice.measure import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 from millrace.report.page.folder import RunFolder
 from millrace.schedule.modes import name_of

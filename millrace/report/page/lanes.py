@@ -1,7 +1,7 @@
 """Lanes: the states of each device over time, from the spans of a trace.
 
 A lane is cut where its state changes. An idle replica waits for what has the slots, by the rule of
-report/devices.py.
+report/accounts/devices.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
-from millrace.report.spans import Span
+from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)
 _OF_TRAINER, _OF_SYNC = ("ready", "taken"), ("trained", "sealed")

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.report import samples as store
 from millrace.report.page.figures import Array
+from millrace.report.samples import store as store
 
 _LIGHT = ("version", "sample", "reward", "tokens")
 _NEVER_NULL = ("version", "sample", "trajectory", "tokens", "outcome")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from millrace.report import spans
 from millrace.report.page import curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
 from millrace.report.page.folder import RunFolder, flat
 from millrace.report.page.lanes import Spans, columns
 from millrace.report.page.samples import Table, read_table
+from millrace.report.trace import spans
 
 
 def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:

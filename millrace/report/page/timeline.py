@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.report.accounts import Line
+from millrace.report.accounts.lines import Line
 from millrace.report.page.figures import (
     Array,
     Block,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.report.accounts import Line
+from millrace.report.accounts.lines import Line
 from millrace.report.page.figures import (
     BLUE,
     GREEN,

@@ -7,7 +7,7 @@ syncs, saves, and the waits for validations and for running responses. It trains
 window. So the trainer's ceiling is W / B. With k times the devices, the seconds of the steps are
 divided by k. The other seconds stay: more samples do not make a validation shorter.
 
-**The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/pace.py
+**The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/accounts/pace.py
 finds f and e). A trained sample costs t drawn tokens: its own, and its part of the dropped ones. So
 S slots give at most S / (f + e S) / t samples a second. If no figure shows e, it is 0: the result
 is then the most that more requests can give.
@@ -42,7 +42,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.observe.timing import GEN, IDLE
-from millrace.report.measured import Measured
+from millrace.report.advice.measured import Measured
 
 PLACES = 16
 """Numbers of unfinished requests that stand for all of them."""

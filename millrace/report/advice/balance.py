@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from millrace.report.sentence import STALENESS, Advice, devices, number
-from millrace.report.throughput import NOTHING, Change, Throughput
+from millrace.report.advice.sentence import STALENESS, Advice, devices, number
+from millrace.report.advice.throughput import NOTHING, Change, Throughput
 from millrace.schedule.schedule import OnSync
 
 IDLE = 0.05

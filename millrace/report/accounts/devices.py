@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from millrace.observe.watch import Event
-from millrace.report.flow import FlowAccount
-from millrace.report.tokens import VALIDATION
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import Schedule
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from millrace.codec import sendable
 from millrace.observe.watch import Event
-from millrace.report.lanes import Lane, Lanes, Line
+from millrace.report.trace.lanes import Lane, Lanes, Line
 
 SAMPLES = "samples"
 STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})

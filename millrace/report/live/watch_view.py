@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.observe.progress import bar_line, duration, shown, sparkline
-from millrace.report.look import RECENT, Device, Look, Row
+from millrace.report.live.look import RECENT, Device, Look, Row
 
 COLOURS = {
     "empty": "dim",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from millrace.report.balance import IDLE
-from millrace.report.sentence import Advice
-from millrace.report.throughput import Change, Throughput
+from millrace.report.advice.balance import IDLE
+from millrace.report.advice.sentence import Advice
+from millrace.report.advice.throughput import Change, Throughput
 from millrace.schedule.schedule import OnSync
 
 LEAST_SHARE = 0.03

@@ -16,10 +16,10 @@ import msgspec
 
 from millrace.observe.files import lines
 from millrace.observe.watch import Event
-from millrace.report.devices import DeviceAccount
-from millrace.report.flow import FlowAccount
-from millrace.report.pace import LoadAccount
-from millrace.report.tokens import PREFIX, TokenAccount, tokens_of_slot
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.pace import LoadAccount
+from millrace.report.accounts.tokens import PREFIX, TokenAccount, tokens_of_slot
 from millrace.schedule.ledger import Slot, State
 
 FILE = "accounts.jsonl"
@@ -60,7 +60,7 @@ class Line(msgspec.Struct, frozen=True):
     generated: Count
     """Tokens drawn. `tokens` adds up to it."""
     tokens: dict[str, Count]
-    """Tokens by bucket (report/tokens.py)."""
+    """Tokens by bucket (report/accounts/tokens.py)."""
     prefill: Count = 0
     """Tokens that this attempt has read into KV caches."""
     devices: dict[str, Device] = {}
@@ -73,7 +73,7 @@ class Line(msgspec.Struct, frozen=True):
     requests: Work = Work()
     scores: Work = Work()
     loads: dict[str, list[float]] = {}
-    """Seconds of engines by the number of requests that draw (report/pace.py)."""
+    """Seconds of engines by the number of requests that draw (report/accounts/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
     limit: Count | None = None

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from millrace.report.look import Look
-from millrace.report.measure import advise_run
+from millrace.report.advice.measure import advise_run
+from millrace.report.live.look import Look
 
 REST_S = 10.0
 """The least seconds between two computations."""

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.rows import SCHEMA, Decode, Rows
+from millrace.report.samples.rows import SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
 
 NAME = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")

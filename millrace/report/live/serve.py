@@ -28,8 +28,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.base import RequestResponseEndpoint
 
 from millrace.errors import ConfigError, bad_value
-from millrace.report.look import Looker, files_of
-from millrace.report.watch_view import sentence
+from millrace.report.live.look import Looker, files_of
+from millrace.report.live.watch_view import sentence
 
 LOOPBACK = "127.0.0.1"
 HOSTS = {LOOPBACK, "localhost", "[::1]"}
@@ -149,7 +149,7 @@ def make_app(pages: Pages, token: str) -> FastAPI:
     @app.api_route("/{token}", methods=read)
     async def frame() -> Response:
         nonce = secrets.token_urlsafe(16)
-        text = files("millrace.report").joinpath("frame.html").read_text()
+        text = files("millrace.report.live").joinpath("frame.html").read_text()
         page = text.replace("NONCE", nonce).replace("TOKEN", token)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "

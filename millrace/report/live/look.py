@@ -22,10 +22,10 @@ from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.files import open_regular
 from millrace.observe.guard import CAUSES, PREFIX
-from millrace.report.accounts import FILE, Line
-from millrace.report.accounts import Device as Account
+from millrace.report.accounts.lines import FILE, Line
+from millrace.report.accounts.lines import Device as Account
 from millrace.report.config_file import read_config
-from millrace.report.tail import Tail
+from millrace.report.live.tail import Tail
 from millrace.schedule.modes import name_of
 
 RECENT = 10

@@ -1,16 +1,16 @@
 """Advice: the constraint that binds a run, in words, with the number that lifts it.
 
-`report/throughput.py` has the arithmetic, and derives it.
+`report/advice/throughput.py` has the arithmetic, and derives it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace.report import balance, costs
-from millrace.report.measured import Measured
-from millrace.report.sentence import Advice
-from millrace.report.throughput import Throughput
+from millrace.report.advice import balance, costs
+from millrace.report.advice.measured import Measured
+from millrace.report.advice.sentence import Advice
+from millrace.report.advice.throughput import Throughput
 
 __all__ = ["Advice", "advise"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.observe.watch import Event
-from millrace.report.tokens import VALIDATION
+from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 
 

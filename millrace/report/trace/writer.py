@@ -4,7 +4,7 @@
     RUN/trace/attempt-001-001.json    the next one, which begins when the first one is full
 
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
-Perfetto opens it all the same. `report/chrome.py` says what is drawn where.
+Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
 The loop only appends to a queue. A thread encodes and writes. If the disk is full, or too slow, the
 trace lacks events and the run loses nothing.
@@ -25,8 +25,8 @@ import msgspec
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.chrome import Translator
-from millrace.report.lanes import Line
+from millrace.report.trace.chrome import Translator
+from millrace.report.trace.lanes import Line
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
 HEADER = "clock_zero"

@@ -13,11 +13,11 @@ from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
-from millrace.report.accounts import Line, read
-from millrace.report.advice import Advice, advise
+from millrace.report.accounts.lines import Line, read
+from millrace.report.accounts.pace import step_line
+from millrace.report.advice.advise import Advice, advise
+from millrace.report.advice.measured import Measured, Setup
 from millrace.report.config_file import read_config
-from millrace.report.measured import Measured, Setup
-from millrace.report.pace import step_line
 from millrace.schedule.modes import name_of
 from millrace.schedule.schedule import Schedule
 from millrace.schedule.steady import counted

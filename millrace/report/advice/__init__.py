@@ -1,0 +1,1 @@
+"""What binds a run, and the number that lifts it."""

@@ -1,0 +1,1 @@
+"""What happened when, for Perfetto, and its reader."""
