@@ -83,7 +83,7 @@ async def follow(options: argparse.Namespace, overrides: list[str], result: dict
     async with open_session(recipe.load(options.recipe, overrides, fixed), progress) as s:
         result["started_s"] = time.monotonic() - begin
         window = s.config.schedule.window
-        warm = max(4 * window, s.config.schedule.capacity + 2 * window)
+        warm = s.config.schedule.capacity + 5 * window
         await one(s, options.recipe, overrides, folder / "warm", warm)
         for step in range(options.steps + 1):
             since = time.monotonic()

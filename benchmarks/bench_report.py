@@ -179,7 +179,7 @@ def _trace(folder: Path, versions: int) -> None:
         for moment in sorted(moments):
             at, phase, track, name, key = moment
             now[0] = at
-            watch._emit(track, name, phase, key, {"tokens": 200} if phase == "end" else {})  # type: ignore[arg-type]
+            watch.emit(track, name, phase, key, {"tokens": 200} if phase == "end" else {})  # type: ignore[arg-type]
     writer.close()
 
 

@@ -1,7 +1,7 @@
 """The cost of the trace and of the kept samples.
 
     python benchmarks/bench_trace.py events [--samples 20000] [--repeats 3]
-    python benchmarks/bench_trace.py quickstart [--pairs 4]
+    python benchmarks/bench_trace.py quickstart [--rounds 4]
 
 `events` runs the loops of bench_control.py, whose engines answer at once, with n=1. All threads of
 the process count, so a figure has the work of the loop and of the writers. Its arms take turns.
@@ -13,8 +13,9 @@ the process count, so a figure has the work of the loop and of the writers. Its 
 | trace | the trace |
 | both | the trace and the samples |
 
-`quickstart` trains the quickstart with both and without them, in turns, from one warmed-up model.
-Both commands print the ratio of each pair, because a shared machine changes from minute to minute.
+`quickstart` trains the quickstart with `none`, `trace` and `both`, in turns, from one warmed-up
+model. The accounts, which every run has, are in all of them. It prints the ratios of each round,
+because a shared machine changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from millrace.report.samples import SampleStore
 from millrace.report.trace import TraceWriter
 
 ARMS = ("none", "watched", "trace", "both")
+TRAINED = ("none", "trace", "both")
 
 
 class Counter:
@@ -102,36 +104,39 @@ def events(samples: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def train(model: str, folder: Path, watched: bool) -> dict[str, float]:
-    """Train the quickstart once. Return samples and trajectories per second, and CPU seconds."""
-    on = str(watched).lower()
+def train(model: str, folder: Path, arm: str, samples: int) -> dict[str, float]:
+    """Train the quickstart once. Return samples per second, and processor seconds."""
+    trace, kept = str(arm != "none").lower(), float(arm == "both")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = millrace(
         *("train", "quickstart", f"model.path={model}", f"trainer.run_dir={folder}"),
         *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_last=false"),
-        *(f"report.trace={on}", f"report.samples={float(watched)}"),
+        *(f"rollout.total_rollout_steps={samples}", "report.enable=false"),
+        *(f"report.trace={trace}", f"report.samples={kept}"),
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"samples_per_s": result["samples_trained"] / result["train_seconds"], "cpu_s": cpu}
 
 
-def quickstart(pairs: int) -> dict[str, Any]:
-    """Print the throughput with trace and samples, relative to that without them."""
-    rates, cpu = list[float](), list[float]()
+def quickstart(rounds: int, samples: int) -> dict[str, Any]:
+    """Print the throughput and the processor time of each arm, relative to those of `none`."""
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in TRAINED}
     with tempfile.TemporaryDirectory() as name:
         model = millrace("sft", "quickstart", f"trainer.run_dir={name}/sft")["model"]
-        for pair in range(pairs):
-            found = {}
-            for watched in (False, True) if pair % 2 else (True, False):
-                found[watched] = train(model, Path(name, f"{pair}-{watched}"), watched)
-            rates.append(found[True]["samples_per_s"] / found[False]["samples_per_s"])
-            cpu.append(found[True]["cpu_s"] / found[False]["cpu_s"])
-            print(f"throughput {rates[-1]:.3f}  processor time {cpu[-1]:.3f}  {found}", flush=True)
-        traced = next(Path(name).glob("*-True/trace/*.json"))
-        size = traced.stat().st_size
-    print(f"medians: throughput {statistics.median(rates):.3f}, cpu {statistics.median(cpu):.3f}")
-    return {"throughput": rates, "cpu": cpu, "trace_bytes": size}
+        for k in range(rounds):
+            for i in range(len(TRAINED)):
+                arm = TRAINED[(i + k) % len(TRAINED)]
+                found[arm].append(train(model, Path(name, f"{k}-{arm}"), arm, samples))
+            print({arm: runs[k] for arm, runs in found.items()}, flush=True)
+        size = next(Path(name).glob("*-trace/trace/*.json")).stat().st_size
+    for arm in TRAINED[1:]:
+        for figure in ("samples_per_s", "cpu_s"):
+            pairs = zip(found[arm], found["none"], strict=True)
+            ratios = [run[figure] / base[figure] for run, base in pairs]
+            shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            print(f"{arm} {figure}: median {statistics.median(ratios):.3f} ({shown})", flush=True)
+    return {"runs": found, "trace_bytes": size}
 
 
 def main() -> None:
@@ -139,13 +144,14 @@ def main() -> None:
     parser.add_argument("what", choices=["events", "quickstart"])
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each arm")
+    parser.add_argument("--train", type=int, default=5120, help="samples of a run")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.what == "events":
         figures = events(options.samples, options.repeats)
     else:
-        figures = quickstart(options.pairs)
+        figures = quickstart(options.rounds, options.train)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 

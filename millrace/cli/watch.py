@@ -94,5 +94,7 @@ def _newest(root: Path) -> Path:
     """Return the run in `root` that was locked last. An evaluation locks nothing."""
     locks = [(changed(lock), lock.parent) for lock in root.glob("*/.lock")]
     if not locks:
-        raise bad_value("RUN", "", f"{root.absolute()} has no run", "the folder of a run as RUN")
+        raise bad_value(
+            "RUN", "", f"{root.absolute()} has no run", "a folder such as runs/quickstart-1"
+        )
     return max(locks)[1]

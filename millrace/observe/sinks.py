@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from millrace.observe.files import lines as lines_of
+
 
 class Sink(Protocol):
     def write(self, version: int, row: dict[str, float]) -> None: ...
@@ -42,10 +44,10 @@ class JsonLines:
         self._file.close()
 
 
-def _version_of(line: str) -> float:
+def _version_of(line: str | bytes) -> float:
     try:
         return float(json.loads(line)["version"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf  # A crash cut this line off, or it is no row.
 
 
@@ -58,7 +60,7 @@ def read_rows(
     """
     path = run_dir / "metrics.jsonl"
     lines = (
-        [json.loads(line) for line in path.read_text().splitlines() if _version_of(line) <= up_to]
+        [json.loads(line) for line in lines_of(path) if 0 <= _version_of(line) <= up_to]
         if path.is_file()
         else []
     )

@@ -12,16 +12,14 @@ replicas), `rewards`, `sync`, `validation`, `checkpoint`, `samples` and `run`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 Phase = Literal["begin", "end", "state", "at"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event of a run."""
 
     time: float
@@ -31,7 +29,7 @@ class Event:
     phase: Phase
     key: str = ""
     """What it is about: a session ("17/3"), a sample or a version."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = MappingProxyType({})
     """Figures, texts, and for some events the objects of the run. Watchers change nothing."""
 
 
@@ -50,29 +48,42 @@ class Watch:
 
     def at(self, track: str, name: str, key: str = "", /, **facts: Any) -> None:
         """Report that something happens now."""
-        self._emit(track, name, "at", key, facts)
+        self.emit(track, name, "at", key, facts)
 
     def state(self, track: str, name: str) -> None:
         """Report that `track` is in the state `name` from now on."""
-        self._emit(track, name, "state", "", {})
+        self.emit(track, name, "state", "", {})
 
-    @contextmanager
-    def span(
-        self, track: str, name: str, key: str = "", /, **facts: Any
-    ) -> Iterator[dict[str, Any]]:
-        """Report the begin and the end of the body. The body may add facts for the end."""
-        last: dict[str, Any] = {}
-        self._emit(track, name, "begin", key, facts)
-        try:
-            yield last
-        finally:
-            self._emit(track, name, "end", key, last)
+    def span(self, track: str, name: str, key: str = "", /, **facts: Any) -> Span:
+        """Report the begin and the end of a `with` block, which gets a dict of facts for the end."""
+        return Span(self, track, name, key, facts)
 
-    def _emit(self, track: str, name: str, phase: Phase, key: str, facts: dict[str, Any]) -> None:
+    def emit(self, track: str, name: str, phase: Phase, key: str, facts: dict[str, Any]) -> None:
+        """Hand one event to every watcher."""
         if self._watchers:
             event = Event(self._clock(), track, name, phase, key, facts)
             for watcher in self._watchers:
                 watcher(event)
+
+
+class Span:
+    """A span of a watch. It is a class because a generator takes twice as long."""
+
+    __slots__ = ("_facts", "_key", "_name", "_track", "_watch")
+
+    def __init__(
+        self, watch: Watch, track: str, name: str, key: str, facts: dict[str, Any]
+    ) -> None:
+        self._watch, self._track, self._name, self._key = watch, track, name, key
+        self._facts = facts
+
+    def __enter__(self) -> dict[str, Any]:
+        begin, self._facts = self._facts, {}
+        self._watch.emit(self._track, self._name, "begin", self._key, begin)
+        return self._facts
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.emit(self._track, self._name, "end", self._key, self._facts)
 
 
 UNWATCHED = Watch()

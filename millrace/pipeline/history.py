@@ -10,11 +10,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from millrace.errors import CheckpointError
+from millrace.observe.files import lines as lines_of
 from millrace.schedule.ledger import Totals
+
+Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""A number or an id. A line with a larger one is not readable."""
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -22,14 +27,14 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
     event: str
     """One of start, version and end."""
-    attempt: int
-    version: int
-    admitted: int = 0
-    dropped: dict[str, int] = {}
-    slots: list[int] = msgspec.field(default=[], name="held")
-    trained: list[int] = []
+    attempt: Count
+    version: Count
+    admitted: Count = 0
+    dropped: dict[str, Count] = {}
+    slots: list[Count] = msgspec.field(default=[], name="held")
+    trained: list[Count] = []
     complete: bool = False
-    retired: int = 0
+    retired: Count = 0
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -89,12 +94,12 @@ def read(run_dir: Path) -> list[Line]:
     if not path.is_file():
         return []
     lines: list[Line] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        if not text:
+    for number, text in enumerate(lines_of(path), start=1):
+        if text == b"\n" or not text.endswith(b"\n"):
             continue
         try:
             lines.append(msgspec.json.decode(text, type=Line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path}, line {number}: not readable: {error}") from error
     return lines
 

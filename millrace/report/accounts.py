@@ -7,25 +7,31 @@ of the surviving history. All other figures are those of the attempt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from errno import EEXIST
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from millrace.observe.files import lines
 from millrace.observe.watch import Event
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
-from millrace.report.tokens import TokenAccount
-from millrace.schedule.ledger import State
+from millrace.report.tokens import PREFIX, TokenAccount, tokens_of_slot
+from millrace.schedule.ledger import Slot, State
 
 FILE = "accounts.jsonl"
+
+Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""A number of things. A line with a larger one is no line of a run."""
 
 
 class Device(msgspec.Struct, frozen=True):
     """The devices of one track."""
 
-    count: int
+    count: Count
     seconds: dict[str, float]
     """Seconds of one of the devices, by state. They add up to the line's `seconds`."""
 
@@ -33,9 +39,9 @@ class Device(msgspec.Struct, frozen=True):
 class Work(msgspec.Struct, frozen=True):
     """Calls, their seconds and their tokens."""
 
-    count: int = 0
+    count: Count = 0
     seconds: float = 0.0
-    tokens: int = 0
+    tokens: Count = 0
     busy: float = 0.0
     """Seconds with at least one call. Only the rewards have it."""
 
@@ -45,24 +51,24 @@ class Line(msgspec.Struct, frozen=True):
 
     event: str
     """One of start, version and end."""
-    attempt: int
-    version: int
+    attempt: Count
+    version: Count
     time: float
     """Unix time."""
     seconds: float
     """Seconds of this attempt so far."""
-    generated: int
+    generated: Count
     """Tokens drawn. `tokens` adds up to it."""
-    tokens: dict[str, int]
+    tokens: dict[str, Count]
     """Tokens by bucket (report/tokens.py)."""
-    prefill: int = 0
+    prefill: Count = 0
     """Tokens that this attempt has read into KV caches."""
     devices: dict[str, Device] = {}
     slots: dict[str, float] = {}
     """Sample-seconds by the sample's state."""
-    samples: dict[str, int] = {}
+    samples: dict[str, Count] = {}
     """Samples that are in each state now."""
-    retired: int = 0
+    retired: Count = 0
     """Samples that this attempt has trained to a live version."""
     requests: Work = Work()
     scores: Work = Work()
@@ -70,7 +76,7 @@ class Line(msgspec.Struct, frozen=True):
     """Seconds of engines by the number of requests that draw (report/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
-    limit: int | None = None
+    limit: Count | None = None
     """Samples that the whole run trains."""
     share_cores: bool = False
     """Whether the devices are processes on the cores of one CPU."""
@@ -141,7 +147,7 @@ class Accounts:
             return
         try:
             if event == "start":
-                mend(self._path)
+                own(self._path)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(self.line(event)) + b"\n")
         except OSError as error:
@@ -154,21 +160,49 @@ class Accounts:
 def read(run_dir: Path) -> list[Line]:
     """Return the lines of a run, oldest first. A line that is not whole is left out."""
     path = run_dir / FILE
-    lines: list[Line] = []
+    found: list[Line] = []
     if path.is_file():
-        for text in path.read_bytes().split(b"\n")[:-1]:
+        for text in lines(path):
             try:
-                lines.append(msgspec.json.decode(text, type=Line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                if text.endswith(b"\n"):
+                    found.append(msgspec.json.decode(text, type=Line))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
-    return lines
+    return found
 
 
-def mend(path: Path) -> None:
-    """Remove a last line that a crash left unfinished."""
-    if path.is_file():
+def counts_at_stop(
+    lines: Sequence[Line], version: int, slots: Iterable[tuple[int, Slot]]
+) -> dict[str, float]:
+    """Return the counts at the end of the attempt whose last checkpoint has `version` and `slots`.
+
+    The checkpoint itself was written before the attempt threw tokens away. {} if the attempt was
+    killed, or if the checkpoint is an older one.
+    """
+    for line in reversed(lines):
+        if line.version < version:
+            break
+        if line.event == "end":
+            tokens = dict(line.tokens)
+            held = sum(tokens_of_slot(slot) for _, slot in slots)
+            if line.version != version or tokens.pop("held", 0) != held:
+                break
+            return {f"{PREFIX}{name}": float(count) for name, count in tokens.items()}
+    return {}
+
+
+def own(path: Path) -> None:
+    """Prepare a file for another attempt. A link in its place is replaced and not followed.
+
+    A last line that a crash left unfinished is removed. Raise OSError if it is no regular file.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_file():
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
+    elif path.exists():  # a write to a pipe would wait for its reader
+        raise FileExistsError(EEXIST, "it is not a file")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace.report import balance, costs
 from millrace.report.measured import Measured
 from millrace.report.sentence import Advice
@@ -14,6 +16,13 @@ __all__ = ["Advice", "advise"]
 
 LEAST_GAIN = 0.03
 """A smaller gain is within the error of the arithmetic."""
+
+FAR = 0.5
+"""A larger gain is a bound: with so many more samples, what did not bind before may bind."""
+MOST_DROPS = 0.05
+"""With a larger share of dropped tokens, the stock of samples swings more than is computed."""
+LEAST_VERSIONS = 4
+"""With fewer versions, the figures are those of a moment."""
 
 RULES = (
     balance.fill_the_engines,
@@ -42,8 +51,26 @@ def advise(measured: Measured) -> list[Advice]:
     found = [advice for rule in RULES if (advice := rule(flow)) is not None]
     found = [one for one in found if one.gain is None or one.gain >= LEAST_GAIN]
     found.sort(key=lambda one: (one.at_most, -(one.gain or 0.0)))
+    found = _once(found)
     turns, more = balance.with_turns(flow), balance.add_a_device(flow)
     best = max((one.gain or 0.0 for one in found), default=-1.0)
     if turns is not None:
         found = [turns, *found] if (turns.gain or 0.0) > best else [*found, turns]
-    return [*found, *more] or [balance.nothing(flow)]
+    found = [_marked(flow, one) for one in [*found, *more]]
+    return found or [balance.nothing(flow)]
+
+
+def _marked(flow: Throughput, one: Advice) -> Advice:
+    """Mark a gain as a bound if the run would be far from what was measured."""
+    far = one.gain is not None and one.gain > FAR
+    unsteady = flow.schedule.overlap_sync or flow.m.drop_share > MOST_DROPS
+    short = flow.m.versions < LEAST_VERSIONS
+    return replace(one, at_most=True) if far or unsteady or short else one
+
+
+def _once(advice: list[Advice]) -> list[Advice]:
+    """Return the advice without sentences on a key that an earlier one names first."""
+    found: dict[str, Advice] = {}
+    for one in advice:
+        found.setdefault(one.key if one.overrides else one.text, one)
+    return list(found.values())

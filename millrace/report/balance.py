@@ -19,11 +19,6 @@ SAME = 0.03
 """Rates that differ less are the same."""
 
 
-def _asynchronous(flow: Throughput) -> bool:
-    schedule = flow.schedule
-    return not schedule.colocated and schedule.staleness_threshold > 0
-
-
 def _full(flow: Throughput) -> bool:
     return flow.m.busy_slots >= FULL * flow.m.setup.slots
 
@@ -65,7 +60,7 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     m = flow.m
     full = m.occupied >= 0.95 * flow.schedule.capacity
     idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
-    if not (_asynchronous(flow) and full and idle) or flow.m.rewards_bind or _drains(flow):
+    if not (flow.asynchronous and full and idle) or flow.m.rewards_bind or _drains(flow):
         return None
     if train_out_of_order(flow) is not None:
         return None
@@ -101,7 +96,7 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
     demand = min(flow.demand, flow.natural_demand)
     change = Change(slots=math.ceil(flow.requests), demand=demand)
     rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
-    running = flow.schedule.capacity - flow.ready - rate * m.with_trainer / m.rate
+    running = flow.schedule.capacity - flow.ready - rate * flow.with_trainer_s()
     peak = demand * running + flow.schedule.window * setup.n / 2
     each = math.ceil(min(flow.requests, peak) / setup.replicas / 8) * 8
     if each * setup.replicas <= setup.slots:
@@ -133,7 +128,7 @@ def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
 def move_a_device(flow: Throughput) -> Advice | None:
     """One side waits for the other: move devices to the other."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
+    if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return None
     best: tuple[float, int] = (m.rate, 0)
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
@@ -160,7 +155,7 @@ def move_a_device(flow: Throughput) -> Advice | None:
 def add_a_device(flow: Throughput) -> list[Advice]:
     """One side binds, and the other has no device to give: one more."""
     setup, m = flow.setup, flow.m
-    if not _asynchronous(flow) or flow.m.rewards_bind or setup.share_cores:
+    if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return []
     step = max(setup.node_devices, setup.rollouts // setup.replicas)
     if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
@@ -186,7 +181,7 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
     m, schedule = flow.m, flow.schedule
     ready = m.mean("ready")
     strict = schedule.lookahead < schedule.window
-    if not (_asynchronous(flow) and strict) or m.starved < IDLE:
+    if not (flow.asynchronous and strict) or m.starved < IDLE:
         return None
     if ready < 0.75 * schedule.step_size or _drains(flow):
         return None
@@ -215,7 +210,7 @@ def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[st
 def without_turns(flow: Throughput) -> Advice | None:
     """The sides take turns: let both work at the same time."""
     m, schedule = flow.m, flow.schedule
-    if _asynchronous(flow) or (schedule.colocated and schedule.staleness_threshold):
+    if flow.asynchronous or (schedule.colocated and schedule.staleness_threshold):
         return None
     if schedule.colocated and m.setup.share_cores:
         return None
@@ -243,7 +238,7 @@ def without_turns(flow: Throughput) -> Advice | None:
 
 def with_turns(flow: Throughput) -> Advice | None:
     """Asynchrony gains nothing: the plain mode."""
-    if not _asynchronous(flow):
+    if not flow.asynchronous:
         return None
     if flow.m.drop_share > 0.05 or flow.m.rewards_bind or flow.setup.share_cores:
         return None
@@ -258,8 +253,11 @@ def with_turns(flow: Throughput) -> Advice | None:
         "Nothing to gain from asynchrony here: the sides can take turns on all devices, and every "
         f"sample is new. {' '.join(overrides)}"
     )
-    if gain >= SAME:
-        text += f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+    text += (
+        f" is faster if a hand-over takes less than {spare / 2:.2g} s"
+        if gain >= SAME
+        else " is as fast if a hand-over takes no time"
+    )
     return Advice(text, overrides, gain, at_most=True)
 
 
@@ -271,7 +269,7 @@ def nothing(flow: Throughput) -> Advice:
             f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
             "more devices help"
         )
-    if _asynchronous(flow) and _full(flow):
+    if flow.asynchronous and _full(flow):
         return Advice(
             f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
             "faster engines or more devices help"

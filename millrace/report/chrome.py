@@ -19,7 +19,7 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.codec import sendable
@@ -67,7 +67,7 @@ class Translator:
     def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
         if len(event.key) > _MOST_KEY or not event.key.isascii():
-            event = replace(event, key=sendable(event.key[:_MOST_TEXT]))
+            event = event._replace(key=sendable(event.key[:_MOST_TEXT]))
         ts = round((event.time - self._zero) * 1e6)
         phase = event.phase
         if phase == "begin":
@@ -218,7 +218,7 @@ def _number(key: str) -> int | None:
     return int(head) if head.isdecimal() and len(head) < 16 else None
 
 
-def plain(facts: dict[str, Any]) -> dict[str, Any] | None:
+def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the facts that a trace can hold: numbers, short texts, short lists."""
     if not facts:
         return None

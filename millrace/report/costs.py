@@ -19,6 +19,13 @@ MOST = 10
 AIM_OF_TURNS = 0.05
 """The share to which larger windows bring syncs and hand-overs down."""
 MOST_WINDOWS = 8
+ONCE = (
+    *("sync_keep", "sync_transfer", "sync_activate", "wait_rollouts"),
+    *("switch", "save_checkpoint", "wait_validation"),
+)
+"""What a version pays once, however large its window is."""
+SURE = 0.25
+"""A larger gain from a sync's overlap is a bound: samples stay longer with the trainer."""
 MOST_READ = 0.3
 """Tokens that an engine reads again for each drawn one, from which on they cost time."""
 
@@ -35,8 +42,9 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
     drains = schedule.on_sync is OnSync.DRAIN and not schedule.colocated
     if not drains or not schedule.staleness_threshold or pause < IDLE * m.version_s:
         return None
-    change = Change(held_s=pause, ready=min(flow.ready, flow.least_ready))
-    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    waits = _seconds(flow, "wait_rollouts")
+    change = Change(held_s=pause, saved_s=waits, ready=min(flow.ready, flow.least_ready))
+    rate = min(flow.trainer_ceiling(change), flow.ledger_ceiling(change))
     share = pause / m.version_s
     overrides = ("mode=async_partial", _same_staleness(flow))
     text = (
@@ -75,17 +83,21 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
     why = f"Syncs take {share:.0%} of the trainer's time"
     if schedule.staleness_threshold and not schedule.colocated:
         own = _seconds(flow, "sync_keep", "sync_transfer", "sync_activate")
-        rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling())
+        # A sync begins after the one before it.
+        sync_ceiling = m.samples / m.versions / max(1e-9, own)
+        rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling(), sync_ceiling)
         # A trainer that waits for another reason keeps waiting.
         rate *= flow.m.rate / max(flow.m.rate, flow.rate())
         text = f"{why}. async_training.overlap_sync=true trains the next samples meanwhile"
-        return Advice(text, ("async_training.overlap_sync=true",), flow.gain(rate))
-    return _larger_window(flow, why, max(2, math.ceil(share / AIM_OF_TURNS)), sync)
+        gain = max(0.0, flow.gain(rate))
+        return Advice(text, ("async_training.overlap_sync=true",), gain, at_most=gain > SURE)
+    return _larger_window(flow, why, max(2, math.ceil(share / AIM_OF_TURNS)))
 
 
-def _larger_window(flow: Throughput, why: str, factor: int, seconds: float) -> Advice:
-    """Advise a window that is `factor` times as large, so that it pays `seconds` more rarely."""
+def _larger_window(flow: Throughput, why: str, factor: int) -> Advice:
+    """Advise a window that is `factor` times as large, so that it pays more rarely."""
     factor = min(MOST_WINDOWS, factor)
+    seconds = _seconds(flow, *ONCE)
     trigger = flow.schedule.trigger_parameter_sync_step * factor
     key = f"async_training.trigger_parameter_sync_step={trigger}"
     text = f"{why}. {key} pays them once for {factor} windows"
@@ -100,7 +112,7 @@ def fewer_hand_overs(flow: Throughput) -> Advice | None:
         return None
     factor = max(2, math.ceil(share / AIM_OF_TURNS))
     why = f"Hand-overs of the shared devices take {share:.0%} of the time"
-    return _larger_window(flow, why, factor, switch)
+    return _larger_window(flow, why, factor)
 
 
 def fewer_validations(flow: Throughput) -> Advice | None:
@@ -145,8 +157,12 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
     m, workers = flow.m, flow.setup.reward_workers
     if not m.rewards_bind or m.starved < IDLE:
         return None
-    change = Change(demand=flow.natural_demand)
-    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    if flow.asynchronous or (flow.schedule.colocated and flow.schedule.staleness_threshold):
+        score_s = workers * m.seconds / max(1.0, m.scores)
+        change = Change(demand=flow.scored_demand(score_s))
+        rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    else:  # in turns, scores cost the time in which nothing else is under way
+        rate = flow.without(m.reward_wait_s / m.versions)
     needed = math.ceil(workers * rate / m.rate * 1.1)
     queue = m.score_s / m.seconds - workers
     busy = f"All {workers} reward workers are busy" if workers > 1 else "The reward worker is busy"

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from millrace.observe.watch import Event
 from millrace.report.flow import FlowAccount
@@ -61,16 +61,24 @@ class _Replica:
         self._requests = {"generate": 0, "validate": 0}
         self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), Seconds()
 
-    def change(self, event: Event, idle: Callable[[], Seconds]) -> None:
-        """Count a request. `idle` returns the seconds of the shared state until now."""
+    def change(self, event: Event, idle: Clock) -> None:
+        """Count a request. `idle` is the clock of the shared state."""
+        requests = self._requests
         work = "validate" if event.key.startswith(VALIDATION) else "generate"
-        self._requests[work] += 1 if event.phase == "begin" else -1
-        now = next((name for name, count in self._requests.items() if count), "idle")
-        if now != self._work.state and self._work.state == "idle":
-            self._idle += idle() - self._idle_before
-        elif now != self._work.state and now == "idle":
-            self._idle_before = idle()
+        requests[work] += 1 if event.phase == "begin" else -1
+        now = "generate" if requests["generate"] else "validate" if requests["validate"] else "idle"
+        before = self._work.state
+        if now == before:
+            return
+        if before == "idle":
+            self._idle += idle.until(event.time) - self._idle_before
+        elif now == "idle":
+            self._idle_before = idle.until(event.time)
         self._work.switch(event.time, now)
+
+    @property
+    def idle(self) -> bool:
+        return self._work.state == "idle"
 
     def until(self, now: float, idle: Seconds) -> Seconds:
         waits = idle - self._idle_before if self._work.state == "idle" else Seconds()
@@ -103,12 +111,15 @@ class DeviceAccount:
         self._trainer, self._steps, self._moved = Clock(now, "other"), Seconds(), Seconds()
         self._idle = Clock(now, "other")
         self._replicas = {track: _Replica(now) for track in replicas}
-        self._pauses = 0
+        self._pauses, self._number_idle = 0, len(replicas)
 
     def __call__(self, event: Event) -> None:
-        if event.name == "request" and event.track in self._replicas:
-            now = event.time
-            self._replicas[event.track].change(event, lambda: self._idle.until(now))
+        if event.name == "request":
+            replica = self._replicas.get(event.track)
+            if replica is not None:
+                before = replica.idle
+                replica.change(event, self._idle)
+                self._number_idle += replica.idle - before
         elif event.track == "trainer" and event.phase == "state":
             self._trainer.switch(event.time, event.name)
         elif event.name == "relabelled":
@@ -118,7 +129,8 @@ class DeviceAccount:
             self._steps.update(event.facts["report"].seconds)
         elif event.name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
-        self._idle.switch(event.time, self._idle_state())
+        if self._number_idle:  # Else nobody is in this state, and its clock may be late.
+            self._idle.switch(event.time, self._idle_state())
 
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""

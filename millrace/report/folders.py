@@ -18,8 +18,10 @@ def own(folder: Path) -> Path:
 
 
 def files(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the regular files of `folder` with such a name, by name. A link is no regular file."""
+    """Return the regular files of `folder` with such a name, by name. A link is not followed."""
     try:
+        if folder.is_symlink():
+            return []
         found = [p for p in folder.iterdir() if name.fullmatch(p.name)]
         return sorted(p for p in found if p.is_file() and not p.is_symlink())
     except OSError:

@@ -17,15 +17,15 @@ from typing import Literal, TypeVar
 
 import msgspec
 import psutil
-import yaml
-from pydantic import ValidationError
 
 from millrace.config import Config
 from millrace.errors import MillraceError
+from millrace.observe.files import open_regular
 from millrace.observe.guard import CAUSES, PREFIX
 from millrace.report.accounts import FILE, Line
 from millrace.report.accounts import Device as Account
-from millrace.report.tail import Tail, open_regular
+from millrace.report.config_file import read_config
+from millrace.report.tail import Tail
 from millrace.schedule.modes import name_of
 
 RECENT = 10
@@ -189,10 +189,8 @@ class Looker:
         try:
             written = path.stat().st_mtime
             if written != self._config[0]:
-                with open_regular(path) as file:
-                    tree = yaml.safe_load(file)
-                self._config = written, Config.model_validate(tree)
-        except (OSError, ValueError, ValidationError, MillraceError, yaml.YAMLError):
+                self._config = written, Config.model_validate(read_config(self.folder))
+        except (OSError, ValueError, OverflowError, MillraceError):
             return self._config[1]  # half written, or of another version of millrace
         return self._config[1]
 

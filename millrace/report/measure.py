@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from millrace.config import recipe
 from millrace.config.layers import Tree, expand, settings_of
 from millrace.config.verl.translate import Note
@@ -17,6 +15,7 @@ from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
 from millrace.report.accounts import Line, read
 from millrace.report.advice import Advice, advise
+from millrace.report.config_file import read_config
 from millrace.report.measured import Measured, Setup
 from millrace.report.pace import step_line
 from millrace.schedule.modes import name_of
@@ -37,9 +36,9 @@ def setup_at(run_dir: Path) -> tuple[Setup, Tree] | None:
     None if its file is missing or foreign.
     """
     try:
-        tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+        tree = read_config(run_dir)
         config = recipe.parse(tree)
-    except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+    except (OSError, ValueError, TypeError, OverflowError, ConfigError):
         return None
     parts = config.reward.parts.values()
     trainer, rollout = config.trainer, config.rollout
@@ -69,7 +68,7 @@ def measure(run_dir: Path) -> Measured | None:
     if found is None or not lines:
         return None
     setup = found[0]
-    rows = {v: row for v, row in read_rows(run_dir, 10**12)[0].items() if _whole(row)}
+    rows = {v: row for v, row in _numbers(read_rows(run_dir, 10**12)[0]).items() if _whole(row)}
     attempt = [line for line in lines if line.attempt == lines[-1].attempt]
     versions = steady_versions(setup.schedule, rows, attempt)
     return measured_of(setup, rows, attempt, versions)
@@ -179,6 +178,7 @@ def _totals(
         dropped_tokens=dropped,
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
+        reward_wait_s=_seconds_of(after, "wait_rewards") - _seconds_of(before, "wait_rewards"),
         scores=after.scores.count - before.scores.count,
         any_score_s=(after.scores.busy - before.scores.busy) * scale,
         hold_s=total("sync/hold_s"),
@@ -189,6 +189,12 @@ def _totals(
         more_running=more("waiting", "running"),
         step_line=step,
     )
+
+
+def _seconds_of(line: Line, state: str) -> float:
+    """Return the mean seconds of this state over the tracks that draw."""
+    found = [d.seconds.get(state, 0.0) for track, d in line.devices.items() if track != "trainer"]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _of_prefix(tokens: Mapping[str, int], prefix: str) -> dict[str, float]:
@@ -227,6 +233,14 @@ def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | Non
         tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
         versions.append((loads, tokens))
     return step_line(versions[-MOST_VERSIONS:])
+
+
+def _numbers(rows: Rows) -> dict[int, dict[str, float]]:
+    """Return the rows without values that are no numbers, or that no run has."""
+    return {
+        version: {k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e15}
+        for version, row in rows.items()
+    }
 
 
 def _whole(row: Mapping[str, float]) -> bool:

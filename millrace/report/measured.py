@@ -87,6 +87,8 @@ class Measured:
     """Seconds of all requests inside an engine, the wait for a decode slot included."""
     score_s: float = 0.0
     """Seconds of all calls of the reward, the wait for a worker included."""
+    reward_wait_s: float = 0.0
+    """Mean seconds in which a replica's devices wait for nothing but rewards."""
     scores: float = 0.0
     """Calls of the reward."""
     any_score_s: float = 0.0

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from millrace.codec import sendable
 from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
 from millrace.observe.sinks import read_rows
 from millrace.pipeline import history
@@ -27,6 +29,8 @@ EXAMPLES = (
     "group by all order by seconds desc limit 10",
 )
 _EVERY_VERSION = 2**53
+MOST_ROWS = 2_000_000
+"""The most rows of an answer: each takes memory here."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,42 @@ def query(run_dir: Path, sql: str) -> Answer:
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
     connection = _open(duckdb, run_dir, [name for name in TABLES if name in words])
     try:
-        result = connection.execute(sql)
-        if result is None:
+        answer = _interruptible(connection, sql)
+        if answer is None:
             raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
-        columns = [column[0] for column in result.description or ()]
-        return Answer(columns, result.fetchall() if columns else [])
+        if len(answer.rows) > MOST_ROWS:
+            rule = f"has more than {MOST_ROWS:,} rows"
+            raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
+        return answer
     except duckdb.Error as error:
         names = ", ".join(TABLES)
         raise bad_value("SQL", sql, _rule(error), f"SQL on the tables {names}") from None
     finally:
         connection.close()
+
+
+def _interruptible(connection: Any, sql: str) -> Answer | None:
+    """Return the answer, or None if there is no statement. Ctrl-C ends the query.
+
+    DuckDB does not look at signals while it works, so it works in a thread.
+    """
+
+    def ask() -> Answer | None:
+        result = connection.execute(sql)
+        if result is None:
+            return None
+        columns = [column[0] for column in result.description or ()]
+        return Answer(columns, result.fetchmany(MOST_ROWS + 1) if columns else [])
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            return asked.result()
+        except BaseException:
+            while not asked.done():  # an interrupt before the query begins has no effect
+                connection.interrupt()
+                wait([asked], 0.05)
+            raise
 
 
 def tables(run_dir: Path) -> list[Table]:
@@ -94,6 +124,7 @@ def _open(duckdb: Any, run_dir: Path, names: Iterable[str]) -> Any:
     for name in names:
         connection.register(name, TABLES[name](run_dir))
     for setting in (
+        "temp_directory=''",
         "enable_external_access=false",
         "python_enable_replacements=false",
         "autoinstall_known_extensions=false",
@@ -131,7 +162,7 @@ def _by_version(rows: dict[int, dict[str, float]]) -> pa.Table:
     for name in names:
         if name != "version":
             values = [_number(rows[version].get(name)) for version in sorted(rows)]
-            columns[name] = pa.array(values, pa.float64())
+            columns[sendable(name)] = pa.array(values, pa.float64())
     return pa.table(columns)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event, Watch
-from millrace.report.accounts import FILE, Accounts, read
+from millrace.report.accounts import FILE, Accounts, Line, counts_at_stop, read
 from millrace.report.devices import DeviceAccount
 from millrace.report.flow import FlowAccount
 from millrace.report.pace import LoadAccount
@@ -59,8 +60,11 @@ class Recorder:
         `decode` is called in a thread. `note` gets one line for each problem of a watcher.
         """
         slots = ledger.snapshot().slots
-        lines = read(run_dir)
-        tokens = TokenAccount(counts, slots, lines[-1].generated if lines else 0)
+        lines = earlier(run_dir)
+        generated = lines[-1].generated if lines else 0
+        counts = counts_at_stop(lines, ledger.version, slots) or counts
+        tokens = TokenAccount(counts, slots, generated)
+        self._saved: LedgerSnapshot | None = None
         now = clock()
         flow, loads = FlowAccount(now), LoadAccount()
         account = DeviceAccount(
@@ -102,14 +106,31 @@ class Recorder:
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""
+        self._saved = snapshot
         return self.accounts.tokens.counts(snapshot)
 
     def end(self, snapshot: LedgerSnapshot) -> None:
-        """End the accounts of an attempt that ended in order. Its checkpoint has `snapshot`."""
-        self.accounts.tokens.end(snapshot)
+        """End the accounts of an attempt that ended in order, at `snapshot`.
+
+        Rollouts may have continued after the last checkpoint. They are thrown away.
+        """
+        saved = self._saved
+        at_end = saved is not None and saved.version == snapshot.version
+        self.accounts.tokens.end(saved if saved is not None and at_end else snapshot)
         self.accounts.write("end")
 
     def close(self) -> None:
-        """Write what is not written yet. Each file has a limited time for it."""
-        for file in self._files:
-            file.close()
+        """Write what is not written yet. Each file has a limited time for it, at the same time."""
+        threads = [threading.Thread(target=file.close, daemon=True) for file in self._files]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def earlier(run_dir: Path) -> list[Line]:
+    """Return the accounts of earlier attempts. A file that cannot be read has none."""
+    try:
+        return read(run_dir)
+    except OSError:
+        return []

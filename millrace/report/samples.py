@@ -12,64 +12,23 @@ too slow, versions are missing and the run loses nothing. A kill may lose the ve
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.codec import sendable
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory
+from millrace.report.rows import SCHEMA, Decode, Rows
+from millrace.types import PolicyVersion, Sample
 
 NAME = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
 """The files of the surviving history."""
 _OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{NAME.pattern}")
-
-SCHEMA = pa.schema(
-    [
-        ("version", pa.int32()),
-        ("sample", pa.int64()),
-        ("trajectory", pa.int16()),
-        ("outcome", pa.string()),
-        ("data_source", pa.string()),
-        ("prompt", pa.string()),
-        ("response", pa.string()),
-        ("ground_truth", pa.string()),
-        ("reward", pa.float64()),
-        ("raw", pa.float64()),
-        ("components", pa.map_(pa.string(), pa.float64())),
-        ("answer", pa.string()),
-        ("prompt_tokens", pa.int32()),
-        ("tokens", pa.int32()),
-        ("stop", pa.string()),
-        ("admitted_version", pa.int32()),
-        (
-            "segments",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("version", pa.int32()),
-                        ("author", pa.string()),
-                        ("tokens", pa.int32()),
-                        ("text", pa.string()),
-                    ]
-                )
-            ),
-        ),
-    ]
-)
-"""The columns. `version` is the version that the row trained. A dropped row has the live version.
-
-`reward` is the value that training used, and `raw` the value before any shaping.
-"""
 
 _ROWS = 1024
 """Rows that are in memory as texts at once."""
@@ -77,7 +36,6 @@ _BYTES_OF_TRAJECTORY = 1000
 """Memory of a trajectory that waits, without its tokens."""
 _BYTES_OF_TOKEN = 8
 
-Decode = Callable[[Tokens], str]
 Kept = tuple[Sample, PolicyVersion, str]
 """A sample, the version of its rows, and their outcome."""
 
@@ -226,7 +184,7 @@ class SampleStore:
         name = f"version-{version:06d}-attempt-{self._attempt:03d}.parquet"
         temporary, final = self._folder / f".writing-{name}", self._folder / name
         try:
-            self._encode(temporary, _rows(kept, self._decode))
+            self._encode(temporary, kept)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -242,11 +200,14 @@ class SampleStore:
             temporary.rename(final)
             self._total += size
 
-    def _encode(self, path: Path, rows: Iterator[Row]) -> None:
+    def _encode(self, path: Path, kept: list[Kept]) -> None:
         with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
-            while batch := list(itertools.islice(rows, _ROWS)):
-                columns = zip(SCHEMA.names, zip(*batch, strict=True), strict=True)
-                out.write_batch(pa.RecordBatch.from_pydict(dict(columns), SCHEMA))
+            rows = Rows(self._decode)
+            for sample, version, outcome in kept:
+                rows.add(sample, version, outcome)
+                if len(rows) >= _ROWS:
+                    out.write_batch(rows.take())
+            out.write_batch(rows.take())
 
     def _stop(self, why: str) -> None:
         self._ended = True
@@ -310,60 +271,3 @@ def _version(path: Path) -> PolicyVersion:
 def _bytes(sample: Sample) -> int:
     """Return about how much memory a sample takes while it waits."""
     return sum(_BYTES_OF_TRAJECTORY + _BYTES_OF_TOKEN * t.num_tokens for t in sample.trajectories)
-
-
-Row = tuple[Any, ...]
-"""The values of one row, in the order of SCHEMA."""
-
-
-def _rows(kept: list[Kept], decode: Decode) -> Iterator[Row]:
-    for sample, version, outcome in kept:
-        prompt = sample.prompt
-        texts = _clean(prompt.data_source), _clean(prompt.text)
-        truth, size = _text(prompt.ground_truth), len(prompt.tokens)
-        for i, trajectory in enumerate(sample.trajectories):
-            response, tokens, segments = _segments(trajectory, decode)
-            score, stop = trajectory.score, trajectory.stop
-            yield (
-                *(version, prompt.index, i, outcome),
-                *(*texts, response, truth, *_scores(score)),
-                *(size, tokens, stop.value if stop else None),
-                *(sample.admitted_version, segments),
-            )
-
-
-def _segments(trajectory: Trajectory, decode: Decode) -> tuple[str, int, list[dict[str, Any]]]:
-    """Return the text and the length of a response, and its segments."""
-    segments: list[dict[str, Any]] = [
-        {
-            "version": s.version,
-            "author": s.author.value,
-            "tokens": len(s.tokens),
-            "text": _clean(decode(s.tokens)),
-        }
-        for s in trajectory.segments
-    ]
-    if len(segments) == 1:
-        return segments[0]["text"], segments[0]["tokens"], segments
-    # A character may begin in one segment and end in the next one.
-    return _clean(decode(trajectory.tokens)), trajectory.num_tokens, segments
-
-
-def _scores(score: Score | None) -> Row:
-    """Return reward, raw, components and answer."""
-    if score is None:
-        return None, None, {}, None
-    extra = {_clean(name): float(value) for name, value in score.extra.items()}
-    answer = None if score.answer is None else _clean(score.answer)
-    return score.value, score.unshaped, extra, answer
-
-
-def _clean(text: str) -> str:
-    return text if text.isascii() else sendable(text)
-
-
-def _text(value: Any) -> str | None:
-    """Return a ground truth as text. Anything but a text is JSON."""
-    if value is None or isinstance(value, str):
-        return value if value is None else _clean(value)
-    return _clean(json.dumps(value, default=str, ensure_ascii=False))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from millrace.observe.files import CHUNK, open_regular
 from millrace.report import folders
 from millrace.report.trace import HEADER, NAME
 
@@ -47,7 +48,7 @@ class _Line(msgspec.Struct, gc=False):
 
 class _Header(msgspec.Struct):
     unix_s: float
-    attempt: int
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     file: int
 
 
@@ -108,17 +109,17 @@ class _Attempt:
     def read(self, path: Path) -> None:
         skipped: set[bytes] = set()
         try:
-            with path.open("rb") as file:
-                file.readline()
-                if not self._starts(file.readline()):
+            with open_regular(path) as file:
+                file.readline(CHUNK)
+                if not self._starts(file.readline(CHUNK)):
                     return
-                for text in file:
+                while (text := file.readline(CHUNK)) and len(text) < CHUNK:
                     head = text[: text.find(b",")]
                     if head in skipped:
                         continue
                     try:
                         line = _decode(text.rstrip(b",\n"))
-                    except msgspec.DecodeError:
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                         continue  # the end of the array, or a line that a crash cut off
                     if not self._add(line):
                         skipped.add(head)
@@ -130,7 +131,7 @@ class _Attempt:
         try:
             line = _decode(text.rstrip(b",\n"))
             header = msgspec.convert(line.args, _Header)
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         same = self.header is None or self.header.unix_s == header.unix_s
         if line.name != HEADER or not same:

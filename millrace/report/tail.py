@@ -7,25 +7,14 @@ not have made it yet. None of this is an error here.
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
+from millrace.observe.files import CHUNK, open_regular
+
 T = TypeVar("T")
-
-CHUNK = 1 << 24
-"""The most bytes of one read. A longer line is left out."""
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError if it is a pipe or a device, which might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a file")
-    return open(descriptor, "rb")
 
 
 class Tail(Generic[T]):
@@ -59,7 +48,8 @@ class Tail(Generic[T]):
                     whole = data.rfind(b"\n") + 1
                     if not whole and len(data) < CHUNK:
                         break  # half a line: its end comes later
-                    self._at += whole or len(data)
+                    # No line of a run is longer than CHUNK. After one, nothing is.
+                    self._at = self._at + whole if whole else found.st_size
                     lines += self._decoded(data[:whole])
             except OSError:  # the file went away on a shared file system
                 pass

@@ -2,9 +2,10 @@
 
 Three rates bound a pipeline, and the smallest one is the rate of the run.
 
-**The trainer.** A version takes B seconds of the trainer's own work: steps, syncs, saves. It trains
-the W samples of a window. So the trainer's ceiling is W / B. With k times the devices, the seconds
-of the steps are divided by k. The other seconds stay.
+**The trainer.** A version takes B seconds of the trainer without its waits for samples: steps,
+syncs, saves, and the waits for validations and for running responses. It trains the W samples of a
+window. So the trainer's ceiling is W / B. With k times the devices, the seconds of the steps are
+divided by k. The other seconds stay: more samples do not make a validation shorter.
 
 **The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/pace.py
 finds f and e). A trained sample costs t drawn tokens: its own, and its part of the dropped ones. So
@@ -89,16 +90,28 @@ class Throughput:
         step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
         self.step = m.step_line or (step_s, 0.0)
         """f and e."""
-        self.trainer_s = m.version_s * (1 - m.trainer_idle)
-        """B: seconds of the trainer's own work in each version."""
+        self.trainer_s = m.version_s * (1 - m.starved)
+        """B: seconds of each version in which the trainer does not wait for samples."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
         """t: drawn tokens for each trained sample."""
         self.ready = m.mean("ready") if m.starved > 0.05 else self.least_ready
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether the sides work at the same time on devices of their own."""
+        return not self.schedule.colocated and self.schedule.staleness_threshold > 0
+
+    @property
     def natural_demand(self) -> float:
         """Return g if no request waits for a decode slot and no score is late."""
         return self.setup.n * self.m.mean_length / max(self.m.mean_length, self.m.longest_of_n)
+
+    def scored_demand(self, score_s: float) -> float:
+        """Return g if no request waits for a decode slot and every score takes `score_s`."""
+        fixed, each = self.step
+        step_s = fixed + each * self.m.busy_slots / self.setup.replicas
+        longest_s = max(self.m.mean_length, self.m.longest_of_n) * step_s
+        return self.setup.n * self.m.mean_length * step_s / max(1e-9, longest_s + score_s)
 
     @property
     def least_ready(self) -> float:
@@ -113,9 +126,17 @@ class Throughput:
 
     def trainer_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of a trainer that never waits."""
-        scale = self.setup.trainers / (change.trainers or self.setup.trainers)
-        seconds = self.trainer_s - self.steps_s * (1 - scale) - change.saved_s
+        seconds = self.trainer_s - self.steps_s * (1 - self.scale(change)) - change.saved_s
         return self.m.samples / self.m.versions / max(1e-9, seconds)
+
+    def scale(self, change: Change = NOTHING) -> float:
+        """Return how much longer the trainer's steps take."""
+        return self.setup.trainers / (change.trainers or self.setup.trainers)
+
+    def with_trainer_s(self, change: Change = NOTHING) -> float:
+        """Return the mean seconds for which the trainer has a sample."""
+        longer = self.steps_s * (self.scale(change) - 1)
+        return max(0.0, self.m.with_trainer / self.m.rate + longer - change.held_s)
 
     def drawn(self, busy: float, change: Change = NOTHING) -> float:
         """Return the samples per second that `busy` drawing slots give."""
@@ -145,7 +166,7 @@ class Throughput:
         """Return the samples per second that the slots of the ledger allow."""
         capacity = change.capacity or self.schedule.capacity
         ready = self.ready if change.ready is None else change.ready
-        with_trainer_s = self.m.with_trainer / self.m.rate - change.held_s
+        with_trainer_s = self.with_trainer_s(change)
         low, high = 0.0, self.engine_ceiling(change)
         for _ in range(40):
             middle = (low + high) / 2
@@ -163,9 +184,13 @@ class Throughput:
         return min(self.trainer_ceiling(change), self.engine_ceiling(change))
 
     def without(self, seconds: float) -> float:
-        """Return the rate if each version took `seconds` less and no engine became the bound."""
+        """Return the rate if each version took `seconds` less and nothing else became the bound."""
         rate = self.m.samples / self.m.versions / max(1e-9, self.m.version_s - seconds)
-        return min(rate, max(self.m.rate, self.engine_ceiling()))
+        others = self.engine_ceiling()
+        if self.asynchronous:
+            change = Change(held_s=seconds, ready=min(self.ready, self.least_ready))
+            others = self.ledger_ceiling(change)
+        return min(rate, max(self.m.rate, others))
 
     def gain(self, rate: float) -> float:
         """Return what `rate` is over the measured rate, as a share of it."""
@@ -195,14 +220,14 @@ class Throughput:
         setup, window = self.setup, self.schedule.window
         draw = self.drawing(window * setup.n, setup.replicas * setup.devices / setup.rollouts)
         steps = self.steps_s * setup.trainers / setup.devices
-        others = ("sync_transfer", "sync_activate")
-        sync = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
-        return self.m.samples / self.m.versions / (draw + steps + sync)
+        others = ("sync_transfer", "sync_activate", "save_checkpoint", "wait_validation", "other")
+        rest = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
+        return self.m.samples / self.m.versions / (draw + steps + rest)
 
     def larger_window(self, factor: int, once_s: float) -> float:
         """Return the rate of turns with a window that is `factor` times as large.
 
-        A version pays `once_s` once. Its steps take `factor` times as long. Its longest response
+        A version pays `once_s` once. All that happens once in a version is in it. Its steps take `factor` times as long. Its longest response
         still ends the drawing.
         """
         setup = self.setup
@@ -220,4 +245,4 @@ class Throughput:
         swing = self.schedule.window * self.setup.n / 2
         ready = self.ready if change.ready is None else change.ready
         running = (self.slots(change) + swing) / (change.demand or self.demand)
-        return running + ready + rate * self.m.with_trainer / self.m.rate
+        return running + ready + rate * self.with_trainer_s(change)

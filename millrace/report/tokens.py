@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from millrace.observe.watch import Event
 from millrace.ports import RolloutStats
@@ -77,7 +77,7 @@ class TokenAccount:
         elif event.name == "stepped":
             self._add_step(event)
         elif event.name == "published":
-            self._publish(event.facts["ids"])
+            self._publish(set(event.facts["ids"]))
 
     def _count(self, session: str, tokens: int) -> None:
         self._returned += tokens
@@ -99,7 +99,7 @@ class TokenAccount:
         step["trained"] -= step["rejected"] + step["filtered"]
         self._steps.append((samples[0].prompt.index, step))
 
-    def _publish(self, ids: Collection[int]) -> None:
+    def _publish(self, ids: set[int]) -> None:
         drawn = sum(self._in_slots.pop(sample_id, 0) for sample_id in ids)
         live: Counter[str] = Counter()
         # With overlap_sync, the first steps of the next version come before this event.
@@ -135,18 +135,23 @@ class TokenAccount:
 
         The samples of its slots are held there, also those that were dropped since then.
         """
-        buckets = Counter(self.buckets)
-        for sample_id, _ in snapshot.slots:
-            reason, tokens = self._dropped.get(sample_id, ("", 0))
-            if reason:
-                buckets[f"dropped/{reason}"] -= tokens
+        buckets = self._buckets_at(snapshot)
         return {f"{PREFIX}{name}": float(count) for name, count in buckets.items()}
+
+    def _buckets_at(self, snapshot: LedgerSnapshot) -> Counter[str]:
+        """Return the buckets without the samples that were dropped after `snapshot`."""
+        slots, buckets = dict(snapshot.slots), Counter(self.buckets)
+        for sample_id, (reason, tokens) in self._dropped.items():
+            if sample_id in slots or sample_id >= snapshot.admitted:
+                buckets[f"dropped/{reason}"] -= tokens
+        return buckets
 
     def end(self, snapshot: LedgerSnapshot) -> None:
         """Settle the account of an attempt that ended in order. No request runs any more.
 
         The last checkpoint has the samples of `snapshot`. All other tokens are thrown away.
         """
+        self.buckets = self._buckets_at(snapshot)
         held = sum(tokens_of_slot(slot) for _, slot in snapshot.slots)
         self.buckets["regenerated"] += self.generated - self.buckets.total() - held
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from millrace.config import Config, RolloutConfig
 from millrace.environments.single_turn import SingleTurn
@@ -43,6 +44,9 @@ from millrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from millrace.report.record import Recorder
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +89,43 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
                 train=outcome.train_seconds,
             )
     finally:
+        stop.detach()
         report = None
         if folder is not None and config.report.enable:
             report = await write_report(folder, progress)
-    return replace(outcome, report=report, advice=await abandonable(first_advice, folder))
+    return replace(outcome, report=report, advice=await unless_stopped(first_advice, folder) or "")
 
 
 async def write_report(folder: Path, progress: Progress) -> Path | None:
     """Write the report of a run that has ended in whatever way. Return None if that fails."""
-    from millrace.report.page.write import write_report as work
-
     progress.phase("writing the report")
     try:
-        return await abandonable(work, [folder])
+        from millrace.report.page.write import write_report as work
+
+        return await unless_stopped(work, [folder])
     except Exception as error:  # noqa: BLE001 - a run does not fail because its report does
         progress.note(f"warning: there is no report: {type(error).__name__}: {error}")
         return None
 
 
+async def unless_stopped(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Run `work` on a run that has ended, in a thread. Return None if a stop comes first.
+
+    The stop ends only this wait. The run keeps its result or its error.
+    """
+    try:
+        return await abandonable(work, *args, **kwargs)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        return None
+
+
 def first_advice(folder: Path) -> str:
     """Return the first sentence of advice on a run, or nothing if there is none."""
-    from millrace.report.measure import advise_run
-
     try:
+        from millrace.report.measure import advise_run
+
         return next((str(one) for one in advise_run(folder)), "")
     except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does
         return f"none: {type(error).__name__}: {error}"
@@ -153,12 +171,12 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
-        recorder.close()
         for tracker in outside:  # all of them end at the same time
             tracker.finish(complete)
         with ExitStack() as ends:
             for sink in sinks:
                 ends.callback(sink.close, complete)
+            await unless_stopped(recorder.close)
     return Outcome(
         run_dir=s.run.path,
         mode=mode_of(s.config),

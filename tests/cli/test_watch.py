@@ -47,7 +47,7 @@ def test_json_has_the_figures(run: Callable[..., Any], tmp_path: Path) -> None:
         (["missing"], "RUN = 'missing': no such folder"),
         (["file"], "RUN = 'file': is a file"),
         (["folder"], "is not the folder of a run"),
-        ([], "has no run. Fix: the folder of a run as RUN"),
+        ([], "has no run. Fix: a folder such as"),
     ],
 )
 @pytest.mark.parametrize("command", ["watch", "serve"])

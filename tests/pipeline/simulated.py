@@ -89,6 +89,8 @@ class Record:
     ended: list[float] = field(default_factory=list)
     """The time at which each local step ended."""
     validation: asyncio.Task[None] | None = None
+    saving: Callable[[LedgerSnapshot], None] = lambda snapshot: None
+    """Sees each snapshot when it is saved."""
 
     def published(self, trained: list[int], totals: Totals) -> None:
         assert totals.retired == len(self.retired) + len(trained) + self.retired_before
@@ -107,6 +109,7 @@ class Record:
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
         await asyncio.sleep(self.save_s)
+        self.saving(snapshot)
         self.saved = snapshot
         self.saves.append((snapshot.version, last))
 
@@ -152,7 +155,8 @@ class Outcome:
 
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
-                    greedy: bool, save_s: float, validation_s: float, watchers: Watchers) -> Outcome:  # fmt: skip
+                    greedy: bool, save_s: float, validation_s: float, watchers: Watchers,
+                    saving: Callable[[LedgerSnapshot], None]) -> Outcome:  # fmt: skip
     loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     watch = Watch(loop.time, watchers(loop.time(), ledger))
@@ -160,6 +164,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
     engine = SimTrainEngine(cost)
     record = Record(ledger, retired_before=ledger.retired, save_s=save_s, validation_s=validation_s)
+    record.saving = saving
     params = SamplingParams(max_tokens=1000)
     reward = WatchedReward(SimReward(cost, chance) if chance else SimReward(cost), watch)
     roller = SampleRoller(
@@ -197,6 +202,7 @@ def simulate(
     start: LedgerSnapshot | None = None, stop_at: float | None = None, replicas: int = 1,
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
     save_s: float = 0.0, validation_s: float = 0.0, watchers: Watchers = lambda now, ledger: (),
+    saving: Callable[[LedgerSnapshot], None] = lambda snapshot: None,
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -219,5 +225,6 @@ def simulate(
             save_s,
             validation_s,
             watchers,
+            saving,
         )
     )

@@ -312,3 +312,59 @@ def test_a_full_ledger_before_a_slow_trainer_does_not_promise_full_engines() -> 
     (about,) = [one for one in advise(slow) if one.text.startswith("The ledger is full")]
     assert "would keep the trainer busy" in about.text
     assert "would fill them" in advise(run(MEASURED))[0].text
+
+
+SMALL = FLAT.but(median=60.0, limit=256, window=8, n=8, versions=16)
+SEVERAL = {
+    "validations stay": SMALL.but(
+        mode="on_policy_pipeline", test_freq=1, validation_s=20.0, cost=replace(COST, step_s=1.0)
+    ),
+    "a sync begins after the one before it": SMALL.but(
+        staleness=3.0, cost=replace(SLOW_TRAINER, token_s=0.001, transfer_s=3.0)
+    ),
+    "scores take their time, also with more workers": SMALL.but(
+        staleness=1.0, workers=8, cost=replace(COST, reward_s=10.0)
+    ),
+    "starved, and checkpoints": SMALL.but(
+        workers=2, staleness=3.0, save_freq=1, save_s=4.0, cost=replace(COST, reward_s=0.4)
+    ),
+    "all that a version pays once": SMALL.but(
+        mode="colocate_sync",
+        cost=replace(COST, transfer_s=5.0, switch_s=2.0),
+        test_freq=1,
+        validation_s=3.0,
+    ),
+    "fewer devices keep samples for longer": SMALL.but(
+        trainers=2, staleness=0.5, cost=replace(COST, train_token_s=5e-4, transfer_s=1.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_gain_that_other_constraints_take_is_not_promised(name: str) -> None:
+    """Each promise is within 15 points, or says that it is a bound."""
+    case = SEVERAL[name]
+    before = run(case)
+    for one in advise(before):
+        if one.gain is None or one.at_most or not one.overrides:
+            continue
+        gain = run(followed(case, one)).rate / before.rate - 1
+        assert one.gain - gain < 0.15, f"{one}: the run gains {gain:+.0%}"
+
+
+def test_each_key_is_advised_once() -> None:
+    for case in SEVERAL.values():
+        keys = [one.key for one in advise(run(case)) if one.overrides]
+        assert len(keys) == len(set(keys))
+
+
+def test_rewards_that_nobody_waits_for_are_no_advice_in_turns() -> None:
+    """The rewards of early responses are computed while others are drawn."""
+    case = SMALL.but(
+        mode="colocate_sync", workers=1, cost=replace(COST, reward_s=0.005, switch_s=0.0)
+    )
+    before = run(case)
+    for one in advise(before):
+        if one.key == "reward.num_workers":
+            gain = run(followed(case, one)).rate / before.rate - 1
+            assert one.gain is not None and abs(one.gain - gain) < 0.15

@@ -21,13 +21,18 @@ from millrace.errors import ConfigError
 from millrace.pipeline import ownership
 from millrace.report import accounts, spans
 from millrace.report.advice import Advice
-from millrace.report.page import curves, head, sections, timeline
-from millrace.report.page.folder import load
+from millrace.report.page import compare, curves, head, sections
+from millrace.report.page import timeline as timelines
+from millrace.report.page.figures import rounded
+from millrace.report.page.folder import RunFolder, load
 from millrace.report.page.head import capacity_of
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
 from millrace.report.page.states import STATES, state_of
+from millrace.report.page.timeline import timeline
+from millrace.report.page.totals import devices
+from millrace.report.page.window import windows
 from millrace.report.page.write import LIMIT, MARK, write_report
 from millrace.report.spans import Span
 from tests.pipeline.simulated import RUNS
@@ -73,6 +78,72 @@ def test_other_spans_of_the_trainer_hide_no_part_of_its_time() -> None:
     (lane,) = lanes(columns(track), 8, colocated=False, complete=True)
     assert [NAMES[state] for state in lane.states] == ["wait_trajectories", "train"]
     assert lane.starts.tolist() == [0, 1] and lane.ends.tolist() == [1, 3]
+
+
+def test_a_response_that_was_lost_and_drawn_again_is_trained_once() -> None:
+    def request(attempt: int, tokens: int) -> Span:
+        facts = {"tokens": tokens, "stop": "eos"}
+        return Span(attempt, "rollout-0", "request", "7/0", attempt, attempt + 0.5, facts)
+
+    sealed = Span(2, "samples", "sealed", "7", 2.6, 2.7, {})
+    found = columns([request(1, 10), request(2, 30), sealed]).lengths
+    assert sorted(found.tolist()) == [[10, 0], [30, 1]]
+
+
+def test_a_greedy_baseline_is_no_trained_response() -> None:
+    facts = {"tokens": 10, "stop": "eos"}
+    drawn = [Span(1, "rollout-0", "request", f"7/{k}", k, k + 1, facts) for k in range(3)]
+    assert len(columns(drawn).lengths) == 3 and len(columns(drawn, n=2).lengths) == 2
+
+
+def test_times_late_in_a_long_run_are_not_rounded(tmp_path: Path) -> None:
+    """Five digits of 123,456.7 s are tens of seconds."""
+    late = 123_456.0
+    spans_ = [
+        Span(1, "sync", "activate", str(v), late + 2 * v, late + 2 * v + 0.25, {}) for v in range(9)
+    ]
+    spans_ += [Span(1, "trainer", "train", "", late + k, late + k + 0.5, {}) for k in range(20)]
+    spans_ += [Span(1, "run", "start", "", 0, 0, {})]
+    found = columns(spans_)
+    (chart, *_) = windows(found, lanes(found, 8, colocated=False, complete=True))
+    bars = [trace for trace in chart["data"] if trace["type"] == "bar"]
+    begin, end = chart["layout"]["xaxis"]["range"]
+    assert end - begin == pytest.approx(6)
+    assert {round(at % 1, 2) for trace in bars for at in trace["base"]} <= {0.0, 0.25}
+
+
+def test_numbers_of_tokens_keep_their_digits() -> None:
+    assert rounded([1_234_567, 0.123456789]) == [1_234_567, 0.12346]
+
+
+def test_a_run_with_metrics_alone_has_its_whole_time_on_the_axis(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    row = {"reward/mean": 1.0, "timing_s/step": 2.0, "timing_share/update_actor": 1.0}
+    write_metrics(tmp_path, dict.fromkeys(range(1, 1001), row))
+    run = load(tmp_path)
+    (chart,) = timeline(run, columns([]), 8)
+    assert chart["layout"]["xaxis"]["range"] == [0, 2000]
+
+
+def test_attempts_with_other_devices_and_prices_are_paid_each_by_its_own(tmp_path: Path) -> None:
+    def line(attempt: int, count: int, price: float) -> accounts.Line:
+        device = accounts.Device(count, {"train": 3600.0})
+        return accounts.Line("end", attempt, 1, 0.0, 3600.0, 0, {}, devices={"trainer": device}, price=price)  # fmt: skip
+
+    run = RunFolder(tmp_path, accounts=[line(1, 2, 1.0), line(2, 4, 3.0)])
+    shares, money = devices(run)
+    assert shares["rows"][0][-1] == "0.0 %" and shares["rows"][0][1] == "100.0 %"
+    assert money["rows"][-1][1:] == ["devices x seconds of each attempt = 21,600", "21,600", "100.0 %", "14.00"]  # fmt: skip
+
+
+def test_the_comparison_weighs_versions_by_their_time(tmp_path: Path) -> None:
+    """100 samples in 1 s and 100 in 99 s are 2 samples/s, not 50.5."""
+    write_config(tmp_path)
+    rows = {1: {"perf/samples_per_s": 100.0, "timing_s/step": 1.0}}
+    rows[2] = {"perf/samples_per_s": 100 / 99, "timing_s/step": 99.0}
+    write_metrics(tmp_path, rows)
+    table = compare.of_runs([load(tmp_path)] * 2)["sections"][0]["blocks"][0]
+    assert {row[0]: row[1] for row in table["rows"]}["samples/s of all versions"] == "2"
 
 
 def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
@@ -194,11 +265,11 @@ def test_lengths_are_counted_in_whole_tokens() -> None:
 def test_a_trace_that_lacks_an_attempt_is_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     run, found = load(folder), columns(spans.read(folder))
-    (whole, *_) = timeline.timeline(run, found, capacity_of(run))
+    (whole, *_) = timelines.timeline(run, found, capacity_of(run))
     assert "The trace has" not in whole["note"]
     last = run.accounts[-1]
     run.accounts.append(msgspec.structs.replace(last, attempt=9, seconds=3 * last.seconds))
-    (part, *_) = timeline.timeline(run, found, capacity_of(run))
+    (part, *_) = timelines.timeline(run, found, capacity_of(run))
     assert "The trace has" in part["note"] and "`report.trace`" in part["note"]
 
 

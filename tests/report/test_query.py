@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,3 +268,28 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(ask: Cli) -> No
     _, out, _ = ask(".", "select chr(27) || '[31m red' || chr(10) || chr(8238) as \"a\u009b\"")
     assert "\x1b" not in out and "\\x1b[31m red\\n\\u202e" in out and "\u009b" not in out
     assert printable("é 漢 [bold]") == "é 漢 [bold]"
+
+
+def test_ctrl_c_ends_an_endless_query(tmp_path: Path) -> None:
+    before, found = signal.getsignal(signal.SIGINT), threading.Timer(1.0, _press_ctrl_c)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    found.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            query(tmp_path, "select count(*) from range(100000000000) a, range(1000) b")
+    finally:
+        found.cancel()
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begin < 10
+
+
+def _press_ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def test_an_answer_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.report.query.MOST_ROWS", 1000)
+    assert len(query(tmp_path, "select * from range(1000)").rows) == 1000
+    with pytest.raises(ConfigError, match=r"has more than 1,000 rows.*limit"):
+        query(tmp_path, "select * from range(100000)")

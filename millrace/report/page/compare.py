@@ -12,6 +12,7 @@ from millrace.report.page.figures import (
     Block,
     by_version,
     figure,
+    label,
     line,
     missing,
     number,
@@ -67,13 +68,20 @@ def _overview(runs: list[RunFolder], names: list[str]) -> Block:
         values = by_version(run.rows, name)[1]
         return "" if not values or values[-1] is None else number(values[-1])
 
-    def mean(run: RunFolder, name: str) -> str:
-        values = [v for v in by_version(run.rows, name)[1] if v is not None]
-        return number(sum(values) / len(values)) if values else ""
+    def mean(
+        run: RunFolder,
+        name: str,
+        weight: str = "timing_s/step",
+        show: Callable[[float], str] = number,
+    ) -> str:
+        """Return the mean over the time of the versions: a slow version counts for longer."""
+        rows = [(row[name], row.get(weight, 0.0)) for row in run.rows.values() if name in row]
+        rows = rows if any(w for _, w in rows) else [(v, 1.0) for v, _ in rows]
+        whole = sum(w for _, w in rows)
+        return show(sum(v * w for v, w in rows) / whole) if whole else ""
 
-    def mean_share(run: RunFolder, name: str) -> str:
-        values = [v for v in by_version(run.rows, name)[1] if v is not None]
-        return share(sum(values), len(values)) if values else ""
+    def part(value: float) -> str:
+        return share(value, 1.0)
 
     rows: list[list[object]] = [
         ["mode", *map(head.mode_of, runs)],
@@ -81,10 +89,19 @@ def _overview(runs: list[RunFolder], names: list[str]) -> Block:
         ["versions", *(run.versions for run in runs)],
         ["seconds of RL", *(number(head.run_seconds(run)) for run in runs)],
         ["last mean reward", *(last(run, "reward/mean") for run in runs)],
-        ["samples/s, mean of the versions", *(mean(run, "perf/samples_per_s") for run in runs)],
-        ["trainer waits, mean", *(mean_share(run, "trainer/idle_ratio") for run in runs)],
-        ["free decode slots, mean", *(mean_share(run, "rollouter/idle_ratio") for run in runs)],
-        ["age of tokens, mean", *(mean(run, "staleness/token_mean") for run in runs)],
+        ["samples/s of all versions", *(mean(run, "perf/samples_per_s") for run in runs)],
+        [
+            "trainer waits, mean over time",
+            *(mean(run, "trainer/idle_ratio", show=part) for run in runs),
+        ],
+        [
+            "free decode slots, mean over time",
+            *(mean(run, "rollouter/idle_ratio", show=part) for run in runs),
+        ],
+        [
+            "age of tokens, mean",
+            *(mean(run, "staleness/token_mean", "train/tokens") for run in runs),
+        ],
         ["alarms", *(", ".join(_alarms(run)) or "none" for run in runs)],
     ]
     for metric in _validations(runs):
@@ -161,7 +178,9 @@ def _learning(runs: list[RunFolder], names: list[str]) -> list[Block]:
         data = _curves(runs, names, points)
         if not data:
             return missing(y, "no run has it yet.")
-        return figure(how, data, xaxis={"title": {"text": title}}, yaxis={"title": {"text": y}})
+        return figure(
+            how, data, xaxis={"title": {"text": title}}, yaxis={"title": {"text": label(y)}}
+        )
 
     blocks = [
         chart(
@@ -217,13 +236,12 @@ def _devices(runs: list[RunFolder], names: list[str]) -> Block:
 
 def _shares(run: RunFolder) -> dict[str, float]:
     """Return the share of the time of each side's devices by state."""
-    found, _ = totals.device_seconds(run.accounts)
     sides: dict[str, dict[str, float]] = {}
-    for track, (count, spent) in found.items():
-        states = sides.setdefault(track.partition("-")[0], {})
-        for part, value in spent.items():
+    for name, track in totals.device_seconds(run.accounts).items():
+        states = sides.setdefault(name.partition("-")[0], {})
+        for part, value in track.all.items():
             words = STATES[state_of(part)].words
-            states[words] = states.get(words, 0.0) + count * value
+            states[words] = states.get(words, 0.0) + value
     return {
         f"{side} {words}": value / whole
         for side, states in sides.items()

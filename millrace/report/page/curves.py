@@ -108,7 +108,7 @@ def staleness(run: RunFolder) -> Block:
             int(name.removeprefix(start))
             for row in run.rows.values()
             for name in row
-            if name.startswith(start) and name.removeprefix(start).isdigit()
+            if re.fullmatch(r"[0-9]{1,6}", name.removeprefix(start)) and name.startswith(start)
         }
     )
     if not ages:

@@ -36,12 +36,22 @@ def label(text: object, limit: int = 60) -> str:
     return html.escape(shown if len(shown) <= limit else shown[: limit - 1] + "…", quote=False)
 
 
-def rounded(values: Any) -> list[float | None]:
-    """Return numbers with five digits for JSON. Those that are not finite become None."""
+def rounded(values: Any, digits: int = 5) -> list[float | None]:
+    """Return numbers with a few digits for JSON. Those that are not finite become None.
+
+    Whole numbers, such as versions and tokens, keep all of their digits.
+    """
     return [
-        None if v is None or not math.isfinite(v) else float(f"{v:.5g}")
+        None
+        if v is None or not math.isfinite(v)
+        else float(v if abs(v) < 2**53 and v == int(v) else f"{v:.{digits}g}")
         for v in (values.tolist() if isinstance(values, np.ndarray) else values)
     ]
+
+
+def moments(values: Any) -> list[float | None]:
+    """Return times of a run for JSON. A part of a long run still has its milliseconds."""
+    return rounded(values, 10)
 
 
 def thinned(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float]]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from millrace.codec import sendable
 from millrace.errors import CheckpointError, ConfigError, bad_value
+from millrace.observe.files import lines
 from millrace.pipeline import history, ownership
 from millrace.report.accounts import Line, read
+from millrace.report.config_file import read_config
 
 Row = dict[str, float]
 
@@ -94,7 +95,7 @@ def load(path: Path) -> RunFolder:
     try:
         run.accounts = read(path)
     except OSError as error:
-        run.notes.append(f"accounts.jsonl: {error.strerror}")
+        run.notes.append(f"accounts.jsonl: {error.strerror or error}")
     run.running = _is_fresh(run)
     return run
 
@@ -107,17 +108,18 @@ def flat(config: dict[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(value, dict) and value:
             found |= flat(value, f"{name}.")
         else:
-            found[name] = json.dumps(value, default=str, ensure_ascii=False)
+            found[sendable(name)] = sendable(json.dumps(value, default=str, ensure_ascii=False))
     return found
 
 
 def _config(run: RunFolder) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load((run.path / "config.yaml").read_text(errors="replace"))
-    except (OSError, yaml.YAMLError, RecursionError) as error:
-        run.notes.append(f"config.yaml: {type(error).__name__}")
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+        return read_config(run.path)
+    except OSError as error:
+        run.notes.append(f"config.yaml: {error.strerror or error}")
+    except ValueError as error:
+        run.notes.append(f"config.yaml: {error}")
+    return {}
 
 
 def _lines(run: RunFolder, name: str) -> Iterator[dict[str, Any]]:
@@ -126,18 +128,17 @@ def _lines(run: RunFolder, name: str) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     try:
-        with path.open("rb") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    line = None
-                if isinstance(line, dict):
-                    yield line
-                else:
-                    bad += bool(text.strip())
+        for text in lines(path):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict):
+                yield line
+            else:
+                bad += bool(text.strip())
     except OSError as error:
-        run.notes.append(f"{name}: {error.strerror}")
+        run.notes.append(f"{name}: {error.strerror or error}")
     if bad:
         run.notes.append(f"{name}: {bad} lines are not readable")
 
@@ -146,7 +147,7 @@ def _row(line: dict[str, Any]) -> tuple[int | None, Row]:
     version = line.pop("version", None)
     if not _is_number(version) or version < 0:
         return None, {}
-    return int(version), {name: float(v) for name, v in line.items() if _is_number(v)}
+    return int(version), {sendable(name): float(v) for name, v in line.items() if _is_number(v)}
 
 
 def _is_number(value: object) -> bool:

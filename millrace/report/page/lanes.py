@@ -6,6 +6,7 @@ report/devices.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,8 +57,11 @@ class Spans:
     end: float = 0.0
 
 
-def columns(spans: Sequence[Span]) -> Spans:
-    """Return the spans in columns. The time between two attempts is cut out."""
+def columns(spans: Sequence[Span], n: int = 0) -> Spans:
+    """Return the spans in columns. The time between two attempts is cut out.
+
+    A sample has `n` responses. A further one is a greedy baseline, whose length is left out.
+    """
     shift, attempts = _squeezed(spans)
     found = Spans(attempts=attempts, end=float(attempts[-1, 1]) if len(attempts) else 0.0)
     requests: dict[str, list[tuple[float, float, float]]] = {}
@@ -70,7 +74,7 @@ def columns(spans: Sequence[Span]) -> Spans:
         if name == "request":
             validates = span.key.startswith("val/")
             requests.setdefault(track, []).append((start, end, validates))
-            if not validates:
+            if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
         elif track == "samples":
             slots.setdefault(name, []).append((start, end))
@@ -92,6 +96,12 @@ def columns(spans: Sequence[Span]) -> Spans:
     return found
 
 
+def _index(key: str) -> int:
+    """Return the index of a response in its sample."""
+    part = key.partition("/")[2].partition("/")[0]
+    return int(part) if re.fullmatch(r"[0-9]{1,9}", part) else 0
+
+
 class _Lengths:
     """The lengths of responses. A response that was interrupted has several requests."""
 
@@ -109,8 +119,14 @@ class _Lengths:
                 self._ended.add(key)
 
     def table(self) -> Array:
+        # A response that a later attempt drew again was lost in a kill: the later one is trained.
+        last = {key: attempt for attempt, key in sorted(self._ended)}
         rows = [
-            (self._tokens[key], key[1].partition("/")[0] in self.trained) for key in self._ended
+            (
+                self._tokens[attempt, key],
+                key.partition("/")[0] in self.trained and last[key] == attempt,
+            )
+            for attempt, key in self._ended
         ]
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
@@ -132,7 +148,7 @@ def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
 
 def _by_number(item: tuple[str, object]) -> tuple[int, str]:
     tail = item[0].rpartition("-")[2]
-    return (int(tail) if tail.isdigit() else 0, item[0])
+    return (int(tail) if re.fullmatch(r"[0-9]{1,9}", tail) else 0, item[0])
 
 
 def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:

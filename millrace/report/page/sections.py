@@ -38,10 +38,10 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
 
 def _spans(run: RunFolder) -> Spans:
     # A trace has millions of small objects. The collector would look at them again and again.
-    on = gc.isenabled()
+    on, n = gc.isenabled(), run.key("rollout.n")
     gc.disable()
     try:
-        return columns(spans.read(run.path))
+        return columns(spans.read(run.path), n if isinstance(n, int) else 0)
     finally:
         if on:
             gc.enable()

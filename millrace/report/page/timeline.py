@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from millrace.report.accounts import Line
-from millrace.report.page.figures import Array, Block, figure, label, missing, rounded, seconds
+from millrace.report.page.figures import (
+    Array,
+    Block,
+    figure,
+    label,
+    missing,
+    moments,
+    rounded,
+    seconds,
+)
 from millrace.report.page.folder import RunFolder
 from millrace.report.page.head import run_seconds
 from millrace.report.page.lanes import NAMES, Lane, Spans, lanes, shares
@@ -106,8 +115,11 @@ def _from_accounts(
 def _from_rows(run: RunFolder) -> tuple[Array, Array]:
     """Return edges of time and the trainer's shares from the rows of metrics."""
     rows = [run.rows[v] for v in sorted(run.rows) if run.rows[v].get("timing_s/step", 0) > 0]
-    rows = rows[:: max(1, len(rows) // BINS)]
-    edges = np.concatenate([[0.0], np.cumsum([row["timing_s/step"] for row in rows])])
+    step = max(1, len(rows) // BINS)
+    ends = np.cumsum([row["timing_s/step"] for row in rows])
+    # A bin has the shares of its first row, and the time of all of its rows.
+    edges = np.concatenate([[0.0], ends[step - 1 :: step][: len(rows[::step]) - 1], ends[-1:]])
+    rows = rows[::step]
     start, totals = "timing_share/", ("gen", "train", "sync", "step")
     bins = [
         {n.removeprefix(start): v for n, v in row.items() if n.startswith(start) and n.removeprefix(start) not in totals}
@@ -157,7 +169,7 @@ def _shares(
     layout: dict[str, Any] = {
         "xaxis": {
             "title": {"text": "seconds of RL"},
-            "range": rounded([0, edges[-1]]),
+            "range": moments([0, edges[-1]]),
             "anchor": "free",
             "position": 0,
         }
@@ -213,7 +225,7 @@ def _area(state: str, axis: str, edges: Array, column: Array, legend: bool) -> d
         "name": look.words,
         "legendgroup": state,
         "showlegend": legend,
-        "x": rounded(edges),
+        "x": moments(edges),
         "y": rounded([*np.round(column, 3), round(float(column[-1]), 3)]),
         "yaxis": axis,
         "stackgroup": axis,
@@ -234,7 +246,7 @@ def _strip_bars(
             "name": STATES[state].words,
             "legendgroup": state,
             "showlegend": False,
-            "base": rounded([a for a, _, _ in pieces]),
+            "base": moments([a for a, _, _ in pieces]),
             "x": rounded([b - a for a, b, _ in pieces]),
             "y": [row] * len(pieces),
             "yaxis": axis,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.report.accounts import Line
@@ -40,7 +41,20 @@ BUCKETS = {
 """The buckets of tokens in words."""
 
 Seconds = dict[str, float]
-DeviceSeconds = dict[str, tuple[int, Seconds]]
+
+
+@dataclass
+class Track:
+    """The time of the devices of one track, over all attempts that have it."""
+
+    count: int = 0
+    """The devices of the last attempt."""
+    length: float = 0.0
+    """Seconds of the attempts."""
+    each: Seconds = field(default_factory=dict)
+    """Seconds of one device by state."""
+    all: Seconds = field(default_factory=dict)
+    """Device-seconds by state. Attempts may have different numbers of devices."""
 
 
 def tokens(run: RunFolder) -> list[Block]:
@@ -84,27 +98,35 @@ def _colour(name: str) -> str:
     return ORANGE if name.startswith("dropped/") else BUCKETS.get(name, ("", GREY))[1]
 
 
-def device_seconds(lines: list[Line]) -> tuple[DeviceSeconds, float]:
-    """Return the seconds of one device by state, by track, over all attempts, and their length."""
-    last = {line.attempt: line for line in lines}
-    found: DeviceSeconds = {}
-    for line in last.values():
-        for track, device in line.devices.items():
-            _, spent = found.setdefault(track, (max(device.count, 1), {}))
+def last_lines(lines: list[Line]) -> list[Line]:
+    """Return the last line of each attempt."""
+    return list({line.attempt: line for line in lines}.values())
+
+
+def device_seconds(lines: list[Line]) -> dict[str, Track]:
+    """Return the time of each track's devices over all attempts."""
+    found: dict[str, Track] = {}
+    for line in last_lines(lines):
+        for name, device in line.devices.items():
+            track = found.setdefault(name, Track())
+            track.count = max(device.count, 1)
+            track.length += line.seconds
             for part, value in device.seconds.items():
-                spent[part] = spent.get(part, 0.0) + value
-    return found, sum(line.seconds for line in last.values())
+                track.each[part] = track.each.get(part, 0.0) + value
+                track.all[part] = track.all.get(part, 0.0) + track.count * value
+    return found
 
 
 def devices(run: RunFolder) -> list[Block]:
     """Return the seconds of every device by state, and the money if there is a price."""
-    found, length = device_seconds(run.accounts)
-    if not found or length <= 0:
+    found = device_seconds(run.accounts)
+    if not any(track.length > 0 for track in found.values()):
         return [_without_accounts(run)]
-    states = [state for state in STATES if any(_by_state(s).get(state) for _, s in found.values())]
+    spent = {name: _by_state(track.each) for name, track in found.items()}
+    states = [state for state in STATES if any(s.get(state) for s in spent.values())]
     rows = [
-        [f"{track}{f' ({count} devices)' if count > 1 else ''}", *(share(v, length) if (v := _by_state(spent).get(s)) else "" for s in states), share(_idle(spent), length)]
-        for track, (count, spent) in found.items()
+        [f"{name}{f' ({track.count} devices)' if track.count > 1 else ''}", *(share(v, track.length) if (v := spent[name].get(s)) else "" for s in states), share(_idle(track.each), track.length)]
+        for name, track in found.items()
     ]  # fmt: skip
     how = (
         "The share of each device's time by state. In the last column are all waits. If rollouts "
@@ -113,7 +135,7 @@ def devices(run: RunFolder) -> list[Block]:
         "wait, raise `async_training.staleness_threshold`."
     )
     head = ["device", *(STATES[s].words for s in states), "all waits"]
-    return [table(how, head, rows[:200]), *_money(run.accounts[-1].price, found, length)]
+    return [table(how, head, rows[:200]), *_money(last_lines(run.accounts))]
 
 
 def _by_state(spent: Seconds) -> Seconds:
@@ -127,20 +149,31 @@ def _idle(spent: Seconds) -> float:
     return sum(v for part, v in spent.items() if STATES[state_of(part)].waits)
 
 
-def _money(price: float, found: DeviceSeconds, length: float) -> list[Block]:
-    """Return the device-seconds by part over all devices, and the check that they add up."""
+def _money(lines: list[Line]) -> list[Block]:
+    """Return the device-seconds by part over all devices, and the check that they add up.
+
+    Each attempt has its own devices and its own price.
+    """
     total: Seconds = {}
-    for count, spent in found.values():
-        for part, value in spent.items():
-            total[part] = total.get(part, 0.0) + count * value
-    count = sum(n for n, _ in found.values())
-    whole = sum(total.values())
+    money: Seconds = {}
+    expected = 0.0
+    for line in lines:
+        for device in line.devices.values():
+            count = max(device.count, 1)
+            expected += count * line.seconds
+            for part, value in device.seconds.items():
+                total[part] = total.get(part, 0.0) + count * value
+                money[part] = money.get(part, 0.0) + count * value * line.price / 3600
+    whole, price = sum(total.values()), any(line.price for line in lines)
+    counts = [sum(max(d.count, 1) for d in line.devices.values()) for line in lines]
+    length = sum(line.seconds for line in lines)
+    words = f"{counts[-1]} device{'s' * (counts[-1] != 1)} x {number(length)} s" if len(set(counts)) == 1 else "devices x seconds of each attempt"  # fmt: skip
     rows: list[list[object]] = [
-        [part, STATES[state_of(part)].words, number(value), share(value, whole), *([f"{value * price / 3600:,.2f}"] if price else [])]
+        [part, STATES[state_of(part)].words, number(value), share(value, whole), *([f"{money[part]:,.2f}"] if price else [])]
         for part, value in sorted(total.items(), key=lambda item: -item[1])
         if value > 1e-6 * whole
     ]  # fmt: skip
-    rows.append(["sum", f"{count} device{'s' * (count != 1)} x {number(length)} s = {number(count * length)}", number(whole), share(whole, count * length), *([f"{whole * price / 3600:,.2f}"] if price else [])])  # fmt: skip
+    rows.append(["sum", f"{words} = {number(expected)}", number(whole), share(whole, expected), *([f"{sum(money.values()):,.2f}"] if price else [])])  # fmt: skip
     how = "Device-seconds of all devices by part, over all attempts."
     head = ["part", "state", "device-seconds", "share", *(["money"] if price else [])]
     blocks = [table(how, head, rows)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.report.page.figures import Array, Block, figure, label, rounded, seconds
+from millrace.report.page.figures import Array, Block, figure, label, moments, rounded, seconds
 from millrace.report.page.lanes import NAMES, Lane, Spans
 from millrace.report.page.states import STATES
 
@@ -52,7 +52,7 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
     marks = [(at, key) for _, at, key in spans.marks.get("sync activate", []) if begin <= at <= end]
     layout: dict[str, Any] = {
         "barmode": "overlay",
-        "xaxis": {"title": {"text": "seconds of RL"}, "range": rounded([begin, end])},
+        "xaxis": {"title": {"text": "seconds of RL"}, "range": moments([begin, end])},
         "yaxis": {
             "tickvals": [top + 0.15 for top in tops[:-1]],
             "ticktext": [label(lane.name, 14) for lane in lanes],
@@ -97,7 +97,7 @@ def _bars(lanes: list[Lane], tops: list[float], begin: float, end: float) -> lis
                 "type": "bar",
                 "orientation": "h",
                 "name": look.words,
-                "base": rounded([a for a, _, _ in found[:2000]]),
+                "base": moments([a for a, _, _ in found[:2000]]),
                 "x": rounded([w for _, w, _ in found[:2000]]),
                 "y": [y for _, _, y in found[:2000]],
                 "width": 0.26,
@@ -132,7 +132,7 @@ def _requests(rows: Array, begin: float, end: float, top: float) -> list[dict[st
                 "mode": "lines",
                 "name": look.words,
                 "showlegend": False,
-                "x": rounded(x.ravel()),
+                "x": moments(x.ravel()),
                 "y": rounded(np.column_stack([y, y, np.full(n, np.nan)]).ravel()),
                 "line": {"color": look.colour, "width": max(1, min(5, round(50 * height)))},
                 "hoverinfo": "x",

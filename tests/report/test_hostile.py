@@ -1,0 +1,119 @@
+"""A run folder from somebody else: nothing hangs, crashes, fills the memory or leads out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import MillraceError
+from millrace.report import query
+from millrace.report.look import Looker
+from millrace.report.measure import advise_run
+from millrace.report.page import sections
+from millrace.report.page.folder import load
+from millrace.report.page.write import write_report
+from tests.report.run_folders import write_run
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "report": lambda folder: write_report([folder]),
+    "watch": lambda folder: Looker(folder).look(),
+    "advice": advise_run,
+    "query": query.tables,
+}
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+)
+CONFIGS = {
+    "bomb": BOMB,
+    "circle": "a: &a\n  b: *a\n",
+    "circle of lists": "a: &a [*a]\n",
+    "key that is a date": "x: [{2020-01-01: 1}]\n",
+    "no date": "x: 2020-99-99\n",
+    "no number": "x: !!int zz\n",
+    "long number": "x: " + "9" * 5000,
+    "deep list": "[" * 20_000,
+    "deep map": "{a: " * 3000 + "1" + "}" * 3000,
+    "large": "x: " + "a" * (1 << 23),
+}
+LINES = {
+    "staleness/token_hist": {"version": 3, "staleness/token_hist/\u00b2": 1.0},
+    "long digits": {"version": 3, "staleness/token_hist/" + "9" * 5000: 1.0},
+    "a text": {"version": 3, "perf/time_per_version": "x", "train/samples": [1]},
+    "half a character": {"version": 3, "reward/\ud800/mean": 1.0},
+    "large number": {"version": 10**400, "reward/mean": 10**400},
+    "large version": {"version": 10**30, "event": "version", "attempt": 10**30, "time": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("hostile") / "run", samples=64, killed_at=20.0)
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    for path in whole.rglob("*"):
+        if path.is_file():
+            target = folder / path.relative_to(whole)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return folder
+
+
+def read_all(folder: Path) -> None:
+    """Read a folder in every way. A refusal that says why is an answer."""
+    for read in READERS.values():
+        try:
+            read(folder)
+        except MillraceError:
+            continue
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_bad_configuration_is_named(whole: Path, tmp_path: Path, name: str) -> None:
+    folder = copied(whole, tmp_path / "run")
+    (folder / "config.yaml").write_text(CONFIGS[name])
+    read_all(folder)
+    assert "Not readable: config.yaml: " in json.dumps(sections.of_run(load(folder))[0])
+
+
+def test_a_pipe_is_not_read(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    for name in ("config.yaml", "accounts.jsonl"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    read_all(folder)
+
+
+def test_a_report_does_not_show_a_file_outside_of_the_folder(whole: Path, tmp_path: Path) -> None:
+    folder, secret = copied(whole, tmp_path / "run"), tmp_path / "secret.yaml"
+    secret.write_text("key: SECRET\n")
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to(secret)
+    assert "SECRET" not in json.dumps(sections.of_run(load(folder))[0])
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("file", ["metrics.jsonl", "history.jsonl", "accounts.jsonl"])
+def test_lines_that_no_run_writes_do_no_harm(
+    whole: Path, tmp_path: Path, file: str, name: str
+) -> None:
+    folder = copied(whole, tmp_path / "run")
+    with (folder / file).open("ab") as out:
+        out.write(json.dumps(LINES[name]).encode() + b'\n{"version": 1, "\xed\xa0\x80": 1}\n')
+    read_all(folder)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "accounts.jsonl", "trace"])
+def test_a_line_without_end_does_not_fill_the_memory(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    folder = copied(whole, tmp_path / "run")
+    path = next((folder / "trace").iterdir()) if name == "trace" else folder / name
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    read_all(folder)
