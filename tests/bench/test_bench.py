@@ -227,6 +227,8 @@ def test_bench_modes_runs_arms_in_turn_and_leaves_no_checkpoint(tmp_path: Path) 
     assert len(lines) == 3 and any(
         line.startswith("| colocate_sync on 2 |") and " 1.00 |" in line for line in lines
     )
+    repeats = [figures[0] | {"gain": 0.1}, figures[0] | {"gain": None}]
+    assert table(repeats).splitlines()[2].startswith("| "), "one repeat has no gain"
     again = runs.command("bench", "modes", str(runs.RECIPE), "--folder", str(folder))
     assert again.returncode == 2 and "already exists" in again.stderr
 
