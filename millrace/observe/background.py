@@ -40,12 +40,17 @@ class Background:
         *,
         most_rows: int = 1000,
         close_s: float = 10.0,
+        share: float = 1.0,
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        """`abandon` is called if the tracker does not end in time."""
+        """`abandon` is called if the tracker does not end in time.
+
+        Writing takes at most `share` of a processor: rows wait meanwhile. It takes more while a
+        tenth of `most_rows` wait, and at the end.
+        """
         self.name, self.dropped = name, 0
         self._start, self._note, self._abandon = start, note, abandon
-        self._most_rows, self._close_s = most_rows, close_s
+        self._most_rows, self._close_s, self._share = most_rows, close_s, share
         self._rows: SimpleQueue[tuple[int, Row] | None] = SimpleQueue()
         self._closing, self._complete, self._warned = threading.Event(), False, False
         self._end = 0.0
@@ -93,6 +98,7 @@ class Background:
     def _work(self) -> None:
         tracker = self._open()
         while tracker is not None and (item := self._rows.get()) is not None:
+            begin = time.thread_time()
             try:
                 tracker.write(*item)
                 failed = False
@@ -102,11 +108,17 @@ class Background:
             with self._lock:
                 self._unwritten -= 1
                 self.dropped += failed
+            self._rest(time.thread_time() - begin)
         if tracker is not None:
             try:
                 tracker.close(self._complete)
             except BaseException as error:  # noqa: BLE001 - the boundary to a library
                 self._warn(text_of(error))
+
+    def _rest(self, spent_s: float) -> None:
+        """Wait after a row that took `spent_s` of the processor, so that it takes its share."""
+        if self._unwritten <= self._most_rows // 10:
+            self._closing.wait(spent_s * (1 / self._share - 1))
 
     def _open(self) -> Tracker | None:
         """Start the tracker. Returns None if that fails until the run ends."""

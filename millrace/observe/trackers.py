@@ -285,6 +285,10 @@ def _wandb_may_start() -> bool:
         return True
 
 
+SHARE = 0.01
+"""The most of a processor that writing to one tracker takes while the run goes on."""
+
+
 def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> list[Background]:
     """Start each tracker that `loggers` names, in a thread of its own."""
 
@@ -304,6 +308,7 @@ def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> 
             name,
             starter(make),
             note,
+            share=SHARE,
             abandon=_end_wandb if name == "wandb" else lambda: None,
         )
         for name, (make, *_) in TRACKERS.items()

@@ -286,6 +286,37 @@ def test_a_tracker_that_never_starts_costs_its_rows_alone(said: list[str]) -> No
     assert len(said) == 2 and "It lacks 1 rows" in said[1]
 
 
+def burn(version: int) -> None:
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_tracker_rests_between_rows_and_the_close_writes_the_rest(said: list[str]) -> None:
+    """Each row takes 50 ms of a processor, so the next one waits for 5 s."""
+    fake = Fake(burn)
+    sink = Background("fake", lambda: fake, said.append, share=0.01)
+    for version in (1, 2, 3):
+        sink.write(version, {})
+    until(lambda: fake.rows == [1])
+    time.sleep(0.2)
+    assert fake.rows == [1]
+    begin = time.monotonic()
+    sink.close()
+    assert fake.rows == [1, 2, 3] and not sink.dropped
+    assert time.monotonic() - begin < 4
+
+
+def test_a_tracker_does_not_rest_while_many_rows_wait(said: list[str]) -> None:
+    fake = Fake(burn)
+    sink = Background("fake", lambda: fake, said.append, share=0.001, most_rows=20)
+    for version in range(10):
+        sink.write(version, {})
+    until(lambda: len(fake.rows) == 8)
+    sink.close()
+    assert fake.rows == list(range(10)) and not sink.dropped
+
+
 def test_a_tracker_that_hangs_takes_no_time_and_the_close_names_it(said: list[str]) -> None:
     fake = Fake(lambda version: time.sleep(600))
     sink = Background("fake", lambda: fake, said.append, most_rows=100, close_s=0.3)
