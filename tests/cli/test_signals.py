@@ -18,7 +18,7 @@ from millrace.observe.progress import Lines, Progress
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(console, "_stopped_by", None)
-    before = signal.getsignal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts the tests without it
     yield
     signal.signal(signal.SIGHUP, before)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from millrace.report.live import serve as server
+from tests.report import chromium
 from tests.report.folders import Run
 from tests.report.test_serve import TOKEN, Server
 
 api = pytest.importorskip("playwright.sync_api")
-chromium = pytest.importorskip("tests.report.chromium")
 pytestmark = pytest.mark.xdist_group("chromium")
 
 REPORT = """<!doctype html><title>report {number}</title><h1>report {number}</h1>
