@@ -24,6 +24,15 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def drop_unfinished_line(path: Path) -> None:
+    """Remove a last line without its end, which a crash left."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+
+
 def lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their ends. A line that is too long ends the file.
 

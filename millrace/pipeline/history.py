@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from millrace.errors import CheckpointError
+from millrace.observe.files import drop_unfinished_line
 from millrace.observe.files import lines as lines_of
 from millrace.schedule.ledger import Totals
 
@@ -108,11 +109,7 @@ def mend(run_dir: Path) -> None:
     """Remove a last line that a crash left unfinished. Its event does not count."""
     path = run_dir / "history.jsonl"
     if path.is_file():
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
+        drop_unfinished_line(path)
 
 
 def audit(run_dir: Path) -> Audit:

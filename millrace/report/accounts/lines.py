@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from millrace.observe.files import lines
+from millrace.observe.files import drop_unfinished_line, lines
 from millrace.observe.watch import Event
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
@@ -199,10 +199,6 @@ def own(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
     elif path.is_file():
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
+        drop_unfinished_line(path)
     elif path.exists():  # a write to a pipe would wait for its reader
         raise FileExistsError(EEXIST, "it is not a file")
