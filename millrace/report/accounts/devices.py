@@ -123,14 +123,23 @@ class DeviceAccount:
         elif event.track == "trainer" and event.phase == "state":
             self._trainer.switch(event.time, event.name)
         elif event.name == "relabelled":
-            seconds = event.facts["seconds"]
-            self._moved.update({event.facts["source"]: -seconds, event.facts["target"]: seconds})
+            self._relabel(event)
         elif event.name == "stepped":
             self._steps.update(event.facts["report"].seconds)
         elif event.name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
             self._idle.switch(event.time, self._idle_state())
+
+    def _relabel(self, event: Event) -> None:
+        """Move seconds of the trainer to another state, at most as many as the first one has.
+
+        The events come some microseconds after the times of the trainer's own stopwatch.
+        """
+        source, target = event.facts["source"], event.facts["target"]
+        left = self._trainer.until(event.time)[source] + self._moved[source]
+        seconds = min(event.facts["seconds"], max(0.0, left))
+        self._moved.update({source: -seconds, target: seconds})
 
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""

@@ -1,0 +1,25 @@
+"""The account of devices, from events that simulated runs do not have."""
+
+from __future__ import annotations
+
+from millrace.observe.watch import Event
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
+from millrace.schedule.schedule import Schedule
+
+
+def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> None:
+    """The events of a state come a little later than the times of the trainer's stopwatch."""
+    account = DeviceAccount(
+        0.0,
+        Schedule(ppo_mini_batch_size=1),
+        FlowAccount(0.0),
+        trainers=1,
+        replicas={"rollout-0": 1},
+    )
+    for time, name in ((1.0, "wait_samples"), (1.5, "train")):
+        account(Event(time, "trainer", name, "state"))
+    facts = {"seconds": 0.5 + 1e-6, "source": "wait_samples", "target": "wait_prev_gen"}
+    account(Event(1.5, "trainer", "relabelled", "at", "", facts))
+    seconds = account.seconds(2.0)["trainer"][1]
+    assert seconds == {"other": 1.0, "wait_prev_gen": 0.5, "train_other": 0.5}
