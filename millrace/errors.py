@@ -25,12 +25,29 @@ class LedgerError(MillraceError):
     """An illegal move in the life of a sample. The bug is in millrace, never in the user's code."""
 
 
-class RewardError(MillraceError):
-    """A reward function raised, returned a value that is not a number, or missed its deadline."""
+class SampleError(MillraceError):
+    """One sample cannot be trained. It is counted by its reason, dropped and replaced."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class RewardError(SampleError):
+    """A reward function raised, returned a value that is not a number, or missed its deadline."""
+
+
+class EpisodeError(SampleError):
+    """An agent, its program, a tool or an environment failed. The policy is not at fault."""
+
+
+class LimitReached(MillraceError):
+    """A limit of the episode leaves no room for another token. The episode is scored."""
+
+    def __init__(self, limit: str, detail: str) -> None:
+        super().__init__(f"{limit}: {detail}")
+        self.limit = limit
+        """"turns", "tokens" or "context"."""
 
 
 class WorkerError(MillraceError):

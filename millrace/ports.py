@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Score, Segment, Tokens
+from millrace.types import (
+    Ending,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Score,
+    Segment,
+    Tokens,
+    Turn,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +273,7 @@ class WeightSync(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Reply:
     """The next message of an environment."""
 
     tokens: Tokens
@@ -279,10 +289,78 @@ class Environment(Protocol):
         """Return the tokens that the policy continues first."""
         ...
 
-    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+    async def reply(self, segments: tuple[Segment, ...]) -> Reply | None:
         """Return the environment's turn after the policy's latest segments.
 
         None means that the trajectory is finished.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PolicySession(Protocol):
+    """The policy's side of one episode. It draws turns and counts limits."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the trajectory, such as "17/3"."""
+        ...
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Return the finished turns by number. A number that is missing is still drawn."""
+        ...
+
+    async def draw(
+        self,
+        context: Tokens,
+        *,
+        after: int | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """Draw the policy's turn after `context`.
+
+        `context` follows the turn `after`. If `after` is None, it is the opening of a new thread.
+        The call lasts through syncs and interruptions. `max_tokens` can only lower the limits of
+        the run. A turn that reaches a limit ends with Stop.LENGTH. Raises LimitReached if the
+        limits leave no room for a token.
+        """
+        ...
+
+    def tokens(self, turn: int) -> Tokens:
+        """Return all tokens from the opening of the thread to the end of `turn`."""
+        ...
+
+    def kill(self, turn: int) -> None:
+        """Mark a turn as dead: nobody received it. It is counted and never trained."""
+        ...
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Add a reward for a turn, or for the last one. It is trained at the turn's last token."""
+        ...
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add `value` to the episode's count of `name`, for the metric agents/`name`."""
+        ...
+
+
+class Agent(Protocol):
+    """Plays episodes with the policy: an environment, a function or a program.
+
+    One agent serves every episode of a run.
+    """
+
+    async def play(self, session: PolicySession) -> Ending:
+        """Play one episode.
+
+        Raises EpisodeError if something other than the policy failed. The sample is then counted
+        and replaced, and never scored 0. LimitReached may pass through: the episode then ends at
+        that limit, and is scored.
         """
         ...
 

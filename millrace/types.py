@@ -39,6 +39,10 @@ def floats_of(values: Any = ()) -> Floats:
     return array("f", values)
 
 
+Message = dict[str, Any]
+"""One message in OpenAI's form: "role", "content", and "tool_calls" or "tool_call_id"."""
+
+
 class Author(StrEnum):
     """The author of a segment."""
 
@@ -109,6 +113,51 @@ class Segment:
             raise ValueError(
                 f"a policy segment of {len(self.tokens)} tokens has {len(self.log_probs)} log-probs"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy in an episode: what others said before it, and what it drew.
+
+    The turns of an episode form a tree. A turn continues another one, or it starts a thread.
+    """
+
+    number: int
+    """Position in the order in which turns were asked for, from 0."""
+    after: int | None
+    """The turn that this one continues. None if `context` is the opening of a thread."""
+    context: Tokens
+    """What the environment, tools and users said since `after`, or the whole opening."""
+    segments: tuple[Segment, ...] = ()
+    """What the policy drew. There are several segments if weights changed during the turn."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the tokens that the policy drew."""
+        joined = tokens_of()
+        for segment in self.segments:
+            joined.extend(segment.tokens)
+        return joined
+
+    @property
+    def stop(self) -> Stop | None:
+        """Return the reason why the turn ended."""
+        return self.segments[-1].stop if self.segments else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an episode ended."""
+
+    reason: str = "done"
+    """"done", or the limit that ended it: "turns", "tokens" or "context"."""
+    score: Score | None = None
+    """The score that the agent or its environment gave. None leaves it to the reward function."""
+    messages: tuple[Message, ...] = ()
+    """The conversation by author, for rewards and transcripts.
+
+    Empty if the episode is one prompt and one response.
+    """
 
 
 @dataclass(frozen=True, slots=True)

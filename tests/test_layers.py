@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "schedule": set(),
     "algorithms": set(),
     "environments": {"ports"},
+    "agents": set(),
     "simulate": {"ports"},
     "testing": {"ports"},
     "config": {"algorithms", "schedule"},

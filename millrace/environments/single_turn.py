@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.ports import Turn
+from millrace.ports import Reply
 from millrace.types import Prompt, Segment, Tokens
 
 
@@ -12,7 +12,7 @@ class SingleTurn:
     async def open(self, prompt: Prompt) -> Tokens:
         return prompt.tokens
 
-    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+    async def reply(self, segments: tuple[Segment, ...]) -> Reply | None:
         return None
 
     async def close(self) -> None:

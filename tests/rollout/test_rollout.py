@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
-from millrace.ports import Turn
+from millrace.ports import Reply
 from millrace.rollout.episode import request_seed, run_episode
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
@@ -61,9 +61,9 @@ class Tool:
     async def open(self, prompt: Prompt) -> Tokens:
         return prompt.tokens
 
-    async def reply(self, segments: tuple[Segment, ...]) -> Turn | None:
+    async def reply(self, segments: tuple[Segment, ...]) -> Reply | None:
         self.heard.append([t for s in segments for t in s.tokens])
-        return Turn(tokens_of([90, 91])) if len(self.heard) <= self.turns else None
+        return Reply(tokens_of([90, 91])) if len(self.heard) <= self.turns else None
 
     async def close(self) -> None:
         self.closed += 1
