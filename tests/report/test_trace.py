@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from millrace.observe.watch import Watch
+from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, Run, life
 
@@ -80,7 +82,7 @@ def test_a_trace_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
 def test_overlapping_requests_have_lanes_and_a_free_lane_is_taken_again(tmp_path: Path) -> None:
     Run(tmp_path, ["trace"]).go([1, 2])
     events = lines(files(tmp_path)[0])
-    requests = [e for e in events if e["ph"] == "B" and e.get("cat") == "request"]
+    requests = [e for e in events if e["ph"] == "X" and e.get("cat") == "request"]
     names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     assert len(requests) == 8
     assert {names[e["tid"]] for e in requests} == {"request 0", "request 1"}
@@ -90,7 +92,7 @@ def test_arrows_lead_from_a_sample_to_its_requests_and_from_a_step_to_its_versio
     tmp_path: Path,
 ) -> None:
     Run(tmp_path, ["trace"]).go([1, 2])
-    events = lines(files(tmp_path)[0])
+    events = sorted(lines(files(tmp_path)[0]), key=lambda e: float(e["ts"]))
 
     def arrows(kind: str) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
@@ -112,6 +114,7 @@ def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
 import os, time
 from pathlib import Path
 from millrace.observe.watch import Watch
+from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, life
 clock = Clock()
@@ -249,6 +252,31 @@ def test_facts_of_any_kind_are_written(tmp_path: Path) -> None:
     assert len(facts["odd"]["big"][0]) == 1024 and facts["odd"]["nan"] is None
 
 
+def test_a_slice_that_lasts_is_written_before_its_end(tmp_path: Path) -> None:
+    """A kill loses the slices of the last second alone."""
+    clock = Clock()
+    writer = TraceWriter(tmp_path, 1, clock, print, every_s=0.01)
+    watch = Watch(clock, [writer])
+
+    with watch.span("rollout-0", "request", "1/1"):
+        clock.now += 0.5
+        with watch.span("rollout-0", "request", "2/1"):
+            clock.now += 0.9
+            trace = tmp_path / "trace" / "attempt-001-000.json"
+            while not trace.exists() or "request 1/1" not in trace.read_text():
+                time.sleep(0.01)
+            assert "request 2/1" not in trace.read_text()
+    writer.close()
+    events = lines(files(tmp_path)[0])
+    check(events, whole=False)
+    assert [(e["ph"], e["ts"], e.get("dur")) for e in events if e["ph"] in "BEX"] == [
+        ("B", 0, None),
+        ("X", 500_000, 900_000),
+        ("E", 1_400_000, None),
+    ]
+    assert {(s.key, s.start, s.end) for s in read(tmp_path)} == {("1/1", 0, 1.4), ("2/1", 0.5, 1.4)}
+
+
 def test_the_end_of_a_run_ends_what_is_open(tmp_path: Path) -> None:
     run = Run(tmp_path, ["trace"])
     clock = run.clock
@@ -259,4 +287,4 @@ def test_the_end_of_a_run_ends_what_is_open(tmp_path: Path) -> None:
         writer.close()
     events = lines(files(tmp_path)[0])
     check(events, whole=False)
-    assert events[-1]["args"] == {"open": True} and events[-1]["ts"] == 1e6
+    assert events[-1]["args"] == {"open": True} and events[-1]["dur"] == 1e6

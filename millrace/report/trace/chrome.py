@@ -95,6 +95,10 @@ class Translator:
         self._states.clear()
         self._slots.clear()
 
+    def write_begun(self, before: float, out: list[Line]) -> None:
+        """Append the begins of the open slices that began before `before`."""
+        self._lanes.write_begun(before, out)
+
     def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one."""
         return self._lanes.cut(ts)
@@ -104,7 +108,7 @@ class Translator:
         lane = self._lanes.take(event.track, group, out)
         arrow_out, arrow_in = self._arrows(event)
         self._lanes.begin(
-            *(lane, event.name, event.key, ts, out, plain(event.facts)),
+            *(lane, event.name, event.key, ts, plain(event.facts)),
             arrow_out=arrow_out,
             arrow_in=arrow_in,
         )
@@ -145,7 +149,7 @@ class Translator:
             if (event.track, lane.cat) == _STEPS:
                 self._step_from = lane.since
             self._lanes.end(lane, ts, out)
-        self._lanes.begin(lane, event.name, "", ts, out, plain(event.facts))
+        self._lanes.begin(lane, event.name, "", ts, plain(event.facts))
 
     def _move(self, event: Event, ts: float, out: list[Line]) -> None:
         """Move a sample to another state, or out of its slot."""
@@ -164,9 +168,7 @@ class Translator:
             elif name == "sealed":
                 self._sealed = self._steps - 1 if self._steps else None
             facts = plain(event.facts)
-            self._lanes.begin(
-                *(lane, name, key, ts, out, facts), arrow_out=arrow_out, arrow_in=arrow_in
-            )
+            self._lanes.begin(*(lane, name, key, ts, facts), arrow_out=arrow_out, arrow_in=arrow_in)
             return
         if name == "dropped":
             self._instant(event, ts, out)

@@ -46,13 +46,15 @@ class Pool:
 class Lane:
     """A thread of a track. It has one slice at a time."""
 
-    __slots__ = ("arrow", "cat", "name", "number", "pid", "pool", "since", "tid")
+    __slots__ = ("arrow", "begun", "cat", "name", "number", "pid", "pool", "since", "tid")
 
     def __init__(self, pid: int, tid: int, number: int, pool: Pool) -> None:
         self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
         self.cat, self.name, self.since = "", "", 0.0
         self.arrow: int | None = None
         """The arrow that begins at the slice."""
+        self.begun: Line | None = None
+        """The begin of the slice, until it is written. A short slice is one line, at its end."""
 
 
 class Lanes:
@@ -82,27 +84,43 @@ class Lanes:
         cat: str,
         key: str,
         ts: float,
-        out: list[Line],
         args: dict[str, Any] | None = None,
         *,
         arrow_out: int | None = None,
         arrow_in: int | None = None,
     ) -> None:
-        """Begin a slice in `lane`. At most one of the arrows is given."""
+        """Begin a slice in `lane`. At most one of the arrows is given.
+
+        Its line comes at its end, or when `write_begun` finds it.
+        """
         lane.cat, lane.name = cat, f"{cat} {key}" if key else cat
         lane.arrow, lane.since = arrow_out, ts
         self.open[lane.tid] = lane
         bind = arrow_in if arrow_out is None else arrow_out
         leads, led = arrow_out is not None, arrow_in is not None
         name = lane.name
-        out.append(Line(lane.pid, lane.tid, "B", ts, None, cat, name, args, bind, leads, led))
+        lane.begun = Line(lane.pid, lane.tid, "B", ts, None, cat, name, args, bind, leads, led)
 
     def end(
         self, lane: Lane, ts: float, out: list[Line], args: dict[str, Any] | None = None
     ) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
-        out.append(Line(lane.pid, lane.tid, "E", ts, args=args))
+        line, lane.begun = lane.begun, None
+        if line is None:
+            line = Line(lane.pid, lane.tid, "E", ts, args=args)
+        else:
+            line.ph, line.dur = "X", ts - line.ts
+            if args:
+                line.args = line.args | args if line.args else args
+        out.append(line)
+
+    def write_begun(self, before: float, out: list[Line]) -> None:
+        """Write the begin of each open slice that began before `before`: a kill must not lose it."""
+        for lane in self.open.values():
+            if lane.begun is not None and lane.since < before:
+                out.append(lane.begun)
+                lane.begun = None
 
     def free(self, lane: Lane) -> None:
         heapq.heappush(lane.pool.free, lane.number)
@@ -115,7 +133,8 @@ class Lanes:
 
     def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one. Open slices are in both."""
-        ends, heads = [], list(self.names)
+        ends, heads = list[Line](), list(self.names)
+        self.write_begun(ts + 1, ends)
         for lane in self.open.values():
             ends.append(Line(lane.pid, lane.tid, "E", ts, args={"continues": True}))
             heads.append(

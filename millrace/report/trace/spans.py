@@ -171,7 +171,7 @@ class _Attempt:
             self._slices.append(whole)
             if line.name == "relabelled":
                 self._relabel(whole)
-        self._last = max(self._last, line.ts)
+        self._last = max(self._last, line.ts + line.dur)
         return True
 
     def _wanted(self, track: str) -> bool:

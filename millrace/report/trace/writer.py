@@ -32,8 +32,10 @@ NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
 HEADER = "clock_zero"
 """The name of the first event of a file. Its args are the Unix time of zero, and the attempt."""
 
-_BATCH = 256
+_BATCH = 64
 """Events that are encoded at once. A write releases the interpreter after each batch."""
+_LONG_S = 1.0
+"""A slice that is open for longer gets a line for its begin."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
 
@@ -115,6 +117,7 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
+                self._write_begun()
                 if not closing:
                     self._wake.wait(self._every_s)
             self._finish()
@@ -138,6 +141,12 @@ class TraceWriter:
                 self._write(ends)
                 self._end_file()
                 self._begin_file(heads)
+
+    def _write_begun(self) -> None:
+        """Write the begins of long slices, which a kill must not lose."""
+        lines: list[Line] = []
+        self._translator.write_begun(self._translator.ts(self._clock() - _LONG_S), lines)
+        self._write(lines)
 
     def _finish(self) -> None:
         if not self._ended:
