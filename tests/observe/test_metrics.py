@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ def said(version: int, length: int, stop: Stop | None = Stop.EOS) -> Segment:
 
 
 def trajectory(*segments: Segment, score: float | None = 1.0, **extra: float) -> Trajectory:
-    return Trajectory(segments, None if score is None else Score(score, extra))
+    return Trajectory.of(segments, None if score is None else Score(score, extra))
 
 
 def sample(index: int, prompt_length: int, admitted: int, *trajectories: Trajectory) -> Sample:
@@ -203,10 +205,10 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
 ):
     """The greedy response is older, longer and better than all others. No other figure changes."""
     shaped = [
-        Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
+        Trajectory.of((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
         for value in (0.5, 1.0)
     ]
-    greedy = Trajectory((said(0, 50),), Score(7.0, raw=8.0))
+    greedy = Trajectory.of((said(0, 50),), Score(7.0, raw=8.0))
     rows = []
     for baseline in (None, greedy):
         metrics = VersionMetrics()
@@ -288,3 +290,41 @@ def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
         and found["reward/mean"] == 0.0
         and found["fully_async/partial/max_partial_span"] == 0.0
     )
+
+
+def test_counts_of_agents_are_means_shares_or_sums_and_missing_without_agents() -> None:
+    def row(*counts: dict[str, float]) -> dict[str, float]:
+        plain = Trajectory.of((said(0, 2),), Score(1.0))
+        episodes = tuple(replace(plain, counts=c) for c in counts)
+        metrics = VersionMetrics()
+        metrics.stepped([Sample(Prompt(0, tokens_of([1]), "", "d"), episodes)], 0, StepReport(1))
+        whole = metrics.row(
+            timing={"step": 1.0},
+            before=RolloutStats(),
+            after=RolloutStats(),
+            usable_slots=1,
+            synced=Synced(TransferReport(0, 0.0), 0.0),
+        )
+        return {name: value for name, value in whole.items() if name.startswith("agents/")}
+
+    assert row({}, {}) == {}
+    one = {"turns": 3.0, "threads": 1.0, "context_tokens": 10.0, "ended/done": 1.0}
+    two = {
+        "turns": 1.0,
+        "threads": 2.0,
+        "context_tokens": 4.0,
+        "ended/turns": 1.0,
+        "forks/edited": 2.0,
+    }
+    assert row(one, two | {"dead_turns": 1.0}) == {
+        "agents/turns/mean": 2.0,
+        "agents/turns/max": 3.0,
+        "agents/threads/mean": 1.5,
+        "agents/threads/max": 2.0,
+        "agents/context_tokens/mean": 7.0,
+        "agents/context_tokens/max": 10.0,
+        "agents/ended/done": 0.5,
+        "agents/ended/turns": 0.5,
+        "agents/forks/edited": 2.0,
+        "agents/dead_turns": 1.0,
+    }

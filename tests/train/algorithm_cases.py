@@ -25,6 +25,7 @@ from millrace.types import (
     Score,
     Segment,
     Stop,
+    Thread,
     Trajectory,
     floats_of,
     tokens_of,
@@ -126,7 +127,7 @@ def trajectory(
     """A trajectory of one turn with these rollout log-probs."""
     tokens = tokens_of(1 + i % 12 for i in range(len(rollout)))
     segment = Segment(tokens, version=version, log_probs=floats_of(rollout), stop=stop)
-    return Trajectory((segment,), None if score is None else Score(score, extra or {}))
+    return Trajectory.of((segment,), None if score is None else Score(score, extra or {}))
 
 
 def sample(index: int, *trajectories: Trajectory, greedy: Trajectory | None = None) -> Sample:
@@ -142,7 +143,7 @@ def at_version(one: Sample, version: int) -> Sample:
         segments = (
             replace(s, version=version) if s.author is Author.POLICY else s for s in t.segments
         )
-        return replace(t, segments=tuple(segments))
+        return replace(t, threads=(Thread(tuple(segments)),))
 
     return replace(one, trajectories=tuple(moved(t) for t in one.trajectories))
 
