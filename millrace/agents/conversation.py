@@ -116,6 +116,20 @@ class Conversation:
         message = {"role": "assistant", "content": text}
         return self._made(turn, message, stopped_by)
 
+    def count(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request, rendered as the opening of a thread."""
+        messages = [normal(m) for m in request.messages]
+        return len(self._renderer.opening(messages, request.tools))
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of plain text."""
+        return self._renderer.encode(text)
+
+    def decode(self, tokens: Tokens) -> str:
+        """Return the text of tokens, that of special ones too."""
+        decode = self._renderer.tokenizer.decode
+        return str(decode(list(tokens), clean_up_tokenization_spaces=False))
+
     def delivered(self, number: int) -> None:
         """Note that the answer of a turn left our hands. `chat` itself counts as delivery."""
         self._history.delivered(number)

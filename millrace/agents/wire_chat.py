@@ -58,7 +58,7 @@ def message_of(message: Body, where: str) -> Message:
     role = message.get("role")
     if role == "assistant":
         return _assistant(message, where)
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         known = ", ".join((*ROLES, "assistant"))
         raise wrong(f"{where}.role", role, f"must be one of {known}")
     found: Message = {
@@ -80,7 +80,7 @@ def _assistant(message: Body, where: str) -> Message:
     content = text_of(message.get("content"), f"{where}.content", ("text", "refusal"))
     found: Message = {"role": "assistant", "content": content}
     calls = []
-    for k, call in enumerate(message.get("tool_calls") or ()):
+    for k, call in enumerate(Reader(message).objects("tool_calls")):
         at = f"{where}.tool_calls[{k}]"
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):

@@ -58,7 +58,7 @@ def _hints(reader: Reader) -> None:
     reader.ignore_sampling()
     if reader.body.get("tool_choice") not in (None, "auto"):
         reader.ignore("tool_choice", "let the policy choose")
-    if reader.object("text").get("format", {}).get("type", "text") != "text":
+    if Reader(reader.object("text")).object("format").get("type", "text") != "text":
         reader.ignore("response_format", "ask for JSON in the prompt")
     if any(value is not None for value in reader.object("reasoning").values()):
         reader.ignore("reasoning", "the chat template decides")
