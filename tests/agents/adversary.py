@@ -204,7 +204,7 @@ def differences(trajectory: Trajectory, engine: Engine, session: Session) -> lis
     """Return every difference between what is trained and what the engine drew."""
     drawn = Counter(turn.key() for turn in engine.log.get(session.name, {}).values())
     found = []
-    trained = Counter(_trained(trajectory, session.prompt.tokens))
+    trained = Counter(trained_turns(trajectory, session.prompt.tokens))
     for key, times in trained.items():
         if times > 1:
             found.append(f"a turn is trained {times} times: {key[1][:8]}")
@@ -217,7 +217,7 @@ def differences(trajectory: Trajectory, engine: Engine, session: Session) -> lis
     return found
 
 
-def _trained(trajectory: Trajectory, prompt: Tokens) -> list[tuple[Any, ...]]:
+def trained_turns(trajectory: Trajectory, prompt: Tokens) -> list[tuple[Any, ...]]:
     """Return each trained turn with its context, tokens, log-probs and versions."""
     turns = []
     for thread in trajectory.threads:
