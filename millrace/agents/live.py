@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -186,6 +186,11 @@ class LiveEpisode:
             raise self._refusal(error)
         turns = tuple(turn for turn in draw.turns if turn is not None)
         self._numbers[draw.nonce] = [turn.number for turn in turns]
+        if draw.asked.continued:
+            self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, turns[0].message)
+        # A record of a long conversation is small: a retry brings the messages again.
+        request = replace(draw.asked.request, messages=())
+        draw.asked = replace(draw.asked, request=request, continued=())
         return Drawn(
             draw.nonce,
             draw.created,

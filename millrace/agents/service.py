@@ -16,7 +16,6 @@ import msgspec
 
 from millrace.agents import wire_chat, wire_completions, wire_messages, wire_responses
 from millrace.agents.live import Draw, LiveEpisode, Talk, episode_over
-from millrace.agents.request import ChatTurn
 from millrace.agents.wire import Asked, Body, Reader, Refusal, Sampling, Wire
 from millrace.ports import PolicySession
 
@@ -220,7 +219,7 @@ class Service:
             await asyncio.wait({draw.task}, timeout=patience)
             settle = partial(episode.leave, draw)
             if not asked.stream:
-                return _answer(200, self._body(episode, route, draw), settle)
+                return _answer(200, WIRES[route].answer(draw.asked, episode.result(draw)), settle)
             if draw.task.done():
                 episode.result(draw)  # A failure that is known by now has a status of its own.
             kind = {"content-type": "text/event-stream", "cache-control": "no-store"}
@@ -229,19 +228,6 @@ class Service:
         except BaseException:
             episode.leave(draw, False)
             raise
-
-    def _body(self, episode: LiveEpisode, route: str, draw: Draw) -> Body:
-        drawn = episode.result(draw)
-        body = WIRES[route].answer(draw.asked, drawn)
-        self._remember(episode, route, body["id"], draw.asked, drawn.turns[0])
-        return body
-
-    def _remember(
-        self, episode: LiveEpisode, route: str, number: str, asked: Asked, turn: ChatTurn
-    ) -> None:
-        """Keep the messages that a later `previous_response_id` continues."""
-        if route == "/v1/responses":
-            episode.responses[number] = (*asked.continued, turn.message)
 
     async def _chunks(self, episode: LiveEpisode, route: str, draw: Draw) -> AsyncIterator[bytes]:
         """Yield comments while the turn is drawn, and then all its events."""
@@ -255,7 +241,6 @@ class Service:
         except Refusal as refusal:
             yield wire.trouble(refusal).encode()
             return
-        self._remember(episode, route, f"resp_{drawn.nonce}", draw.asked, drawn.turns[0])
         for event in wire.events(draw.asked, drawn):
             yield event.encode()
 

@@ -50,7 +50,7 @@ def read(reader: Reader, before: Sequence[Message] = ()) -> Asked:
         ),
         stream=reader.flag("stream"),
         ignored=tuple(reader.ignored),
-        continued=messages,
+        continued=messages if reader.flag("store", True) else (),
     )
 
 
