@@ -85,8 +85,9 @@ class Conversation:
                 context, after=after, max_tokens=request.max_tokens, stop=request.stop
             )
             answer = self._answer(turn, request)
-            self._history.add(place, turn.number, answer.message, asked[1:3])
-            self._said[turn.number] = _Said(place.end, answer.message, kind)
+            message = normal(answer.message)
+            self._history.add(place, turn.number, message, asked[1:3])
+            self._said[turn.number] = _Said(place.end, message, kind)
             self._answers[asked] = answer
             if auxiliary:
                 self._set_apart(turn)

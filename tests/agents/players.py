@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from random import Random
@@ -61,6 +62,7 @@ class Engine:
     async def draw(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
+        await asyncio.sleep(0)
         random = Random(params.seed)
         n = len(self.log)
         text = self.texts[n] if n < len(self.texts) else None
@@ -102,7 +104,7 @@ class Engine:
         block = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
         if kind == "broken":
             block = block.replace('"}}', '"')
-        return self._encode("so\n" + "\n".join([block] * random.randint(1, 2)))
+        return self._encode(random.choice(("so\n", "")) + "\n".join([block] * random.randint(1, 2)))
 
 
 @dataclass
