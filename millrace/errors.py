@@ -67,6 +67,7 @@ class CheckpointError(MillraceError):
 
 
 INSTALL = {
+    "aiohttp": "pip install 'aiohttp>=3.14'",
     "duckdb": "pip install 'duckdb>=1.1'",
     "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
     "mlflow-skinny": "pip install 'mlflow-skinny>=3' 'sqlalchemy>=2' 'alembic>=1.13'",

@@ -1,0 +1,302 @@
+"""The endpoint without sockets: (method, path, headers, body) to an answer, for any transport."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from millrace.agents import wire_chat, wire_completions, wire_messages, wire_responses
+from millrace.agents.live import Draw, LiveEpisode, Talk, episode_over
+from millrace.agents.wire import Asked, Body, Reader, Refusal, Sampling, Wire
+from millrace.ports import PolicySession
+
+DEAD_KEYS = 65_536
+"""The keys of so many finished episodes are still known. An older one is answered 401."""
+
+WIRES: dict[str, Wire] = {
+    "/v1/chat/completions": wire_chat,
+    "/v1/completions": wire_completions,
+    "/v1/messages": wire_messages,
+    "/v1/messages/count_tokens": wire_messages,
+    "/v1/responses": wire_responses,
+}
+"""The wire format of each route that has one."""
+
+POSTS = {*WIRES, "/reward", "/v1/reward"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """The settings and limits of the endpoint."""
+
+    model: str
+    """The policy's name at /v1/models."""
+    max_model_len: int | None
+    sampling: Sampling
+    strict: bool
+    turn_deadline_s: float
+    retry_grace_s: float
+    max_body: int = 32 * 2**20
+    max_depth: int = 64
+    max_in_flight: int = 64
+    body_deadline_s: float = 30.0
+    keepalive_s: float = 3.0
+
+
+def _nothing(_: bool) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Answer:
+    """An HTTP answer. Call `settle` once: True if all its bytes left for the client."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    chunks: AsyncIterator[bytes] | None = None
+    """The body of a stream."""
+    settle: Callable[[bool], None] = _nothing
+
+
+class Service:
+    """The keys of all live episodes, and the routes."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self.options = options
+        self._secret = secrets.token_bytes(32)
+        self._live: dict[bytes, tuple[bytes, LiveEpisode]] = {}
+        self._dead: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def live(self) -> int:
+        """Return the number of live episodes."""
+        return len(self._live)
+
+    def open(self, talk: Talk, session: PolicySession) -> LiveEpisode:
+        """Issue a key for one episode."""
+        options = self.options
+        episode = LiveEpisode(
+            talk,
+            session,
+            turn_deadline_s=options.turn_deadline_s,
+            retry_grace_s=options.retry_grace_s,
+            max_in_flight=options.max_in_flight,
+        )
+        digest = self._digest(episode.key)
+        self._live[digest[:8]] = digest, episode
+        return episode
+
+    async def end(self, episode: LiveEpisode) -> None:
+        """Retire the key of an episode and end its draws. Call it before the session ends."""
+        digest = self._digest(episode.key)
+        self._live.pop(digest[:8], None)
+        self._dead[digest] = None
+        while len(self._dead) > DEAD_KEYS:
+            self._dead.popitem(last=False)
+        await episode.close()
+
+    async def close(self) -> None:
+        """End every live episode."""
+        for _, episode in list(self._live.values()):
+            await self.end(episode)
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Answer:
+        """Answer one request. `headers` has lower-case names. `path` has no query.
+
+        If the caller is cancelled, the client is gone: its draw waits for a retry.
+        """
+        path_key, route = _split(path)
+        try:
+            episode = self._episode(path_key, headers)
+            _known(method, route)
+            if method == "GET":
+                return self._models(route)
+            given = self._json(headers, body)
+            if route.endswith("/reward"):
+                episode.post_reward(given)
+                return _answer(200, {"ok": True})
+            digest = blake2b(route.encode() + b"\0" + body, digest_size=16).digest()
+            return await self._draw(episode, route, given, digest, headers)
+        except Refusal as refusal:
+            return refused(refusal, route)
+
+    def _digest(self, key: str) -> bytes:
+        """Return the keyed hash by which a key is found, so that no timing tells about keys."""
+        return blake2b(key.encode("utf-8", "replace"), key=self._secret, digest_size=32).digest()
+
+    def _episode(self, path_key: str | None, headers: Mapping[str, str]) -> LiveEpisode:
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        key = path_key
+        if key is None:
+            bearer = bearer.strip() if kind.lower() == "bearer" else ""
+            key = headers.get("x-api-key") or bearer
+        digest = self._digest(key)
+        known, episode = self._live.get(digest[:8], (b"", None))
+        if episode is not None and hmac.compare_digest(known, digest):
+            return episode
+        if digest in self._dead:
+            raise episode_over()
+        raise Refusal("the API key is not valid", status=401, code="invalid_api_key")
+
+    def _models(self, route: str) -> Answer:
+        model = {
+            "id": self.options.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "millrace",
+            "max_model_len": self.options.max_model_len,
+        }
+        if route == "/v1/models":
+            return _answer(200, {"object": "list", "data": [model], "has_more": False})
+        if route.removeprefix("/v1/models/") != self.options.model:
+            raise Refusal(
+                f"the model is {self.options.model!r}", status=404, code="model_not_found"
+            )
+        return _answer(200, model)
+
+    def _json(self, headers: Mapping[str, str], body: bytes) -> Body:
+        if len(body) > self.options.max_body:
+            raise too_large(self.options.max_body)
+        if headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(
+                "the body must not be compressed", status=415, code="unsupported_encoding"
+            )
+        try:
+            given = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise Refusal(f"the body is no JSON: {error}", code="invalid_json") from None
+        except RecursionError:
+            raise _too_deep(self.options.max_depth) from None
+        if not isinstance(given, dict):
+            raise Refusal("the body must be a JSON object", code="invalid_json")
+        if _deeper_than(given, self.options.max_depth):
+            raise _too_deep(self.options.max_depth)
+        return given
+
+    def _read(self, episode: LiveEpisode, route: str, body: Body) -> Asked:
+        reader = Reader(body, self.options.sampling, self.options.strict)
+        if route == "/v1/chat/completions":
+            return wire_chat.read(reader, self.options.max_in_flight)
+        if route == "/v1/completions":
+            return wire_completions.read(reader, self.options.max_in_flight)
+        if route == "/v1/responses":
+            previous = reader.text("previous_response_id")
+            if previous and previous not in episode.responses:
+                raise Refusal(
+                    f"no response of this episode has the id {previous[:80]!r}",
+                    code="previous_response_not_found",
+                    param="previous_response_id",
+                )
+            return wire_responses.read(reader, episode.responses.get(previous, ()))
+        return wire_messages.read(reader, counting=route.endswith("count_tokens"))
+
+    async def _draw(
+        self,
+        episode: LiveEpisode,
+        route: str,
+        body: Body,
+        digest: bytes,
+        headers: Mapping[str, str],
+    ) -> Answer:
+        asked = self._read(episode, route, body)
+        if route.endswith("count_tokens"):
+            return _answer(200, {"input_tokens": episode.talk.count(asked.request)})
+        draw = episode.join(digest, _retries(headers), asked)
+        try:
+            patience = self.options.keepalive_s if asked.stream else None
+            await asyncio.wait({draw.task}, timeout=patience)
+            settle = partial(episode.leave, draw)
+            if not asked.stream:
+                return _answer(200, WIRES[route].answer(draw.asked, episode.result(draw)), settle)
+            if draw.task.done():
+                episode.result(draw)  # A failure that is known by now has a status of its own.
+            kind = {"content-type": "text/event-stream", "cache-control": "no-store"}
+            chunks = self._chunks(episode, route, draw)
+            return Answer(200, headers=kind, chunks=chunks, settle=settle)
+        except BaseException:
+            episode.leave(draw, False)
+            raise
+
+    async def _chunks(self, episode: LiveEpisode, route: str, draw: Draw) -> AsyncIterator[bytes]:
+        """Yield comments while the turn is drawn, and then all its events."""
+        wire = WIRES[route]
+        while not draw.task.done():
+            await asyncio.wait({draw.task}, timeout=self.options.keepalive_s)
+            if not draw.task.done():
+                yield b": keepalive\n\n"
+        try:
+            drawn = episode.result(draw)
+        except Refusal as refusal:
+            yield wire.trouble(refusal).encode()
+            return
+        for event in wire.events(draw.asked, drawn):
+            yield event.encode()
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """Return the key in a path /e/KEY/..., if any, and the route."""
+    if not path.startswith("/e/"):
+        return None, path
+    key, slash, route = path[3:].partition("/")
+    return key, slash + route
+
+
+def _known(method: str, route: str) -> None:
+    """Raise Refusal unless the route exists. Paths are compared as they are, never normalised."""
+    gets = route == "/v1/models" or route.startswith("/v1/models/")
+    if route not in POSTS and not gets:
+        raise Refusal("no such route", status=404, code="not_found")
+    if method != ("GET" if gets else "POST"):
+        raise Refusal("no such method here", status=405, code="method_not_allowed")
+
+
+def _retries(headers: Mapping[str, str]) -> bool:
+    count = headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and count.strip("0") != ""
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Return whether JSON nests more objects and lists than `limit`."""
+    level = [value]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for one in level:
+            values = one.values() if isinstance(one, dict) else one
+            inner += [v for v in values if isinstance(v, dict | list)]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _too_deep(limit: int) -> Refusal:
+    return Refusal(f"the body nests over {limit} levels of JSON", code="too_deep")
+
+
+def too_large(limit: int) -> Refusal:
+    """Return the refusal of a body with too many bytes."""
+    return Refusal(f"the body has over {limit} bytes", status=413, code="body_too_large")
+
+
+def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) -> Answer:
+    kind = {"content-type": "application/json"}
+    return Answer(status, msgspec.json.encode(body), kind, settle=settle)
+
+
+def refused(refusal: Refusal, route: str) -> Answer:
+    """Return an error in the shape of the route. No client should try it again."""
+    answer = _answer(refusal.status, WIRES.get(route, wire_chat).problem(refusal))
+    answer.headers["x-should-retry"] = "false"
+    return answer
