@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from millrace.errors import MillraceError
 from millrace.types import Floats, Message, Tokens, floats_of, tokens_of
 
 ToolSchema = dict[str, Any]
@@ -43,3 +44,7 @@ class ChatTurn:
     log_probs: Floats = field(default_factory=floats_of)
     stopped_by: str | None = None
     """The stop string that ended the turn, if any."""
+
+
+class RequestError(MillraceError):
+    """A request cannot be served as it is. The endpoint answers 400. A retry would not help."""

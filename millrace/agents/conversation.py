@@ -1,0 +1,273 @@
+"""The conversations of one episode: a request for a message becomes a turn of the session.
+
+A conversation keeps the tokens of each turn. A later request extends them and never renders them
+again, unless the template or the client rewrites history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from millrace.agents.history import Cause, History, Node, Place, normal
+from millrace.agents.parse import ToolFormat, split_thinking
+from millrace.agents.render import Renderer
+from millrace.agents.request import ChatRequest, ChatTurn, Finish, ToolSchema
+from millrace.ports import PolicySession
+from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
+
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class Conversation:
+    """Every conversation that the policy has in one episode, with all agents of a program.
+
+    `history="template"` opens a new thread where the chat template rewrites history. "keep" extends
+    the tokens as they are. Requests for a model that is not in `main_models` are served and never
+    trained. Empty `main_models` trains all.
+
+    Call `settle` when the episode is over.
+    """
+
+    def __init__(
+        self,
+        session: PolicySession,
+        renderer: Renderer,
+        tool_format: ToolFormat,
+        *,
+        history: Literal["keep", "template"] = "keep",
+        main_models: Collection[str] = (),
+    ) -> None:
+        self._session = session
+        self._renderer = renderer
+        self._format = tool_format
+        self._keep = history == "keep"
+        self._main_models = frozenset(main_models)
+        self._history = History()
+        self._ended: dict[int, str | None] = {}  # turn -> text of the token that ended it
+        self._said: dict[int, _Said] = {}
+        self._main: Hashable = None
+        self._auxiliary: set[int] = set()
+        self._answers: dict[Hashable, ChatTurn] = {}  # the last answer of each request
+        self._drawing: dict[Hashable, asyncio.Future[ChatTurn | None]] = {}
+        self._twins: dict[Hashable, int] = {}  # (context, drawn tokens) -> how often
+        self._settled: set[int] = set()
+
+    async def chat(self, request: ChatRequest, *, retry: bool = False) -> ChatTurn:
+        """Draw the policy's next message.
+
+        The same request again is a genuine second sample. With `retry` it is the same question: the
+        call returns the answer that exists, or waits for the one that is drawn.
+
+        Raise RequestError if the request cannot be served. LimitReached passes through.
+        """
+        messages = [normal(m) for m in request.messages]
+        auxiliary = self._is_auxiliary(request.model)
+        scope = (request.model if auxiliary else None, _digest(request.tools))
+        place = self._history.attach(messages, scope)
+        kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
+        self._main = self._main or kind
+        after, context, cause = self._context(place, request.tools)
+        asked = (scope, after, _digest(context.tobytes()), request.max_tokens, request.stop)
+        if retry and (answer := await self._again(asked)) is not None:
+            return answer
+        if cause is not None:
+            self._session.count(f"forks/{cause}")
+        done: asyncio.Future[ChatTurn | None] = asyncio.get_running_loop().create_future()
+        self._drawing[asked] = done
+        try:
+            turn = await self._session.draw(
+                context, after=after, max_tokens=request.max_tokens, stop=request.stop
+            )
+            answer = self._answer(turn, request)
+            self._history.add(place, turn.number, answer.message, asked[1:3])
+            self._said[turn.number] = _Said(place.end, answer.message, kind)
+            self._answers[asked] = answer
+            if auxiliary:
+                self._set_apart(turn)
+            done.set_result(answer)
+            return answer
+        finally:
+            if not done.done():
+                done.set_result(None)
+            if self._drawing.get(asked) is done:
+                del self._drawing[asked]
+
+    async def complete(
+        self, tokens: Tokens, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> ChatTurn:
+        """Draw what follows `tokens`. They continue the thread that is their longest prefix."""
+        after, held = None, 0
+        for turn in self._session.turns:
+            known = self._session.tokens(turn.number)
+            if held <= len(known) <= len(tokens) and tokens[: len(known)] == known:
+                after, held = turn.number, len(known)
+        if after is not None:
+            self._history.extend(after)
+        context = tokens[held:]
+        turn = await self._session.draw(context, after=after, max_tokens=max_tokens, stop=stop)
+        text, stopped_by = self._text(turn, stop, ())
+        self._history.join(turn.number, (after, _digest(context.tobytes())))
+        self._ended[turn.number] = self._end(turn)
+        message = {"role": "assistant", "content": text}
+        return self._made(turn, message, stopped_by)
+
+    def delivered(self, number: int) -> None:
+        """Note that the answer of a turn left our hands. `chat` itself counts as delivery."""
+        self._history.delivered(number)
+
+    def undelivered(self, number: int) -> None:
+        """Note that nobody received a turn. It is dead unless a later request extends it."""
+        self._history.undelivered(number)
+
+    def settle(self) -> None:
+        """Kill the dead turns. The episode is over."""
+        for turn in self._history.dead():
+            if turn not in self._settled and turn not in self._auxiliary:
+                self._settled.add(turn)
+                self._session.kill(turn)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Return the conversation up to the last living turn of the main thread.
+
+        The main thread has the system message and the tools of the first request.
+        """
+        dead = {*self._history.dead(), *self._auxiliary}
+        alive = [t for t in self._said if t not in dead]
+        main = [t for t in alive if self._said[t].kind == self._main] or alive
+        if not main:
+            return ()
+        last = self._said[max(main)]
+        return (*(n.message for n in last.end.path() if n.message), last.answer)
+
+    def _context(
+        self, place: Place, tools: tuple[ToolSchema, ...]
+    ) -> tuple[int | None, Tokens, Cause | None]:
+        """Return the turn that a request continues, the tokens after it, and the cause of a fork.
+
+        The turn is None if the tokens open a thread.
+        """
+        if place.anchor is not None:
+            ended = self._ended[place.anchor]
+            context = self._renderer.bridge(
+                place.known, place.new, tools, ended=ended, keep=self._keep
+            )
+            if context is not None:
+                return place.anchor, context, place.cause
+        opening = self._renderer.opening((*place.known, *place.new), tools)
+        return None, opening, place.cause if place.anchor is None else "template"
+
+    async def _again(self, asked: Hashable) -> ChatTurn | None:
+        """Return the answer to a request that was asked before, if there is one."""
+        if asked in self._drawing:
+            self._session.count("retries_coalesced")
+            return await asyncio.shield(self._drawing[asked])
+        if asked in self._answers:
+            self._session.count("retries_replayed")
+        return self._answers.get(asked)
+
+    def _answer(self, turn: Turn, request: ChatRequest) -> ChatTurn:
+        """Return a drawn turn as the client reads it."""
+        marks = self._format.marks if request.tools else ()
+        text, stopped_by = self._text(turn, request.stop, marks)
+        thinking = ""
+        if self._renderer.thinks:
+            thinking, text = split_thinking(text, opened=self._renderer.opens_thinking)
+        message: Message = {"role": "assistant", "content": text}
+        if request.tools:
+            parsed = self._format.parse(text, request.tools)
+            message["content"] = parsed.content
+            if parsed.broken:
+                self._session.count("invalid_calls", parsed.broken)
+            if parsed.calls:
+                self._session.count("tool_calls", len(parsed.calls))
+                ids = self._call_ids(turn, len(parsed.calls))
+                message["content"] = parsed.content or None
+                message["tool_calls"] = [
+                    {
+                        "id": i,
+                        "type": "function",
+                        "function": {"name": c.name, "arguments": c.arguments},
+                    }
+                    for i, c in zip(ids, parsed.calls, strict=True)
+                ]
+            if len(parsed.calls) > 1 and not request.parallel_tool_calls:
+                self._session.count("ignored/parallel_tool_calls")
+        if thinking:
+            message["reasoning_content"] = thinking
+        self._ended[turn.number] = self._end(turn)
+        return self._made(turn, message, stopped_by)
+
+    def _text(
+        self, turn: Turn, stop: tuple[str, ...], marks: tuple[str, ...]
+    ) -> tuple[str, str | None]:
+        """Return a turn's text before its stop string, and the stop string."""
+        tokens = turn.tokens
+        if turn.stop is Stop.EOS:
+            tokens = tokens[:-1]
+        text = self._renderer.decode(tokens, marks)
+        if turn.stop is Stop.STRING:
+            found = sorted((text.find(s), -len(s), s) for s in stop if s in text)
+            if found:
+                return text[: found[0][0]], found[0][2]
+        return text, None
+
+    def _end(self, turn: Turn) -> str | None:
+        return self._renderer.mark(turn.tokens[-1]) if turn.stop is Stop.EOS else None
+
+    def _made(self, turn: Turn, message: Message, stopped_by: str | None) -> ChatTurn:
+        drawn = turn.tokens
+        log_probs: Floats = floats_of()
+        for segment in turn.segments:
+            log_probs.extend(segment.log_probs)
+        finish: Finish = "tool_calls" if message.get("tool_calls") else "stop"
+        if turn.stop is Stop.LENGTH:
+            finish = "length"
+        read = len(self._session.tokens(turn.number)) - len(drawn)
+        return ChatTurn(turn.number, message, finish, read, drawn, log_probs, stopped_by)
+
+    def _call_ids(self, turn: Turn, count: int) -> list[str]:
+        """Return ids of nine letters and digits, as Mistral's templates require.
+
+        They depend on the thread's tokens, so that the order of parallel requests changes nothing.
+        """
+        seed = _digest(self._session.tokens(turn.number).tobytes())
+        twin = self._twins[seed] = self._twins.get(seed, -1) + 1
+        return [_short_id(f"{seed}/{twin}/{n}") for n in range(count)]
+
+    def _set_apart(self, turn: Turn) -> None:
+        """Keep an auxiliary turn out of training."""
+        self._auxiliary.add(turn.number)
+        self._session.count("auxiliary_turns")
+        self._session.kill(turn.number)
+
+    def _is_auxiliary(self, model: str) -> bool:
+        return bool(self._main_models) and bool(model) and model not in self._main_models
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """One answer: the node of its request, its message, and the kind of conversation."""
+
+    end: Node
+    answer: Message
+    kind: Hashable
+
+
+def _digest(value: Any) -> str:
+    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _short_id(seed: str) -> str:
+    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
+    letters = []
+    for _ in range(9):
+        number, digit = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[digit])
+    return "".join(letters)

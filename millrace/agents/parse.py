@@ -1,0 +1,202 @@
+"""From drawn text to a message: thinking, content and tool calls. A broken call stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from millrace.agents.request import ToolSchema
+from millrace.errors import bad_value
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a format found in a text."""
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    broken: int = 0
+    """Calls that are not valid. Their text is in `content`."""
+
+
+class ToolFormat(Protocol):
+    """How the policy writes tool calls. A format only reads: drawn tokens stay what they are."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the special tokens that the format reads. Others are not in the text."""
+        ...
+
+    def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A format with a pattern for each call. `read` raises ValueError if a call is broken."""
+
+    pattern: re.Pattern[str]
+    read: Callable[[str, Sequence[ToolSchema]], list[Call]]
+    opening: str
+    """What begins a call. Where it is left after all blocks are read, a call has no end."""
+    marks: tuple[str, ...] = ()
+
+    def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        calls: list[Call] = []
+        kept: list[str] = []
+        broken = end = 0
+        for block in self.pattern.finditer(text):
+            kept.append(text[end : block.start()])
+            end = block.end()
+            try:
+                calls += self.read(block[1], tools)
+            except (ValueError, RecursionError):
+                kept.append(block[0])
+                broken += 1
+        broken += self.opening in text[end:]
+        content = "".join([*kept, text[end:]])
+        return Parsed(content.strip() if calls else content, tuple(calls), broken)
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """The whole text is one call or a list of calls, after an optional mark."""
+
+    marks: tuple[str, ...] = ("[TOOL_CALLS]", "<|python_tag|>")
+
+    def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        found = next((m for m in self.marks if m in text), None)
+        before, _, body = text.partition(found) if found else ("", "", text)
+        begins = body.lstrip()[:1] in ("{", "[")
+        try:
+            if begins:
+                return Parsed(before.strip(), tuple(_json_calls(body, tools)))
+        except (ValueError, RecursionError):
+            pass
+        meant = found is not None or (begins and '"name"' in body)
+        return Parsed(text, broken=int(meant))
+
+
+def _json_calls(text: str, tools: Sequence[ToolSchema] = ()) -> list[Call]:
+    """Return the calls in a JSON text: one object, a list, or objects separated by `;`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = [json.loads(piece) for piece in re.split(r"(?<=\})\s*;\s*(?=\{)", text)]
+    return [_call(v) for v in (value if isinstance(value, list) and value else [value])]
+
+
+def _call(value: Any) -> Call:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError("a call is an object with a name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    return _made(value["name"], arguments)
+
+
+def _made(name: str, arguments: dict[str, Any]) -> Call:
+    """Return a call. Raises ValueError for infinity, NaN and broken Unicode."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + text).encode()
+    return Call(name, text)
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def _qwen_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
+    """Return the call of a block in Qwen3-Coder's XML form."""
+    found = _FUNCTION.fullmatch(text)
+    if found is None or _PARAMETER.sub("", found[2]).strip():
+        raise ValueError("not a function with parameters")
+    name = found[1].strip()
+    types = _parameters(name, tools)
+    pairs = ((key.strip(), _unwrapped(value)) for key, value in _PARAMETER.findall(found[2]))
+    return [_made(name, {key: _typed(value, types.get(key, {})) for key, value in pairs})]
+
+
+def _unwrapped(value: str) -> str:
+    """Return a value without the line breaks that the form puts around it."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+    """Return the properties of a tool's parameters."""
+    functions = (t.get("function", {}) for t in tools)
+    schema = next((f for f in functions if f.get("name") == name), {})
+    return dict((schema.get("parameters") or {}).get("properties") or {})
+
+
+def _typed(value: str, schema: Any) -> Any:
+    """Return text as a value of the schema's type. Raises ValueError if it is none."""
+    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
+    if kind == "string" or not isinstance(kind, str):
+        return value
+    if kind in ("integer", "number"):
+        return int(value) if kind == "integer" else float(value)
+    return json.loads(value)
+
+
+def _line_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
+    """Return the call of `?7.` or `?name 7.`. Values go to the parameters in their order.
+
+    Without a name, the call is of the only tool.
+    """
+    names = [str(t.get("function", {}).get("name")) for t in tools]
+    words = text.split(" ") if text else []
+    if words and words[0] in names:
+        name, words = words[0], words[1:]
+    elif len(names) == 1:
+        name = names[0]
+    else:
+        raise ValueError("no tool is named")
+    types = _parameters(name, tools)
+    if len(words) != len(types) or "" in words:
+        raise ValueError(f"{name} has {len(types)} parameters")
+    return [_made(name, {k: _typed(w, types[k]) for k, w in zip(types, words, strict=True)})]
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": Blocks(re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _json_calls,
+                     "<tool_call>", ("<tool_call>", "</tool_call>")),
+    "json": Json(),
+    "qwen": Blocks(re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _qwen_calls,
+                   "<tool_call>", ("<tool_call>", "</tool_call>")),
+    "line": Blocks(re.compile(r"\?([^?.]*)\."), _line_calls, "?"),
+}  # fmt: skip
+"""The formats by name, for agents.tool_format."""
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Return a format by name. Raises ConfigError if there is none of this name."""
+    if name not in FORMATS:
+        rule = f"the formats are {', '.join(FORMATS)}"
+        raise bad_value("agents.tool_format", name, rule, "the one that the model was trained on")
+    return FORMATS[name]
+
+
+def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
+    """Return (thinking, the rest). `opened`: the prompt ends inside of <think>.
+
+    Thinking without an end is all of the text.
+    """
+    head = text.lstrip()
+    if not opened and not head.startswith("<think>"):
+        return "", text
+    thinking, found, rest = head.removeprefix("<think>").partition("</think>")
+    return thinking.strip("\n"), rest.lstrip("\n") if found else ""

@@ -1,0 +1,268 @@
+"""Messages and tools to tokens through the chat template, and the bridge between two requests.
+
+The text of messages and tools never becomes a control token. The template's own text may.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from millrace.agents.request import RequestError, ToolSchema
+from millrace.types import Message, Tokens, tokens_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Message]
+
+U, A, V = "\ue002u", "\ue002a", "\ue002v"
+"""Contents of probes. No template and no message has them."""
+USER: Message = {"role": "user", "content": U}
+ANSWER: Message = {"role": "assistant", "content": A}
+
+
+class Renderer:
+    """A tokenizer and its chat template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._options = dict(options or {})  # such as enable_thinking, for the template
+        source = tokenizer.chat_template
+        if not isinstance(source, str):
+            source = tokenizer.get_chat_template()
+        self._source = source
+        added = tokenizer.added_tokens_decoder
+        self.special = {i: t.content for i, t in added.items() if t.special}
+        self._id: dict[str | None, int] = {t.content: i for i, t in added.items()}
+        written = {t.content for t in added.values() if len(t.content) > 1 and t.content in source}
+        self._controls = sorted({*self.special.values(), *written, "\ue000"}, key=len)[::-1]
+        self._number = {text: n for n, text in enumerate(self._controls)}
+        self._any = _either(self._controls)
+        self._specials = _either(["\ue000", *self.special.values()])
+        self._tail = re.compile(rf"(?:{self._any.pattern})?\s*\Z")
+
+    def opening(self, messages: Messages, tools: Sequence[ToolSchema] = ()) -> Tokens:
+        """Return the tokens of a whole conversation, with the head of the next answer.
+
+        Raise RequestError if the template refuses the conversation.
+        """
+        return self._tokens(self._text(messages, tools, head=True))
+
+    def bridge(
+        self,
+        known: Messages,
+        new: Messages,
+        tools: Sequence[ToolSchema] = (),
+        *,
+        ended: str | None,
+        keep: bool = True,
+    ) -> Tokens | None:
+        """Return the tokens that follow the drawn answer, which is the last message of `known`.
+
+        `ended` is the text of the token that ended the answer. None: a limit or a stop string
+        ended it, so the template's closing mark is part of the result.
+
+        The result is None if the template rewrites history. With `keep`, the new messages are then
+        rendered after a short history in place of the true one, and None means that the template
+        refuses that too.
+        """
+        suffix = self._difference(known, new, tools, ended)
+        if suffix is not None and not keep and self._forgets(known, tools):
+            suffix = None
+        if suffix is None and keep:
+            tries = (self._difference(short, new, (), ended) for short in _short(known[-1], new))
+            suffix = next((s for s in tries if s is not None), None)
+        return None if suffix is None else self._tokens(suffix, after=ended)
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of plain text. The text of a control token stays text."""
+        return self._tokens(self._protect(text, self._any))
+
+    def decode(self, tokens: Tokens, marks: Sequence[str] = ()) -> str:
+        """Return the text of drawn tokens. Of the special ones, only `marks` are in it."""
+        kept = [t for t in tokens if t not in self.special or self.special[t] in marks]
+        return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+    def mark(self, token: int) -> str:
+        """Return the text of one token, also of a special one."""
+        if token in self.special:
+            return self.special[token]
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model thinks between <think> and </think>."""
+        return "</think>" in self._source
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the head of an answer ends inside of <think>."""
+        return self._text([USER], (), head=True).rstrip().endswith("<think>")
+
+    def _difference(
+        self, known: Messages, new: Messages, tools: Sequence[ToolSchema], ended: str | None
+    ) -> str | None:
+        """Return what the template writes after the last message of `known`, or None."""
+        try:
+            before = self._text(known, tools, head=False)
+            whole = self._text([*known, *new], tools, head=True)
+        except RequestError:
+            return None
+        length = len(before) - len(self._closing(before))
+        if whole[:length] != before[:length]:
+            return None
+        rest = whole[length:]
+        if ended is not None:
+            marks = "|".join(re.escape(m) for m in (ended, *self._ends))
+            if found := re.match(rf"\s*(?:{marks})", rest):
+                return rest[found.end() :]
+        return rest
+
+    def _closing(self, text: str) -> str:
+        """Return what the template writes at the end of an answer."""
+        if text.endswith(self._close):
+            return self._close
+        found = self._tail.search(text)
+        return found[0] if found else ""
+
+    @cached_property
+    def _close(self) -> str:
+        return self._text([USER, ANSWER], (), head=False).rpartition(A)[2]
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The mark that ends messages of users and of the policy alike, if there is one."""
+        try:
+            text = self._text([USER, ANSWER, USER | {"content": V}], (), head=True)
+        except RequestError:
+            return ()
+        mark = re.compile(rf"\s*({self._any.pattern})")
+        found = [mark.match(text.partition(probe)[2]) for probe in (U, A)]
+        names = {m[1] if m else None for m in found}
+        return tuple(n for n in names if n) if len(names) == 1 else ()
+
+    def _forgets(self, known: Messages, tools: Sequence[ToolSchema]) -> bool:
+        """Whether the template leaves out the thinking of the last message."""
+        thought = str(known[-1].get("reasoning_content") or "").strip()
+        return bool(thought) and thought not in self._text(known, tools, head=False)
+
+    @cached_property
+    def arguments_are_text(self) -> bool:
+        """Whether the template wants the arguments of a call as a JSON string."""
+        call = _call("probe", {U: A})
+        asked: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = self._render([USER, asked], ())
+        except RequestError:
+            return True
+        return f"'{U}'" in text  # Python's own form of a dict
+
+    def _text(self, messages: Messages, tools: Sequence[ToolSchema], *, head: bool) -> str:
+        """Return the template's text. Control tokens' text in messages is replaced by marks."""
+        names: dict[str, str] = {}
+        ready = [self._ready(m, names) for m in messages]
+        safe = [self._protect(t, self._any) for t in tools]
+        return self._render(ready, safe, head=head)
+
+    def _render(self, messages: Messages, tools: Sequence[ToolSchema], head: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=head,
+                **self._options,
+            )
+        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
+            roles = ", ".join(m["role"] for m in messages[-6:])
+            detail = f"the chat template refuses messages that end in {roles}: {e}"
+            raise RequestError(detail) from e
+        return str(text)
+
+    def _ready(self, message: Message, names: dict[str, str]) -> Message:
+        """Return a message as templates want it: arguments as objects, results with a name."""
+        ours = message["role"] == "assistant"
+        made: Message = self._protect(message, self._specials if ours else self._any)
+        if calls := message.get("tool_calls"):
+            names.update({c["id"]: c["function"]["name"] for c in calls})
+            made["tool_calls"] = [self._ready_call(c) for c in calls]
+        if message["role"] == "tool" and "name" not in message:
+            made["name"] = self._protect(names.get(message.get("tool_call_id", ""), ""), self._any)
+        return made
+
+    def _ready_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if not self.arguments_are_text and isinstance(function["arguments"], str):
+            try:
+                value = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                value = function["arguments"]
+            function["arguments"] = value if isinstance(value, dict) else {"arguments": value}
+        return dict(self._protect(call | {"function": function}, self._specials))
+
+    def _protect(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        """Return a value in which marks replace the text of control tokens."""
+        if isinstance(value, str):
+            safe = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # fmt: skip
+            return pattern.sub(lambda m: f"\ue000{self._number[m[0]]}\ue001", safe)
+        if isinstance(value, Mapping):
+            return {self._protect(k, pattern): self._protect(v, pattern) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._protect(v, pattern) for v in value]
+        return value
+
+    def _tokens(self, text: str, after: str | None = None) -> Tokens:
+        """Return the tokens of a text with marks, as they are behind the control token `after`."""
+        tokens = tokens_of()
+        for n, piece in enumerate(re.split("\ue000(\\d+)\ue001", text)):
+            if n % 2 == 0:
+                tokens.extend(self._behind(after, piece))
+                after = self.tokenizer.eos_token
+                continue
+            control = self._controls[int(piece)]
+            for part in (control[:1], control[1:]):
+                tokens.extend(self._behind(after, part, split_special_tokens=True))
+        return tokens
+
+    def _behind(self, mark: str | None, text: str, **options: Any) -> list[int]:
+        """Return the tokens of `text` behind a mark, without those of the mark.
+
+        Some tokenizers write a blank at the start of a text. A mark before the text avoids it.
+        """
+        if not text:
+            return []
+        encode = self.tokenizer.encode
+        if mark not in self._id or options:
+            return list(encode(text, add_special_tokens=False, **options))
+        ids = encode(mark + text, add_special_tokens=False)
+        if ids[:1] == [self._id[mark]]:
+            return list(ids[1:])
+        return list(encode(text, add_special_tokens=False))
+
+
+def _either(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len)[::-1]))
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": "abcdefghi", "type": "function", "function": function}
+
+
+def _short(answer: Message, new: Messages) -> Iterator[list[Message]]:
+    """Yield short histories that end as the true one: with calls if results follow."""
+    calls = answer.get("tool_calls") or []
+    plain: Message = {"role": "assistant", "content": "x"}
+    if new and new[0]["role"] == "tool":
+        for some in (calls, calls[:1]) if len(calls) > 1 else (calls,):
+            if some:
+                yield [USER, plain | {"content": "", "tool_calls": list(some)}]
+    yield [USER, plain]
