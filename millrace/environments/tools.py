@@ -172,7 +172,6 @@ async def run_calls(
     if refused:
         count("refused_calls", refused)
         texts += [f"Error: too many calls: {limits.max_parallel} at once at most"] * refused
-    count("tool_calls", len(calls))
     count("tool_seconds", time.perf_counter() - start)
     return [_result(call, text, cut, count) for call, text in zip(calls, texts, strict=True)]
 

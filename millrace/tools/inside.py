@@ -25,7 +25,7 @@ from millrace.tools import kernel
 LIFE, STATUS = 3, 4
 WORK = "/work"
 _NOBODY = 65534
-_TICK_S = 0.03
+_TICK_S = 0.1
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -79,7 +79,7 @@ def _enter(spec: dict[str, Any]) -> int | None:
 
     Root becomes a user that owns nothing. Any other user stays itself, and sees none of its files.
     """
-    extents = [tuple(map(int, line.split())) for line in open("/proc/self/uid_map")]
+    extents = [tuple(map(int, line.split())) for line in _read("/proc/self/uid_map").splitlines()]
     top = extents[-1][0] + extents[-1][2]
     can_drop = os.geteuid() == 0 and top > _NOBODY
     uid = min(top - 2, 2_000_000_000) - os.getpid() % 4096 if can_drop else None
@@ -107,6 +107,11 @@ def _enter(spec: dict[str, Any]) -> int | None:
     os.close(ready)
     os.close(go)
     return uid
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def _write(path: str, text: str) -> None:
@@ -283,7 +288,7 @@ def _descendants(root: int) -> list[int]:
         pid = left.pop()
         try:
             tasks = os.listdir(f"/proc/{pid}/task")
-            texts = [open(f"/proc/{pid}/task/{task}/children").read() for task in tasks]
+            texts = [_read(f"/proc/{pid}/task/{task}/children") for task in tasks]
         except OSError:  # it ended meanwhile
             continue
         children = [int(word) for text in texts for word in text.split()]
