@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "schedule": set(),
     "algorithms": set(),
     "environments": set(),
-    "agents": set(),
+    "agents": {"ports"},
     "simulate": {"ports"},
     "testing": {"ports"},
     "config": {"algorithms", "schedule"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ U, A, V = "\ue002u", "\ue002a", "\ue002v"
 """Contents of probes. No template and no message has them."""
 USER: Message = {"role": "user", "content": U}
 ANSWER: Message = {"role": "assistant", "content": A}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": "{}"}}
 
 
 class Renderer:
@@ -52,6 +53,7 @@ class Renderer:
 
         Raise RequestError if the template refuses the conversation.
         """
+        self._check(messages)
         return self._tokens(self._text(messages, tools, head=True))
 
     def bridge(
@@ -72,12 +74,12 @@ class Renderer:
         rendered after a short history in place of the true one, and None means that the template
         refuses that too.
         """
+        self._check(new)
         suffix = self._difference(known, new, tools, ended)
         if suffix is not None and not keep and self._forgets(known, tools):
             suffix = None
         if suffix is None and keep:
-            tries = (self._difference(short, new, (), ended) for short in _short(known[-1], new))
-            suffix = next((s for s in tries if s is not None), None)
+            suffix = self._after_short(known[-1], new, ended)
         return None if suffix is None else self._tokens(suffix, after=ended)
 
     def encode(self, text: str) -> Tokens:
@@ -105,6 +107,30 @@ class Renderer:
         """Whether the head of an answer ends inside of <think>."""
         return self._text([USER], (), head=True).rstrip().endswith("<think>")
 
+    @cached_property
+    def shown(self) -> frozenset[str]:
+        """The roles whose text the template writes. Some templates drop messages silently."""
+        call: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        probes: dict[str, list[Message]] = {
+            "system": [{"role": "system", "content": V}, USER],
+            "user": [USER | {"content": V}],
+            "assistant": [USER, {"role": "assistant", "content": V}],
+            "tool": [USER, call, {"role": "tool", "content": V, "tool_call_id": CALL["id"]}],
+        }
+        return frozenset(role for role, messages in probes.items() if self.shows(messages, V))
+
+    def shows(self, messages: Messages, text: str, tools: Sequence[ToolSchema] = ()) -> bool:
+        """Whether the template writes `text`, which is in `messages` or `tools`."""
+        try:
+            return text in self._text(messages, tools, head=False)
+        except RequestError:
+            return False
+
+    def _check(self, messages: Messages) -> None:
+        """Raise RequestError if the template would drop or refuse the text of a role."""
+        for role in sorted({m["role"] for m in messages} - self.shown):
+            raise RequestError(f"the chat template has no place for messages of role {role!r}")
+
     def _difference(
         self, known: Messages, new: Messages, tools: Sequence[ToolSchema], ended: str | None
     ) -> str | None:
@@ -115,14 +141,30 @@ class Renderer:
         except RequestError:
             return None
         length = len(before) - len(self._closing(before))
-        if whole[:length] != before[:length]:
+        return self._open(whole[length:], ended) if whole[:length] == before[:length] else None
+
+    def _open(self, rest: str, ended: str | None) -> str:
+        """Return a text that begins with a closing mark, without it if the answer has its own."""
+        if ended is None:
+            return rest
+        marks = "|".join(re.escape(m) for m in (ended, *self._ends))
+        found = re.match(rf"\s*(?:{marks})", rest)
+        return rest[found.end() :] if found else rest
+
+    def _after_short(self, answer: Message, new: Messages, ended: str | None) -> str | None:
+        """Return what the template writes after a short history that ends like the true one."""
+        calls = answer.get("tool_calls") or []
+        if new and new[0]["role"] == "tool":
+            for some in (calls, calls[:1]) if len(calls) > 1 else (calls,):
+                short = [USER, {"role": "assistant", "content": "", "tool_calls": list(some)}]
+                found = self._difference(short, new, (), ended) if some else None
+                if found is not None:
+                    return found
+        try:
+            _, mark, rest = self._text([USER, ANSWER, *new], (), head=True).partition(A)
+        except RequestError:
             return None
-        rest = whole[length:]
-        if ended is not None:
-            marks = "|".join(re.escape(m) for m in (ended, *self._ends))
-            if found := re.match(rf"\s*(?:{marks})", rest):
-                return rest[found.end() :]
-        return rest
+        return self._open(rest, ended) if mark else None
 
     def _closing(self, text: str) -> str:
         """Return what the template writes at the end of an answer."""
@@ -155,7 +197,7 @@ class Renderer:
     @cached_property
     def arguments_are_text(self) -> bool:
         """Whether the template wants the arguments of a call as a JSON string."""
-        call = _call("probe", {U: A})
+        call = CALL | {"function": {"name": "probe", "arguments": {U: A}}}
         asked: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
             text = self._render([USER, asked], ())
@@ -250,19 +292,3 @@ class Renderer:
 
 def _either(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len)[::-1]))
-
-
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": "abcdefghi", "type": "function", "function": function}
-
-
-def _short(answer: Message, new: Messages) -> Iterator[list[Message]]:
-    """Yield short histories that end as the true one: with calls if results follow."""
-    calls = answer.get("tool_calls") or []
-    plain: Message = {"role": "assistant", "content": "x"}
-    if new and new[0]["role"] == "tool":
-        for some in (calls, calls[:1]) if len(calls) > 1 else (calls,):
-            if some:
-                yield [USER, plain | {"content": "", "tool_calls": list(some)}]
-    yield [USER, plain]

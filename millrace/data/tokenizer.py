@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from millrace.errors import bad_value
@@ -20,11 +20,26 @@ _TEMPLATE = (
     "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 
+ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
+"""A message of a conversation begins with its role's token. `<eos>` ends one of the assistant."""
+
+# A call is `?7.`, as the format `line` reads it. Tools are not shown: training teaches them.
+_CONVERSATION = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ '?' + call['function']['arguments'].values() | join(' ') + '.' }}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
 
 def make_tokenizer(
-    kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int
+    kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int, *, roles: bool = False
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer with `<pad>`, `<eos>` and `<unk>` as tokens 0, 1, 2, and a chat template.
+
+    With `roles`, the tokens of ROLES follow as 3 to 6, and the template writes conversations.
 
     chars: one token for each character of `texts` and each digit. `vocab_size` is not used. Other
     characters become `<unk>`.
@@ -37,8 +52,9 @@ def make_tokenizer(
     """
     from transformers import PreTrainedTokenizerFast
 
-    made = _chars(texts) if kind == "chars" else _bpe(texts, vocab_size)
-    made.add_special_tokens(list(SPECIAL))
+    special = (*SPECIAL, *ROLES) if roles else SPECIAL
+    made = _chars(texts, special) if kind == "chars" else _bpe(texts, vocab_size, special)
+    made.add_special_tokens(list(special))
     pad, eos, unk = SPECIAL
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=made,
@@ -46,29 +62,29 @@ def make_tokenizer(
         eos_token=eos,
         unk_token=unk,
         clean_up_tokenization_spaces=False,
-        chat_template=_TEMPLATE,
+        chat_template=_CONVERSATION if roles else _TEMPLATE,
     )
 
 
-def _chars(texts: Iterable[str]) -> Tokenizer:
+def _chars(texts: Iterable[str], special: Sequence[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     seen = set(_DIGITS).union(*texts)
-    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *sorted(seen)])}
+    vocabulary = {token: n for n, token in enumerate([*special, *sorted(seen)])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[2]))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     made.decoder = decoders.Fuse()
     return made
 
 
-def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def _bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + len(SPECIAL)
+    least = len(alphabet) + len(special)
     if vocab_size < least:
         rule = (
-            f"a bpe tokenizer starts from {least} tokens: 256 bytes and {len(SPECIAL)} special ones"
+            f"a bpe tokenizer starts from {least} tokens: 256 bytes and {len(special)} special ones"
         )
         raise bad_value(
             "model.tokenizer_vocab_size", vocab_size, rule, "512 or more, or model.tokenizer=chars"
@@ -83,7 +99,7 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
