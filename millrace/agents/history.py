@@ -87,7 +87,7 @@ def canonical(message: Message) -> Key:
 
     Thinking is left out, because most clients do not send it back.
     """
-    role, text = message["role"], message["content"]
+    role, text = message["role"], message["content"] or ""
     if role == "assistant":
         functions = [c["function"] for c in message.get("tool_calls", ())]
         calls = tuple((f["name"], canonical_json(f["arguments"])) for f in functions)
