@@ -146,9 +146,8 @@ def end_with_parent() -> None:
 
 def drop_privileges(uid: int | None) -> None:
     """Give up every capability, now and after any exec, and become `uid` if it is given."""
-    if uid is not None or os.geteuid() == 0:
-        for capability in range(64):
-            _libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
+    for capability in range(64):  # it fails where there is nothing to give up
+        _libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -28,7 +28,7 @@ from millrace.types import (
     tokens_of,
 )
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!=>_{}[]()'\"\\/<|+-*\n"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!=>_{}[]()'\"\\/<|+-*`\n"
 TOKENIZER = make_tokenizer("chars", [LETTERS], 0, roles=True)
 CHAT = Chat(TOKENIZER)
 EOS = tokens_of(CHAT.eos_ids[:1])
