@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from millrace.agents.history import Cause, History, Node, Place, normal
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
-from millrace.agents.request import ChatRequest, ChatTurn, Finish, ToolSchema
+from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
 from millrace.ports import PolicySession
 from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
 
@@ -84,8 +85,9 @@ class Conversation:
                 context, after=after, max_tokens=request.max_tokens, stop=request.stop
             )
             answer = self._answer(turn, request)
-            self._history.add(place, turn.number, answer.message, asked[1:3])
-            self._said[turn.number] = _Said(place.end, answer.message, kind)
+            message = normal(answer.message)
+            self._history.add(place, turn.number, message, asked[1:3])
+            self._said[turn.number] = _Said(place.end, message, kind)
             self._answers[asked] = answer
             if auxiliary:
                 self._set_apart(turn)
@@ -152,15 +154,22 @@ class Conversation:
 
         The turn is None if the tokens open a thread.
         """
-        if place.anchor is not None:
-            ended = self._ended[place.anchor]
-            context = self._renderer.bridge(
-                place.known, place.new, tools, ended=ended, keep=self._keep
-            )
-            if context is not None:
-                return place.anchor, context, place.cause
-        opening = self._renderer.opening((*place.known, *place.new), tools)
-        return None, opening, place.cause if place.anchor is None else "template"
+        whole = (*place.known, *place.new)
+        if place.anchor is None:
+            return None, self._renderer.opening(whole, tools), place.cause
+        bridge = partial(
+            self._renderer.bridge,
+            *(place.known, place.new, tools),
+            ended=self._ended[place.anchor],
+        )
+        if (context := bridge(keep=self._keep)) is not None:
+            return place.anchor, context, place.cause
+        try:
+            return None, self._renderer.opening(whole, tools), "template"
+        except RequestError:
+            if (context := bridge(keep=True)) is None:
+                raise
+            return place.anchor, context, place.cause
 
     async def _again(self, asked: Hashable) -> ChatTurn | None:
         """Return the answer to a request that was asked before, if there is one."""

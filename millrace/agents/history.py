@@ -177,7 +177,8 @@ class History:
         depth = anchor.depth if anchor else 0
         known = tuple(n.message for n in path[:depth] if n.message)
         end = self._ask(leaf, messages)
-        return Place(anchor and anchor.turn, known, tuple(messages[depth:]), cause, end)
+        turn = anchor.turn if anchor else None
+        return Place(turn, known, tuple(messages[depth:]), cause, end)
 
     def add(self, place: Place, turn: int, answer: Message, group: Hashable) -> None:
         """Add the turn that answers a request.

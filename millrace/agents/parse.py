@@ -138,7 +138,7 @@ def _unwrapped(value: str) -> str:
 def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
     """Return the properties of a tool's parameters."""
     functions = (t.get("function", {}) for t in tools)
-    schema = next((f for f in functions if f.get("name") == name), {})
+    schema: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
     return dict((schema.get("parameters") or {}).get("properties") or {})
 
 

@@ -23,7 +23,12 @@ U, A, V = "\ue002u", "\ue002a", "\ue002v"
 """Contents of probes. No template and no message has them."""
 USER: Message = {"role": "user", "content": U}
 ANSWER: Message = {"role": "assistant", "content": A}
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": "{}"}}
+CALL_NAME = "probe"
+CALL: dict[str, Any] = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": CALL_NAME, "arguments": "{}"},
+}
 
 
 class Renderer:
@@ -40,7 +45,7 @@ class Renderer:
         self._source = source
         added = tokenizer.added_tokens_decoder
         self.special = {i: t.content for i, t in added.items() if t.special}
-        self._id: dict[str | None, int] = {t.content: i for i, t in added.items()}
+        self._id: dict[str, int] = {t.content: i for i, t in added.items()}
         written = {t.content for t in added.values() if len(t.content) > 1 and t.content in source}
         self._controls = sorted({*self.special.values(), *written, "\ue000"}, key=len)[::-1]
         self._number = {text: n for n, text in enumerate(self._controls)}
@@ -282,7 +287,7 @@ class Renderer:
         if not text:
             return []
         encode = self.tokenizer.encode
-        if mark not in self._id or options:
+        if mark is None or mark not in self._id or options:
             return list(encode(text, add_special_tokens=False, **options))
         ids = encode(mark + text, add_special_tokens=False)
         if ids[:1] == [self._id[mark]]:

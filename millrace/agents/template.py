@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from millrace.agents.render import ANSWER, CALL, USER, Messages, Renderer, V
-from millrace.agents.request import RequestError
+from millrace.agents.render import ANSWER, CALL, CALL_NAME, USER, Messages, Renderer, V
+from millrace.agents.request import RequestError, ToolSchema
 from millrace.errors import bad_value
 from millrace.types import Message
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 Bridge = Literal["exact", "short", "none"]
 """How drawn tokens are extended: by the true history, by a short one in its place, or never."""
 
-_TOOL = {
+_NAME = "probe_tool"
+_TOOL: ToolSchema = {
     "type": "function",
     "function": {
-        "name": "probe_tool",
+        "name": _NAME,
         "description": "Probe.",
         "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
     },
@@ -112,7 +113,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> TemplateReport:
         raise bad_value(_KEY, "its chat template", why, fix)
     return TemplateReport(
         system="system" in renderer.shown,
-        tools=renderer.shows([USER], _TOOL["function"]["name"], [_TOOL]),
+        tools=renderer.shows([USER], _NAME, [_TOOL]),
         tool_results="tool" in renderer.shown,
         parallel_calls=_parallel(renderer),
         thinking=_thinking(renderer),
@@ -134,7 +135,7 @@ def _results(count: int) -> list[Message]:
 
 def _parallel(renderer: Renderer) -> bool:
     messages = [USER, _calls(2), *_results(2)]
-    texts = [str(CALL["function"]["name"]), *(str(m["content"]) for m in messages[2:])]
+    texts = [CALL_NAME, *(str(m["content"]) for m in messages[2:])]
     return "tool" in renderer.shown and all(renderer.shows(messages, t) for t in texts)
 
 

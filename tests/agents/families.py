@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.agents.template import Bridge
 from millrace.data.tokenizer import make_tokenizer
@@ -47,7 +47,7 @@ DEEPSEEK = tuple(
           for end in ("begin", "end")),
     )
 )  # fmt: skip
-ALL_TOOLS = {"tools": True, "results": True, "parallel": True, "tool": "exact"}
+ALL_TOOLS: dict[str, Any] = {"tools": True, "results": True, "parallel": True, "tool": "exact"}
 
 FAMILIES: dict[str, Family] = {
     "chatml": Family(CHATML, "<|im_end|>", results=True, tool="exact"),
