@@ -174,8 +174,10 @@ class TrainEngine(Protocol):
         """
         ...
 
-    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
-        """Take one supervised step on (prompt, response) pairs.
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
+        """Take one supervised step on (prompt, response, context, response, ...).
+
+        Most examples are a prompt and a response.
 
         The report has at least the metric sft/loss.
         """

@@ -55,7 +55,7 @@ async def bench_train(
     }
 
 
-def _document(draw: random.Random, length: int, vocabulary: int) -> tuple[Tokens, Tokens]:
+def _document(draw: random.Random, length: int, vocabulary: int) -> tuple[Tokens, ...]:
     """Return a prompt of one token and the tokens to predict. The last token is not an input."""
     tokens = [draw.randrange(vocabulary) for _ in range(length)]
     return tokens_of(tokens[:1]), tokens_of(tokens[1:])

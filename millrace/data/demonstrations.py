@@ -20,6 +20,11 @@ class Demonstration:
     messy: bool
     """The answer is wrong on purpose."""
 
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Return the texts of the policy's turns: the lines of the answer."""
+        return tuple(self.answer.split("\n"))
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
 
 UNLIMITED = 1_000_000
@@ -52,6 +52,15 @@ class Task(Protocol):
 
     def alphabet(self) -> str:
         """Return every character that can occur in prompts and answers."""
+        ...
+
+
+@runtime_checkable
+class RowTask(Task, Protocol):
+    """A task whose rows have more columns: messages, or what only the environment knows."""
+
+    def row(self, rng: Random) -> dict[str, Any]:
+        """Return the columns of a row. They have `prompt`, `answer` and `extra_info`."""
         ...
 
 
@@ -113,7 +122,99 @@ class Copy(_Digits):
         return corrupt_answer(rng, answer)
 
 
-TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "copy": Copy}
+@dataclass(frozen=True, slots=True)
+class Chase:
+    """`c3:7>` asks for three steps from 7 through a table that only a tool `lookup` knows.
+
+    A demonstration has one line for each turn: `?7.` is a call of the tool, `=1` the answer.
+    """
+
+    min_hops: int = field(default=1, metadata={"doc": "fewest steps"})
+    max_hops: int = field(default=4, metadata={"doc": "most steps, at most 9"})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_hops <= self.max_hops <= 9:
+            raise ValueError(
+                f"1 <= min_hops={self.min_hops} <= max_hops={self.max_hops} <= 9 must hold"
+            )
+
+    def row(self, rng: Random) -> dict[str, Any]:
+        table = rng.choices("0123456789", k=10)
+        hops, at = rng.randint(self.min_hops, self.max_hops), rng.choice("0123456789")
+        prompt, turns = f"c{hops}:{at}>", list[str]()
+        for _ in range(hops):
+            turns.append(f"?{at}.")
+            at = table[int(at)]
+        return {
+            "prompt": [{"role": "user", "content": prompt}],
+            "answer": "\n".join([*turns, f"={at}"]),
+            "ground_truth": at,
+            "extra_info": {"table": "".join(table)},
+        }
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        row = self.row(rng)
+        return row["prompt"][0]["content"], row["answer"]
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        """Return turns that stop one step short, or that end in a wrong digit."""
+        *calls, last = answer.split("\n")
+        if rng.random() < 0.8 and calls[-1][1] != last[1]:
+            return "\n".join([*calls[:-1], f"={calls[-1][1]}"])
+        wrong = rng.choice([d for d in "0123456789" if d != last[1]])
+        return "\n".join([*calls, f"={wrong}"])
+
+    def alphabet(self) -> str:
+        return "0123456789c:>?.="
+
+
+@dataclass(frozen=True, slots=True)
+class FillIn:
+    """`f(3)=7 f(5)=9 x` asks for the expression `x+4`, which tests on other numbers judge."""
+
+    most: int = field(default=9, metadata={"doc": "the largest constant, at most 9"})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.most <= 9:
+            raise ValueError(f"most={self.most} must lie between 1 and 9")
+
+    def row(self, rng: Random) -> dict[str, Any]:
+        operator, constant = rng.choice("+-*"), rng.randint(1, self.most)
+        inputs = rng.sample(range(10), k=4)
+        shown, hidden = inputs[:2], inputs[2:]
+        values = {
+            x: {"+": x + constant, "-": x - constant, "*": x * constant}[operator] for x in inputs
+        }
+        prompt = " ".join(f"f({x})={values[x]}" for x in shown) + ">"
+        return {
+            "prompt": [{"role": "user", "content": prompt}],
+            "answer": f"x{operator}{constant}",
+            "extra_info": {
+                "prefix": "f = lambda x: ",
+                "tests": [[f"f({x})", repr(values[x])] for x in hidden],
+            },
+        }
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        row = self.row(rng)
+        return row["prompt"][0]["content"], row["answer"]
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        """Return the right operator with a wrong constant, or the reverse."""
+        if rng.random() < 0.5:
+            return f"x{rng.choice([o for o in '+-*' if o != answer[1]])}{answer[2:]}"
+        return answer[:2] + rng.choice([d for d in "123456789" if d != answer[2:]])
+
+    def alphabet(self) -> str:
+        return "0123456789f()= >x+-*"
+
+
+TASKS: dict[str, type[Task]] = {
+    "sort_digits": SortDigits,
+    "copy": Copy,
+    "chase": Chase,
+    "fill_in": FillIn,
+}
 
 
 def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
@@ -122,18 +223,19 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
     A task with few problems may have none in a split. If `_TRIES` draws give no problem of the
     split, the row is the last draw.
     """
-    prompt = answer = ""
+    row: dict[str, Any] = {}
     for attempt in range(_TRIES):
         rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}|{attempt}")
-        prompt, answer = task.problem(rng)
-        if (crc32(prompt.encode()) % 8 == 0) == (stream.split == "val"):
+        if isinstance(task, RowTask):
+            row = task.row(rng)
+            problem = repr((row["prompt"], row["extra_info"]))
+        else:
+            problem, answer = task.problem(rng)
+            row = {"prompt": problem, "answer": answer}
+        if (crc32(problem.encode()) % 8 == 0) == (stream.split == "val"):
             break
-    return {
-        "prompt": prompt,
-        "answer": answer,
-        "data_source": name,
-        "extra_info": {"index": i, "split": stream.split},
-    }
+    extra = {"index": i, "split": stream.split} | row.get("extra_info", {})
+    return row | {"data_source": name, "extra_info": extra}
 
 
 _WORD = re.compile(r"\w+(?:\.\w+)*")

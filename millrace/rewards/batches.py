@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.data.user_code import failure
 from millrace.errors import RewardError
-from millrace.rewards.functions import failure, to_score
+from millrace.rewards.functions import to_score
 from millrace.rewards.wire import Call, Frames, Reply, calls_decoder, frame, refusal
 
 _READ = 1 << 20

@@ -12,20 +12,15 @@ in one call. Otherwise it gets each completion as soon as it is finished.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, SupportsFloat
 
 from millrace.codec import sendable
+from millrace.data import user_code
 from millrace.data.spec import nearest
 from millrace.errors import RewardError, bad_value
 from millrace.rewards.answers import extract
@@ -154,13 +149,7 @@ def check_name(spec: str, key: str = _KEY) -> None:
         fix = f"{spec.rstrip(':')}:NAME of the function" if is_file else nearest(spec, known)
         rule = f"must be path.py:name, module:name, or one of {', '.join(known)}"
         raise bad_value(key, spec, rule, fix)
-    path = Path(where).expanduser()
-    if where.endswith(".py") and not path.is_file():
-        there = [f"{p}:{name}" for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        fix = (
-            nearest(f"{path}:{name}", there) if there else f"a path from {Path.cwd()}, or absolute"
-        )
-        raise bad_value(key, spec, f"no such file (from {Path.cwd()})", fix)
+    user_code.check_name(key, spec)
 
 
 def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Function:
@@ -174,18 +163,7 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
     if spec in BUILTIN:
         call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))
         return Function(call, "verl", is_async=False, wanted=None, names_answers=True)
-    where, _, name = spec.rpartition(":")
-    module = (
-        _import_path(spec, where)
-        if where.endswith(".py")
-        else _import(spec, lambda: importlib.import_module(where))
-    )
-    function = vars(module).get(name)
-    if not callable(function):
-        callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        problem = "is not a function" if name in vars(module) else f"has no {name!r}"
-        raise bad_value(_KEY, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
-    return _function(spec, function)
+    return _function(spec, user_code.load(_KEY, spec))
 
 
 def _function(spec: str, function: Callable[..., Any]) -> Function:
@@ -229,33 +207,6 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
     return Function(function, style, is_async, wanted, whole_group, required=frozenset(required))
 
 
-def _import_path(spec: str, where: str) -> ModuleType:
-    path = Path(where).expanduser()
-    name = f"millrace_reward_{path.stem}"
-    loaded = importlib.util.spec_from_file_location(name, path)
-    if loaded is None or loaded.loader is None:
-        raise bad_value(_KEY, spec, "is not a Python file", "path.py:name")
-    module = importlib.util.module_from_spec(loaded)
-    sys.modules[name] = module
-    # The file's folder is on the path, as when Python runs the file. It can import helpers there.
-    sys.path.insert(0, str(path.resolve().parent))
-    run = loaded.loader.exec_module
-    return _import(spec, lambda: run(module) or module)
-
-
-def _import(spec: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except (Exception, SystemExit) as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        fix = (
-            "a module that can be imported from here, or path.py:name"
-            if missing
-            else "correct it; try it with python -c"
-        )
-        raise bad_value(_KEY, spec, f"importing it raised {failure(error)}", fix) from error
-
-
 def to_score(value: Any) -> Score:
     """Return a function's result as a Score.
 
@@ -291,21 +242,3 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
     return number
-
-
-def failure(error: BaseException) -> str:
-    """Return the error's type, its message and the last line of its traceback, in one line."""
-    if isinstance(
-        error, SyntaxError
-    ):  # its message names file and line; no frame of it is the user's
-        return sendable(f"{type(error).__name__}: {error}: {(error.text or '').strip()}")
-    frames = traceback.extract_tb(error.__traceback__)
-    at = ""
-    if frames:
-        last = frames[-1]
-        at = f" ({Path(last.filename).name}:{last.lineno} in {last.name}: {last.line})"
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - the user's own __str__
-        text = "its message cannot be read"
-    return sendable(f"{type(error).__name__}: {text}{at}")

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from millrace.data.user_code import failure
 from millrace.errors import ConfigError, MissingDependency, RewardError
-from millrace.rewards.functions import Function, failure, load_function
+from millrace.rewards.functions import Function, load_function
 from millrace.rewards.wire import Call, Frames, Hello, Job, Reply, calls_decoder, frame, refusal
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ class Problems:
     val: Sequence[Prompt]
     demonstrations: Demonstrations
 
-    def examples(self, start: int, count: int) -> list[tuple[Tokens, Tokens]]:
+    def examples(self, start: int, count: int) -> list[tuple[Tokens, ...]]:
         """Return (prompt, answer with end of sequence) of demonstrations start .. start + count."""
         chosen = [self.demonstrations[i] for i in range(start, start + count)]
         eos = tokens_of(self.chat.eos_ids[:1])

@@ -95,7 +95,7 @@ class RemoteTrainEngine:
         report: StepReport = (await self._all("step", (batch,), StepReport))[0]
         return report
 
-    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
         report: StepReport = (await self._all("sft_step", (examples,), StepReport))[0]
         return report
 

@@ -271,7 +271,7 @@ class SimTrainEngine:
     async def begin(self, phase: Phase, horizon: int) -> None:
         return None
 
-    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
         return StepReport(1)
 
     async def export(self, folder: str) -> None:

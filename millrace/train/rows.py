@@ -291,23 +291,25 @@ def _turn_rewards(rewards: list[tuple[int, float]], num_tokens: int) -> NDArray[
     return flat
 
 
-def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
-    """Return one row for each (prompt, response). The response's tokens are trained.
+def rows_of_examples(examples: Iterable[tuple[Tokens, ...]]) -> Rows:
+    """Return one row for each (prompt, response, context, response, ...).
 
-    Raises ValueError if a prompt has no tokens.
+    The tokens of the responses are trained. Raises ValueError if a prompt has no tokens.
     """
-    tokens, runs = tokens_of(), list[int]()
-    for prompt, response in examples:
-        if not prompt:
+    tokens, runs, row_runs = tokens_of(), list[int](), list[int]()
+    for example in examples:
+        if not example[0]:
             raise ValueError(
                 "a demonstration's prompt has no tokens: nothing predicts its first token"
             )
-        tokens += prompt
-        tokens += response
-        runs += (len(prompt), len(response))
-    n = len(runs) // 2
+        for part in example:
+            tokens += part
+        runs += map(len, example)
+        row_runs.append(len(example))
+    authored = [bool(part % 2) for count in row_runs for part in range(count)]
     none = np.zeros(0, dtype=np.int64)
-    return _rows(tokens, floats_of(), none, runs, [False, True] * n, [2] * n, list(range(n + 1)))
+    counts = list(range(len(row_runs) + 1))
+    return _rows(tokens, floats_of(), none, runs, authored, row_runs, counts)
 
 
 def _rows(

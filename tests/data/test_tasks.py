@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.data.demonstrations import Demonstrations
+from millrace.data.rows import problem
 from millrace.data.sources import load_source
 from millrace.data.tasks import TASKS, SortDigits, corrupt_answer
 
@@ -64,7 +65,9 @@ def test_every_task_stays_in_its_alphabet() -> None:
     for name in TASKS:
         rows = load_source(f"task:{name}?size=100", seed=0)
         allowed = set(rows.parts[0].task.alphabet())
-        assert all(set(r["prompt"] + r["answer"]) <= allowed for r in rows)
+        for i in range(len(rows)):
+            entry = problem(rows, i)
+            assert set(entry.text + entry.answer) <= allowed | {"\n"}
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6))
@@ -106,3 +109,33 @@ def test_a_wrong_answer_from_another_row_is_one_of_the_same_data_source(tmp_path
     assert all(
         d.answer[0] == d.problem.data_source and d.answer != d.problem.answer for d in borrowed
     )
+
+
+def test_chase_is_what_it_says_and_its_splits_share_no_problem() -> None:
+    splits = {}
+    for split in ("train", "val"):
+        rows = load_source(f"task:chase?size=400&split={split}", seed=0)
+        entries = [problem(rows, i) for i in range(len(rows))]
+        for entry in entries:
+            hops, at, table = int(entry.text[1]), entry.text[3], entry.extra_info["table"]
+            *calls, last = entry.answer.split("\n")
+            for call in calls:
+                assert call == f"?{at}."
+                at = table[int(at)]
+            assert last == f"={at}" and entry.ground_truth == at and len(calls) == hops
+        assert {e.text[1] for e in entries} == set("1234")
+        splits[split] = {(e.text, e.extra_info["table"]) for e in entries}
+    assert not splits["train"] & splits["val"]
+
+
+def test_most_wrong_demonstrations_of_chase_stop_one_step_short() -> None:
+    rows = load_source("task:chase", seed=0)
+    made = [Demonstrations(rows, 0, 0.8)[i] for i in range(2000)]
+    messy = [d for d in made if d.messy]
+    assert 0.76 < len(messy) / len(made) < 0.84
+    short = 0
+    for d in messy:
+        right, wrong = d.problem.answer.split("\n"), d.turns
+        assert wrong != tuple(right) and wrong[-1][0] == "=" and len(wrong[-1]) == 2
+        short += wrong == (*right[:-2], f"={right[-2][1]}")
+    assert 0.6 < short / len(messy) < 0.85

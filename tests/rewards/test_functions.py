@@ -18,8 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.data.user_code import failure
 from millrace.errors import ConfigError, RewardError
-from millrace.rewards.functions import failure, load_function, to_score
+from millrace.rewards.functions import load_function, to_score
 from millrace.rewards.wire import Call, Frames, calls_decoder, frame
 from millrace.types import Score
 

@@ -182,8 +182,8 @@ class FsdpTrainEngine:
             target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
             self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
 
-    async def sft_step(self, examples: list[tuple[Tokens, Tokens]]) -> StepReport:
-        """Take one optimizer step on (prompt, response) pairs.
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
+        """Take one optimizer step on (prompt, response, context, response, ...).
 
         The loss, sft/loss, is the mean of -log p over all response tokens, at temperature 1. The
         response should end with the end-of-sequence token. sft/grad_norm, sft/lr,

@@ -1,0 +1,104 @@
+"""Code of users by `path.py:name` or `module:name`: the check, the import and its errors."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from millrace.codec import sendable
+from millrace.data.spec import nearest
+from millrace.errors import bad_value
+
+
+def check_name(key: str, spec: str) -> None:
+    """Raise ConfigError if `spec` is not path.py:name or module:name, or names no file.
+
+    This imports nothing, so a module and the name in a file may still be missing.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        is_file = spec.rstrip(":").endswith(".py")
+        fix = f"{spec.rstrip(':')}:NAME of the function" if is_file else "one of these forms"
+        raise bad_value(key, spec, "must be path.py:name or module:name", fix)
+    check_file(key, spec, where, f":{name}")
+
+
+def check_file(key: str, spec: str, where: str, after: str = "") -> None:
+    """Raise ConfigError if `where` is a path of a Python file that does not exist."""
+    path = Path(where).expanduser()
+    if where.endswith(".py") and not path.is_file():
+        there = [f"{p}{after}" for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        fix = (
+            nearest(f"{path}{after}", there) if there else f"a path from {Path.cwd()}, or absolute"
+        )
+        raise bad_value(key, spec, f"no such file (from {Path.cwd()})", fix)
+
+
+def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:
+    """Import and return what `spec` names, which must be callable. `kind` is its word in errors.
+
+    Raise ConfigError if there is no such file, module or name, or if the import fails.
+    """
+    check_name(key, spec)
+    where, _, name = spec.rpartition(":")
+    module = load_module(key, spec, where)
+    found = vars(module).get(name)
+    if not callable(found):
+        callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        problem = f"is not a {kind}" if name in vars(module) else f"has no {name!r}"
+        raise bad_value(key, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
+    return found  # type: ignore[no-any-return]
+
+
+def load_module(key: str, spec: str, where: str) -> ModuleType:
+    """Import a module by its path or name. Raise ConfigError if that fails."""
+    if not where.endswith(".py"):
+        return _import(key, spec, lambda: importlib.import_module(where))
+    path = Path(where).expanduser()
+    name = f"millrace_user_{path.stem}"
+    loaded = importlib.util.spec_from_file_location(name, path)
+    if loaded is None or loaded.loader is None:
+        raise bad_value(key, spec, "is not a Python file", "path.py:name")
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules[name] = module
+    # The file's folder is on the path, as when Python runs the file. It can import helpers there.
+    sys.path.insert(0, str(path.resolve().parent))
+    run = loaded.loader.exec_module
+    return _import(key, spec, lambda: run(module) or module)
+
+
+def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        fix = (
+            "a module that can be imported from here, or path.py:name"
+            if missing
+            else "correct it; try it with python -c"
+        )
+        raise bad_value(key, spec, f"importing it raised {failure(error)}", fix) from error
+
+
+def failure(error: BaseException) -> str:
+    """Return the error's type, its message and the last line of its traceback, in one line."""
+    if isinstance(
+        error, SyntaxError
+    ):  # its message names file and line; no frame of it is the user's
+        return sendable(f"{type(error).__name__}: {error}: {(error.text or '').strip()}")
+    frames = traceback.extract_tb(error.__traceback__)
+    at = ""
+    if frames:
+        last = frames[-1]
+        at = f" ({Path(last.filename).name}:{last.lineno} in {last.name}: {last.line})"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's own __str__
+        text = "its message cannot be read"
+    return sendable(f"{type(error).__name__}: {text}{at}")

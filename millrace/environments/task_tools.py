@@ -1,0 +1,82 @@
+"""The conversation of one task: its messages, tools, and one answer. Also verl's columns for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from millrace.environments.chat import Start, Step, Tool
+from millrace.errors import bad_row
+from millrace.types import Message, Prompt, Score
+
+_AGENTS = {"tool_agent": True, "single_turn_agent": False}
+"""verl's agents, and whether they have tools."""
+
+
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """Return the messages of a prompt. A prompt of plain text is one message of the user."""
+    messages = prompt.columns.get("prompt")
+    if isinstance(messages, list):
+        return tuple(dict(m) for m in messages)
+    return ({"role": "user", "content": prompt.text},)
+
+
+def column(prompt: Prompt, name: str) -> Any:
+    """Return a value of extra_info, or of a column of its own. None if there is none."""
+    found = prompt.extra_info.get(name)
+    return prompt.columns.get(name) if found is None else found
+
+
+def selected(prompt: Prompt, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Return the tools that the row's columns `agent_name` and `tool_selection` allow.
+
+    Raises DataError for a name that does not exist.
+    """
+    where = f"row of prompt {prompt.index}"
+    agent = column(prompt, "agent_name")
+    if agent is not None and agent not in _AGENTS:
+        rule = f"the agents of rows are {', '.join(_AGENTS)}"
+        raise bad_row(f"{where}, agent_name", agent, rule, "one of them, or no such column")
+    if agent is not None and not _AGENTS[agent]:
+        return ()
+    names = column(prompt, "tool_selection")
+    if names is None:
+        return tuple(tools)
+    known = {tool.name: tool for tool in tools}
+    if not isinstance(names, list) or any(name not in known for name in names):
+        rule = f"must be a list of names of tools; these are {', '.join(known) or 'none'}"
+        raise bad_row(f"{where}, tool_selection", names, rule, "correct the column")
+    return tuple(known[name] for name in names)
+
+
+class TaskWithTools:
+    """The environment of a task that the policy solves with tools. Its first answer ends it."""
+
+    def __init__(self, tools: Callable[[Prompt], Sequence[Tool]]) -> None:
+        self._tools = tools
+        self._open: tuple[Tool, ...] = ()
+
+    async def reset(self, task: Prompt) -> Start:
+        self._open = selected(task, self._tools(task))
+        return Start(messages_of(task), self._open)
+
+    async def step(self, message: Message) -> Step:
+        return Step(done=True)
+
+    async def score(self) -> Score | None:
+        return None
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Return what the tools counted, for the metrics."""
+        totals: dict[str, float] = {}
+        for tool in self._open:
+            for name, value in getattr(tool, "counts", {}).items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    async def close(self) -> None:
+        """Close the tools that have a state."""
+        for tool in self._open:
+            if (close := getattr(tool, "close", None)) is not None:
+                await close()

@@ -1,0 +1,101 @@
+"""TRL's environments and tools: a class with reset, methods as tools, and get_reward."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from millrace.environments.chat import Start, Step, Tool
+from millrace.environments.task_tools import messages_of, selected
+from millrace.environments.tools import FunctionTool, schema_of
+from millrace.errors import EpisodeError, bad_value
+from millrace.types import Message, Prompt, Score
+
+_OWN = ("reset", "get_reward")
+
+
+class TrlEnvironment:
+    """An instance of `environment_factory=Class` for one episode. Its first answer ends it."""
+
+    def __init__(self, instance: Any, tools: Sequence[FunctionTool]) -> None:
+        self._instance = instance
+        self._tools = tools
+
+    async def reset(self, task: Prompt) -> Start:
+        messages = list(messages_of(task))
+        said = await _called(self._instance.reset, **_row(task))
+        if said is not None:
+            if not isinstance(said, str):
+                detail = f"reset returned a {type(said).__name__}; return a string or None"
+                raise EpisodeError("environment", detail)
+            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + said}
+        return Start(tuple(messages), selected(task, self._tools))
+
+    async def step(self, message: Message) -> Step:
+        return Step(done=True)
+
+    async def score(self) -> Score | None:
+        if not hasattr(self._instance, "get_reward"):
+            return None
+        value = await _called(self._instance.get_reward)
+        return None if value is None else Score(float(value))
+
+    async def close(self) -> None:
+        if callable(close := getattr(self._instance, "_close", None)):
+            await _called(close)
+
+
+class TrlFactory:
+    """Makes an environment for each episode. The tools' schemas are read once."""
+
+    def __init__(
+        self, kind: Callable[[], Any], functions: Sequence[Callable[..., Any]] = ()
+    ) -> None:
+        """`functions` are further tools, as TRL's `tools=`. Raises ConfigError."""
+        self._kind = kind
+        self._functions = [FunctionTool(f) for f in functions]
+        probe = kind()
+        if not callable(getattr(probe, "reset", None)):
+            name = getattr(kind, "__name__", repr(kind))
+            raise bad_value("agents.environment", name, "has no method reset", "reset(self, **row)")
+        members = inspect.getmembers(type(probe), predicate=inspect.isfunction)
+        names = [n for n, _ in members if n not in _OWN and not n.startswith("_")]
+        self._schemas = {n: schema_of(getattr(probe, n)) for n in names}
+
+    def __call__(self, prompt: Prompt) -> TrlEnvironment:
+        instance = self._kind()
+        methods = [FunctionTool(getattr(instance, n), s) for n, s in self._schemas.items()]
+        return TrlEnvironment(instance, [*self._functions, *methods])
+
+
+def function_tools(found: Any, key: str, spec: str) -> list[Tool]:
+    """Return a function, or a list of functions and tools, as tools. Raises ConfigError."""
+    items = list(found) if isinstance(found, Sequence) else [found]
+    tools: list[Tool] = []
+    for item in items:
+        if callable(item) and not hasattr(item, "schema"):
+            tools.append(FunctionTool(item))
+        elif hasattr(item, "schema") and hasattr(item, "call"):
+            tools.append(item)
+        else:
+            rule = f"holds a {type(item).__name__}, which is neither a function nor a tool"
+            raise bad_value(key, spec, rule, "functions with types and a docstring")
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_value(key, spec, f"has two tools of one name: {', '.join(names)}", "other names")
+    return tools
+
+
+def _row(task: Prompt) -> dict[str, Any]:
+    """Return the row's columns for `reset`, as TRL gives them."""
+    known = {"data_source": task.data_source, "ground_truth": task.ground_truth}
+    row = known | {"extra_info": task.extra_info} | task.extra_info | task.columns
+    return row | {"prompt": list(messages_of(task))}
+
+
+async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)

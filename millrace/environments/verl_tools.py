@@ -1,0 +1,221 @@
+"""verl's tools: the YAML of classes with create, execute and release, and decorated functions.
+
+The user's files import verl. Where verl is not installed, stand-ins of its few words take its
+place while such a file loads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+from millrace.data.user_code import check_file, load, load_module
+from millrace.environments.chat import Tool
+from millrace.environments.task_tools import column
+from millrace.environments.tools import FunctionTool, text_of
+from millrace.errors import bad_row, bad_value
+from millrace.types import Prompt
+
+_KEY = "agents.tools"
+_PARTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwargs")
+
+
+class Schema(SimpleNamespace):
+    """A tool's schema as verl's classes read it: by attributes, or as a dict by model_dump."""
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        return {k: _plain(v) for k, v in vars(self).items()}
+
+    @classmethod
+    def model_validate(cls, value: Mapping[str, Any]) -> Schema:
+        return cls(**{k: _attributes(v) for k, v in value.items()})
+
+
+class ToolResponse:
+    """verl's result of a tool: text, and images and videos, which are refused."""
+
+    def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
+        self.text, self.image, self.video = text, image, video
+
+
+class BaseTool:
+    """verl's base class of tools."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> Any:
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        return None
+
+
+class VerlTool:
+    """One of verl's tools in one episode. It is created at the first call, and released once."""
+
+    def __init__(self, tool: Any, options: Mapping[str, Any]) -> None:
+        self._tool = tool
+        self._options = {part: dict(options.get(part) or {}) for part in _PARTS}
+        self._instance: str | None = None
+        self.schema = schema_dict(tool.get_openai_tool_schema())
+        self.name = str(self.schema["function"]["name"])
+        self.counts: dict[str, float] = {}
+        """The rewards and metrics that calls returned. verl logs them too, and trains neither."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        if self._instance is None:
+            given = self._options["create_kwargs"]
+            made = await self._tool.create(create_kwargs=given, **given)
+            self._instance = made[0] if isinstance(made, tuple) else made
+        answer = await self._tool.execute(
+            self._instance, dict(arguments), **self._options["execute_kwargs"]
+        )
+        response, reward, metrics = answer
+        self._add("reward", reward)
+        for name, value in (metrics or {}).items():
+            self._add(name, value)
+        if isinstance(response, str):
+            return response
+        if getattr(response, "image", None) or getattr(response, "video", None):
+            raise bad_value(_KEY, self.name, "returned images or a video", "a tool of text")
+        return text_of(response.text or "")
+
+    async def close(self) -> None:
+        if self._instance is not None:
+            instance, self._instance = self._instance, None
+            await self._tool.release(instance, **self._options["release_kwargs"])
+
+    def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, int | float):
+            key = f"tools/{self.name}/{name}"
+            self.counts[key] = self.counts.get(key, 0.0) + float(value)
+
+
+def load_tool_config(path: str, key: str = _KEY) -> Callable[[Prompt], Sequence[Tool]]:
+    """Return the tools of verl's tool YAML, for each prompt anew. Raises ConfigError."""
+    import yaml
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise bad_value(key, path, f"no such file (from {Path.cwd()})", "the tool YAML of verl")
+    content = yaml.safe_load(file.read_text())
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        rule = "must have a list `tools` of {class_name, config, tool_schema}"
+        raise bad_value(key, path, rule, "the tool YAML of verl")
+    made = [_tool(key, path, n, entry) for n, entry in enumerate(entries)]
+
+    def of(prompt: Prompt) -> list[Tool]:
+        given = column(prompt, "tools_kwargs") or {}
+        names = [str(schema_dict(t.get_openai_tool_schema())["function"]["name"]) for t in made]
+        unknown = sorted(set(given) - set(names)) if isinstance(given, dict) else [given]
+        if unknown:
+            where = f"row of prompt {prompt.index}, tools_kwargs"
+            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
+            raise bad_row(where, unknown[0], rule, "correct the column or the file")
+        return [VerlTool(t, given.get(n) or {}) for t, n in zip(made, names, strict=True)]
+
+    return of
+
+
+def _tool(key: str, path: str, n: int, entry: Any) -> Any:
+    name = entry.get("class_name") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or "." not in name:
+        raise bad_value(key, path, f"tools[{n}] has no class_name", "module.Class")
+    config = dict(entry.get("config") or {})
+    kind = config.get("type", "native")
+    if kind != "native":
+        rule = f"tools[{n}] is of type {kind}, and only native tools are read"
+        raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
+    module, _, attribute = name.rpartition(".")
+    with stand_ins():
+        kind_of = load(key, f"{module}:{attribute}", kind="class")
+    schema = entry.get("tool_schema")
+    return kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
+
+
+def load_function_tools(path: str, key: str = _KEY) -> list[FunctionTool]:
+    """Return the functions of a file that verl's @function_tool marks. Raises ConfigError."""
+    check_file(key, path, path)
+    with stand_ins():
+        module = load_module(key, path, path)
+    tools = [v for v in vars(module).values() if isinstance(v, FunctionTool)]
+    if not tools:
+        raise bad_value(key, path, "no function of it has @function_tool", "decorate the functions")
+    return tools
+
+
+def function_tool(function: Any = None, *, schema: Any = None, **options: Any) -> Any:
+    """Mark a function as a tool, as verl does."""
+    if function is None:
+        return lambda f: function_tool(f, schema=schema)
+    return FunctionTool(function, schema)
+
+
+def schema_dict(schema: Any) -> dict[str, Any]:
+    """Return a schema as a dict, without the fields that are not set."""
+    if not isinstance(schema, Mapping):
+        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+    return dict(schema)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Let `import verl...` find the words of verl's tools, where verl is not installed."""
+    if importlib.util.find_spec("verl") is not None:
+        yield
+        return
+
+    def traced(function: Any = None, **options: Any) -> Any:
+        return function if callable(function) else lambda f: f
+
+    words = dict.fromkeys(("OpenAIFunctionToolSchema", "OpenAIFunctionSchema"), Schema)
+    made: dict[str, dict[str, Any]] = {
+        "verl": {},
+        "verl.tools": {},
+        "verl.tools.base_tool": {"BaseTool": BaseTool},
+        "verl.tools.schemas": {"ToolResponse": ToolResponse, **words},
+        "verl.tools.function_tool": {"function_tool": function_tool},
+        "verl.utils": {},
+        "verl.utils.rollout_trace": {"rollout_trace_op": traced},
+    }
+    modules = {}
+    for name, content in made.items():
+        modules[name] = ModuleType(name)
+        vars(modules[name]).update(content | {"__path__": []})
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Schema.model_validate(value)
+    return [_attributes(v) for v in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Schema):
+        return value.model_dump()
+    return [_plain(v) for v in value] if isinstance(value, list) else value
