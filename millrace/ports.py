@@ -40,6 +40,10 @@ class RolloutStats:
     """Integral of occupied decode slots, in slot-seconds."""
     slots: int = 0
     """The number of decode slots."""
+    reused_tokens: int = 0
+    """Tokens of contexts whose K and V were there already. They are not in prefill_tokens."""
+    evicted_tokens: int = 0
+    """Tokens of idle sessions whose K and V had to make room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ class Segment:
     """
     stop: Stop | None = None
     """The reason why it ended. None if another segment of the same response follows."""
+    kv_version: PolicyVersion | None = None
+    """The oldest version that may have computed K and V of its context. None if it is `version`."""
 
     def __post_init__(self) -> None:
         if self.author is Author.POLICY and len(self.log_probs) != len(self.tokens):
