@@ -27,6 +27,9 @@ class Salt(NamedTuple):
     """The version at its first use."""
 
 
+NO_SALT = Salt(0, 0)
+
+
 class Salts:
     """The salts of the contexts of sessions.
 
@@ -75,7 +78,7 @@ class ActiveRequest:
     params: SamplingParams
     session: str
     id: str = ""
-    salt: Salt = Salt(0, 0)
+    salt: Salt = NO_SALT
     starts: list[Start] = field(default_factory=list)
     interrupted: bool = False
     log_probs: bytes = b""
