@@ -23,14 +23,13 @@ import platform
 import pstats
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.observe.watched import WatchedReplica, WatchedReward
@@ -40,12 +39,14 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.types import (
     Author,
+    Completion,
     Prompt,
     Sample,
     SamplingParams,
@@ -106,7 +107,7 @@ class InstantRollouts:
 
 
 class InstantReward:
-    async def score(self, prompt: Prompt, responses: list[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, responses: Sequence[Completion]) -> list[Score]:
         return [Score(1.0)] * len(responses)
 
 
@@ -196,7 +197,7 @@ async def pipeline(
         reward = WatchedReward(reward, events)
         replica = WatchedReplica(replica, "rollout-0", events)
     params = SamplingParams(max_tokens=64)
-    roller = SampleRoller(lambda prompt: SingleTurn(), reward, str, params, n, seed=0)
+    roller = SampleRoller(SingleTurn(), reward, str, params, n, seed=0)
     rollouter = Rollouter(queue, Prompts(), RolloutPool([replica]), roller)
     loop = asyncio.get_running_loop()
     observer = Nothing()

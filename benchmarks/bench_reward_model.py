@@ -37,7 +37,7 @@ from millrace.config import RewardConfig, RewardModelConfig
 from millrace.rewards.batches import plan
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
-from millrace.types import Prompt, tokens_of
+from millrace.types import Completion, Prompt, tokens_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 MESSAGES = [{"role": "user", "content": "write something with digits " * 4}]
@@ -130,7 +130,7 @@ class Direct:
 async def score_pool(pool: RewardPool, responses: Sequence[str]) -> tuple[float, list[float]]:
     """Return the seconds and the scores."""
     start = time.perf_counter()
-    answers = await asyncio.gather(*(pool.score(PROMPT, [text]) for text in responses))
+    answers = await asyncio.gather(*(pool.score(PROMPT, [Completion(text)]) for text in responses))
     return time.perf_counter() - start, [score.value for (score,) in answers]
 
 

@@ -206,7 +206,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
 
         results = (await ask_all())[:64]
         samples = tuple(
-            Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory(segments),))
+            Sample(Prompt(i, tokens_of(asked[i]), "", "bench"), (Trajectory.of(segments),))
             for i, segments in enumerate(results)
         )
         trainer_log_probs = await engines.train.log_probs(samples)

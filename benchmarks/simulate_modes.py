@@ -39,13 +39,13 @@ from rich.progress import track
 
 from millrace.bench.modes import counted
 from millrace.config import recipe
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.train import drawn_lengths
@@ -131,7 +131,7 @@ def simulate(
         engines = [SimRolloutEngine(cost, slots=slots) for _ in range(rollouts)]
         params = SamplingParams(max_tokens=CONFIG.rollout.max_response_length)
         roller = SampleRoller(
-            lambda _: SingleTurn(),
+            SingleTurn(),
             SimReward(cost),
             lambda _: "",
             params,

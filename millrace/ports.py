@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from millrace.types import (
+    Completion,
     Ending,
     PolicyVersion,
     Prompt,
@@ -300,6 +301,10 @@ class Environment(Protocol):
         """
         ...
 
+    async def score(self) -> Score | None:
+        """Return the score of the conversation. None leaves it to the reward function."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -374,7 +379,7 @@ class Agent(Protocol):
 class RewardFunction(Protocol):
     """Scores the trajectories of one prompt."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion.
 
         Raises RewardError. An error is never a silent 0.

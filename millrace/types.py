@@ -1,9 +1,10 @@
 """The nouns of millrace: frozen data, standard library only.
 
-A **Sample** is a prompt with its n trajectories. A **Trajectory** is one response. A **Segment** is
-a run of tokens by one author. Several turns, tool calls and partial rollouts all have this shape:
-they are more segments. Every sampled token has the log-prob with which it was drawn. Every segment
-has the policy version that drew it.
+A **Sample** is a prompt with its n trajectories. A **Trajectory** is one episode. A **Thread** is a
+sequence of tokens in it that only grows. One response to one prompt is a single thread. A
+**Segment** is a run of tokens by one author. Several turns, tool calls and partial rollouts all have
+this shape: they are more segments. Every sampled token has the log-prob with which it was drawn.
+Every segment has the policy version that drew it.
 
 Token ids are `array('i')` (int32), and log-probs are `array('f')` (float32). Both are compact, and
 `torch.frombuffer` reads them in place.
@@ -12,7 +13,8 @@ Token ids are `array('i')` (int32), and log-probs are `array('f')` (float32). Bo
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,14 @@ def tokens_of(ids: Any = ()) -> Tokens:
 def floats_of(values: Any = ()) -> Floats:
     """Return float32 values from any iterable of numbers."""
     return array("f", values)
+
+
+def joined(parts: Iterable[Tokens]) -> Tokens:
+    """Return the tokens of all parts, in order."""
+    whole = tokens_of()
+    for part in parts:
+        whole.extend(part)
+    return whole
 
 
 Message = dict[str, Any]
@@ -106,7 +116,9 @@ class Segment:
     Empty for the environment.
     """
     stop: Stop | None = None
-    """The reason why it ended. None if another segment of the same response follows."""
+    """The reason why it ended. None if another segment of the same turn follows."""
+    reward: float | None = None
+    """A reward for the turn that this segment ends. It is trained at the segment's last token."""
     kv_version: PolicyVersion | None = None
     """The oldest version that may have computed K and V of its context. None if it is `version`."""
 
@@ -136,10 +148,7 @@ class Turn:
     @property
     def tokens(self) -> Tokens:
         """Return the tokens that the policy drew."""
-        joined = tokens_of()
-        for segment in self.segments:
-            joined.extend(segment.tokens)
-        return joined
+        return joined(segment.tokens for segment in self.segments)
 
     @property
     def stop(self) -> Stop | None:
@@ -201,47 +210,106 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One response, as segments, with its score."""
+class Thread:
+    """A sequence of tokens that only grows: an opening, and what policy and others add to it."""
 
     segments: tuple[Segment, ...] = ()
+    """The policy's segments are trained here. They are in no other thread of the trajectory."""
+    opening: Tokens | None = None
+    """The tokens before the segments. None if they are the prompt's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reward function scores: the policy's last message, and the conversation before it."""
+
+    text: str
+    """The policy's last message. The words of a tool or a user are never in it."""
+    messages: tuple[Message, ...] = ()
+    """The conversation by author. Empty if the episode is one prompt and one response."""
+
+
+UNFINISHED = (None, Stop.INTERRUPTED)
+"""The stops of a turn that is still drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode: its threads, how it ended, and its score."""
+
+    threads: tuple[Thread, ...] = ()
+    """In the order of their last turns. Each drawn turn is trained in exactly one of them."""
     score: Score | None = None
+    ended: str = ""
+    """The reason of its `Ending`. Empty if it is unfinished."""
+    messages: tuple[Message, ...] = ()
+    """The conversation by author. Empty if the episode is one prompt and one response."""
+    dead_tokens: int = 0
+    """Tokens of turns that nobody received, or that another draw replaced. They are in no thread."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What the session counted, for the metrics agents/*. Empty without an agent."""
+
+    @classmethod
+    def of(cls, segments: tuple[Segment, ...] = (), score: Score | None = None) -> Trajectory:
+        """Return the trajectory of a single thread after the prompt.
+
+        It is finished if its last segment is.
+        """
+        done = bool(segments) and segments[-1].stop not in UNFINISHED
+        return cls((Thread(segments),), score, "done" if done else "")
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return all segments, thread after thread."""
+        if len(self.threads) == 1:
+            return self.threads[0].segments
+        return tuple(segment for thread in self.threads for segment in thread.segments)
 
     @property
     def stop(self) -> Stop | None:
-        """Return the reason why it ended. None or INTERRUPTED means that it is unfinished."""
-        return self.segments[-1].stop if self.segments else None
+        """Return the reason why it ended. None or INTERRUPTED means that it is unfinished.
+
+        LENGTH means that a limit of the episode or of its last turn cut it.
+        """
+        if self.ended not in ("", "done"):
+            return Stop.LENGTH
+        segments = self.threads[-1].segments if self.threads else ()
+        return segments[-1].stop if segments else None
 
     @property
     def finished(self) -> bool:
-        return self.stop not in (None, Stop.INTERRUPTED)
+        return bool(self.ended)
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of response tokens, of all authors."""
+        """Return the number of tokens of all authors after the openings."""
         return sum(len(s.tokens) for s in self.segments)
 
     @property
     def num_policy_tokens(self) -> int:
-        """Return the number of response tokens that the policy drew, in all its turns."""
+        """Return the number of tokens that the policy drew, in all turns of its threads."""
         return sum(len(s.tokens) for s in self.segments if s.author is Author.POLICY)
 
     @property
     def tokens(self) -> Tokens:
-        """Return all response tokens, in order."""
-        joined = tokens_of()
-        for segment in self.segments:
-            joined.extend(segment.tokens)
-        return joined
+        """Return all tokens after the openings, thread after thread."""
+        return joined(s.tokens for s in self.segments)
+
+    @property
+    def last_turn(self) -> Tokens:
+        """Return the tokens of the last turn that the policy drew, in the last thread."""
+        turn: list[Tokens] = []
+        for segment in reversed(self.threads[-1].segments if self.threads else ()):
+            if turn and (segment.author is not Author.POLICY or segment.stop not in UNFINISHED):
+                break
+            if segment.author is Author.POLICY:
+                turn.append(segment.tokens)
+        return joined(reversed(turn))
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """Return the versions of the policy's segments, in order. They never decrease."""
+        """Return the versions of the policy's segments. They never decrease within a thread."""
         return tuple(s.version for s in self.segments if s.author is Author.POLICY and s.tokens)
-
-    def extend(self, segments: tuple[Segment, ...]) -> Trajectory:
-        """Return the trajectory with `segments` appended."""
-        return replace(self, segments=self.segments + segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "ports": set(),
     "schedule": set(),
     "algorithms": set(),
-    "environments": {"ports"},
+    "environments": set(),
     "agents": set(),
     "simulate": {"ports"},
     "testing": {"ports"},
@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
     "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
-        *("config", "data", "environments", "models", "observe", "pipeline", "ports", "report"),
+        *("config", "data", "models", "observe", "pipeline", "ports", "report"),
         *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
     "bench": {"config", "observe", "report", "rollout", "run", "schedule", "train"},

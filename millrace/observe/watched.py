@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from millrace.errors import RewardError
 from millrace.observe.watch import Watch
 from millrace.ports import Replica, RewardFunction, RolloutStats, TransferReport, WeightSync
-from millrace.types import PolicyVersion, Prompt, SamplingParams, Score, Segment, Tokens
+from millrace.types import Completion, PolicyVersion, Prompt, SamplingParams, Score, Segment, Tokens
 
 
 class WatchedReplica:
@@ -80,7 +80,7 @@ class WatchedReward:
         """`prefix` comes before the index, "val/" for problems of a validation."""
         self._reward, self._watch, self._prefix = reward, watch, prefix
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         key = f"{self._prefix}{prompt.index}"
         with self._watch.span("rewards", "score", key, n=len(completions)) as facts:
             try:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from millrace.errors import RewardError
 from millrace.ports import RewardFunction, RolloutEngine
 from millrace.rollout.episode import request_seed
-from millrace.types import PolicyVersion, Prompt, SamplingParams, Score, Tokens
+from millrace.types import Completion, PolicyVersion, Prompt, SamplingParams, Score, Tokens
 
 _SEED = 1 << 40
 """Offset of the seeds: validation and training have different random streams.
@@ -166,7 +166,7 @@ class Validator:
         """Return the responses to one prompt with their scores, from one call of the reward."""
         texts = [await draw for draw in draws]
         try:
-            scores = await self.reward.score(prompt, texts)
+            scores = await self.reward.score(prompt, [Completion(text) for text in texts])
         except RewardError as error:
             for _ in texts:
                 tally.failed(error)

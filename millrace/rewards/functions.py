@@ -31,7 +31,7 @@ from millrace.errors import RewardError, bad_value
 from millrace.rewards.answers import extract
 from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.wire import Call
-from millrace.types import Score
+from millrace.types import Message, Score
 
 _KEY = "reward.function"
 _TEXTS = str | bytes | bytearray | memoryview
@@ -113,7 +113,9 @@ class Function:
         columns: dict[str, Any] = {k: [v] * n for k, v in row.items() if k != "prompt"}
         columns["prompts"] = [call.prompt if messages is None else messages] * n
         columns["completions"] = list(call.completions)
-        if messages is not None:
+        if call.messages:  # TRL's conversation begins after the prompt's messages
+            columns["completions"] = [_after_prompt(each, messages) for each in call.messages]
+        elif messages is not None:
             columns["completions"] = [
                 [{"role": "assistant", "content": text}] for text in call.completions
             ]
@@ -129,6 +131,13 @@ class Function:
             if self.wanted is None
             else {k: v for k, v in columns.items() if k in self.wanted}
         )
+
+
+def _after_prompt(messages: Sequence[Message], prompt: Any) -> list[Message]:
+    """Return the messages that follow those of the prompt, if they begin with them."""
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), 0)
+    length = len(prompt) if isinstance(prompt, list) else first
+    return list(messages[length if list(messages[:length]) == prompt else first :])
 
 
 def check_name(spec: str, key: str = _KEY) -> None:

@@ -20,7 +20,7 @@ from millrace.errors import bad_value
 from millrace.rewards.judge import message_of
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
-from millrace.types import Prompt, Score
+from millrace.types import Completion, Prompt, Score
 
 _DECIDE = (
     *("model", "base_url", "pattern", "json_field", "min", "max", "temperature", "max_tokens"),
@@ -162,23 +162,23 @@ class CachedJudge:
             raise bad_value(key, str(folder), rule, fix) from None
         self._cache, self._note = cache, note
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion. Only those that are not in the cache are judged."""
         if self._cache is None:
             return await self._pool.score(prompt, completions)
         answers = await asyncio.gather(
-            *(self._one(self._cache, prompt, text) for text in completions), return_exceptions=True
+            *(self._one(self._cache, prompt, one) for one in completions), return_exceptions=True
         )
         if failures := [a for a in answers if isinstance(a, BaseException)]:
             raise failures[0]
         return [a for a in answers if isinstance(a, Score)]
 
-    async def _one(self, cache: ScoreCache, prompt: Prompt, completion: str) -> Score:
+    async def _one(self, cache: ScoreCache, prompt: Prompt, completion: Completion) -> Score:
         """Return the score in the cache, or that of an equal request under way, or a new one.
 
         The request under way has the pool's deadline. Its failure is the failure of all that wait.
         """
-        key = self._key(prompt, completion)
+        key = self._key(prompt, completion.text)
         while (under_way := self._under_way.get(key)) is not None:
             await asyncio.wait([under_way])
             if not under_way.cancelled():

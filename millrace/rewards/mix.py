@@ -10,7 +10,7 @@ from millrace.config import RewardConfig
 from millrace.errors import RewardError
 from millrace.rewards.judge_cache import CachedJudge
 from millrace.rewards.pool import RewardPool
-from millrace.types import Prompt, Score
+from millrace.types import Completion, Prompt, Score
 
 _JUDGED = ("requests", "retries", "cache_hits", "tokens_in", "tokens_out")
 """The figures that every judge has, even if they are 0."""
@@ -63,7 +63,7 @@ class RunReward:
             if isinstance(part, CachedJudge) and keys[name].cache
         }
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion.
 
         Raise RewardError if any part fails. Its reason has the part's name in a mix.

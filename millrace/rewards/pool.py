@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
 from millrace.rewards.job import job_of
 from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.wire import Call, Reply
-from millrace.types import Prompt, Score
+from millrace.types import Completion, Prompt, Score
 
 MOST_DEATHS = 5
 """The number of workers that may die in a row, without an answer, before the pool fails."""
@@ -67,7 +67,7 @@ class RewardPool:
         await self._settled.wait()
         self._check()
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion.
 
         Raise RewardError if the function raised, returned no number, exceeded its time limit
@@ -79,13 +79,13 @@ class RewardPool:
             return await self._call(prompt, completions)
         # Each completion is a call of its own, with the whole time limit.
         answers = await asyncio.gather(
-            *(self._call(prompt, [text]) for text in completions), return_exceptions=True
+            *(self._call(prompt, [one]) for one in completions), return_exceptions=True
         )
         if failures := [a for a in answers if isinstance(a, BaseException)]:
             raise min(failures, key=lambda error: isinstance(error, RewardError))
         return [score for a in answers if isinstance(a, list) for score in a]
 
-    async def _call(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def _call(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return the scores of one call of the function."""
         self._calls += 1
         call = Call(
@@ -95,7 +95,8 @@ class RewardPool:
             prompt.ground_truth,
             prompt.extra_info,
             prompt.columns,
-            list(completions),
+            [one.text for one in completions],
+            [one.messages for one in completions] if any(c.messages for c in completions) else [],
         )
         try:
             payload = pack(call)

@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.codec import decoder, pack, sendable
 from millrace.errors import RewardError
-from millrace.types import Score
+from millrace.types import Message, Score
 
 _LENGTH = struct.Struct("<I")
 
@@ -47,6 +47,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     extra_info: dict[str, Any]
     columns: dict[str, Any]
     completions: list[str]
+    messages: list[tuple[Message, ...]] = []
+    """The conversation of each completion, by author. Empty if none has one."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

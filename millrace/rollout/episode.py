@@ -1,20 +1,19 @@
-"""One trajectory: an environment and the policy take turns until one of them ends it.
-
-The environment does not see an interruption. The response continues from its tokens so far, in the
-same random stream and within the same limit.
-"""
+"""One trajectory: an agent plays one episode with the policy."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable
 
-from millrace.ports import Environment
-from millrace.types import Author, Prompt, SamplingParams, Segment, Stop, Tokens, Trajectory
+from millrace.errors import LimitReached
+from millrace.ports import Agent, Environment, PolicySession
+from millrace.rollout.session import NO_LIMITS, Draw, Limits, OnProgress, Session
+from millrace.types import Ending, Prompt, SamplingParams, Stop, Trajectory
 
-Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
-"""A call that draws tokens from the pool of rollout engines. It waits while rollouts are paused."""
+__all__ = ["Draw", "EnvironmentAgent", "SingleTurn", "request_seed", "run_episode"]
+
+_DONE = Ending()
+_CUT = Ending("context")
 
 
 def request_seed(run_seed: int, sample_index: int, trajectory: int) -> int:
@@ -25,47 +24,80 @@ def request_seed(run_seed: int, sample_index: int, trajectory: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+class SingleTurn:
+    """The agent of one prompt and one response, for problems with a checkable answer."""
+
+    async def play(self, session: PolicySession) -> Ending:
+        await session.draw(session.prompt.tokens)
+        return _DONE
+
+    async def close(self) -> None:
+        return None
+
+
+class EnvironmentAgent:
+    """The agent of environments that speak tokens: `make` returns one for each episode.
+
+    A turn that is cut by a limit gets no reply.
+    """
+
+    def __init__(self, make: Callable[[Prompt], Environment]) -> None:
+        self.make = make
+
+    async def play(self, session: PolicySession) -> Ending:
+        environment = self.make(session.prompt)
+        try:
+            ending = await self._talk(session, environment)
+            score = await environment.score()
+        finally:
+            await environment.close()
+        return Ending(ending.reason, score)
+
+    async def _talk(self, session: PolicySession, environment: Environment) -> Ending:
+        context, after = await environment.open(session.prompt), None
+        while True:
+            try:
+                turn = await session.draw(context, after=after)
+            except LimitReached as error:
+                return Ending(error.limit)
+            reply = None if turn.stop is Stop.LENGTH else await environment.reply(turn.segments)
+            if reply is None:
+                return _CUT if turn.stop is Stop.LENGTH else _DONE
+            context, after = reply.tokens, turn.number
+
+    async def close(self) -> None:
+        return None
+
+
 async def run_episode(
     draw: Draw,
-    environment: Environment,
+    agent: Agent,
     prompt: Prompt,
     params: SamplingParams,
-    session: str,
+    name: str,
     *,
+    limits: Limits = NO_LIMITS,
     so_far: Trajectory | None = None,
-    on_progress: Callable[[Trajectory], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Trajectory:
-    """Return the finished trajectory of `prompt`, continued from `so_far`.
+    """Return the finished trajectory of `prompt`, which `agent` plays.
 
-    `params.max_tokens` bounds the whole response, including environment turns. A turn that does not
-    fit ends it with Stop.LENGTH. `on_progress` gets each trajectory that an interruption leaves
-    unfinished.
+    `params.max_tokens` bounds the whole thread after the prompt, including turns of others. After a
+    restart, `so_far` has the turns of the attempt before. `on_progress` gets each trajectory that
+    an interruption leaves unfinished. Raises EpisodeError if the agent fails.
     """
-    trajectory = so_far or Trajectory()
+    session = Session(
+        draw,
+        prompt,
+        params,
+        name,
+        limits,
+        so_far=so_far,
+        on_progress=on_progress,
+        plain=isinstance(agent, SingleTurn),
+    )
     try:
-        context = await environment.open(prompt)
-        while not trajectory.finished:
-            used = trajectory.num_tokens
-            segments = await draw(
-                context + trajectory.tokens,
-                replace(params, max_tokens=params.max_tokens - used, offset=used),
-                session,
-            )
-            trajectory = trajectory.extend(segments)
-            if not trajectory.finished:
-                if on_progress is not None:
-                    on_progress(trajectory)
-                continue
-            turn = await environment.reply(segments) if trajectory.stop is not Stop.LENGTH else None
-            if turn is not None:
-                trajectory = _add_turn(trajectory, turn.tokens, params.max_tokens)
-        return trajectory
-    finally:
-        await environment.close()
-
-
-def _add_turn(trajectory: Trajectory, tokens: Tokens, limit: int) -> Trajectory:
-    *earlier, last = trajectory.segments
-    if trajectory.num_tokens + len(tokens) >= limit:
-        return Trajectory((*earlier, replace(last, stop=Stop.LENGTH)))
-    return Trajectory((*earlier, replace(last, stop=None), Segment(tokens, Author.ENVIRONMENT)))
+        ending = await agent.play(session)
+    except LimitReached as error:
+        ending = Ending(error.limit)
+    return session.trajectory(ending)

@@ -10,10 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.errors import RewardError
-from millrace.ports import Environment, RewardFunction
-from millrace.rollout.episode import Draw, request_seed, run_episode
+from millrace.errors import SampleError
+from millrace.ports import Agent, RewardFunction
+from millrace.rollout.episode import request_seed, run_episode
 from millrace.rollout.lengths import DrawnLengths
+from millrace.rollout.scoring import scored
+from millrace.rollout.session import NO_LIMITS, Draw, Limits
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
@@ -22,14 +24,15 @@ Progress = Callable[[tuple[Trajectory, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class SampleRoller:
-    """The rollout of samples, with the environments, rewards and settings that they share."""
+    """The rollout of samples, with the agent, rewards and settings that they share."""
 
-    make_environment: Callable[[Prompt], Environment]
-    reward: RewardFunction
+    agent: Agent
+    reward: RewardFunction | None
     decode: Callable[[Tokens], str]
     params: SamplingParams
     n: int
     seed: int
+    limits: Limits = NO_LIMITS
     overlong: OverlongBuffer | None = None
     """The penalty to add to every score."""
     greedy_baseline: bool = False
@@ -56,7 +59,7 @@ class SampleRoller:
     ) -> Sample:
         """Return the finished sample, continued from `progress`.
 
-        Raises RewardError if one of its trajectories has no score. `on_progress` gets all
+        Raises SampleError if one of its trajectories fails or has no score. `on_progress` gets all
         trajectories, the greedy one last, whenever one of them changes. `on_drawn` is called when
         the last token of a trajectory is drawn, before its score is known.
         """
@@ -69,28 +72,32 @@ class SampleRoller:
                 on_progress(tuple(trajectories))
 
         async def one(i: int) -> Trajectory:
-            finished = await run_episode(
-                draw,
-                self.make_environment(prompt),
-                prompt,
-                self._params(prompt, i),
-                f"{prompt.index}/{i}",
-                so_far=trajectories[i],
-                on_progress=lambda t: update(i, t),
-            )
-            if on_drawn is not None:
-                on_drawn()
+            finished = trajectories[i]
+            try:
+                if not finished.finished:
+                    finished = await run_episode(
+                        draw,
+                        self.agent,
+                        prompt,
+                        self._params(prompt, i),
+                        f"{prompt.index}/{i}",
+                        limits=self.limits,
+                        so_far=finished,
+                        on_progress=lambda t: update(i, t),
+                    )
+            finally:
+                if on_drawn is not None:
+                    on_drawn()
             update(i, finished)
             if self.whole_group:
                 return finished
-            (scored,) = await self._scored(prompt, [finished])
-            return scored
+            return (await self._scored(prompt, [finished]))[0]
 
         # All siblings end before the first failure is raised, so none runs for a dropped sample.
         outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
         failures = [o for o in outcomes if isinstance(o, BaseException)]
-        if failures:  # Any other error, such as a dead worker, comes before a failed reward.
-            raise min(failures, key=lambda error: isinstance(error, RewardError))
+        if failures:  # Any other error, such as a dead worker, comes before a failed sample.
+            raise min(failures, key=lambda error: isinstance(error, SampleError))
         drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
         if self.whole_group:
             drawn = await self._scored(prompt, drawn)
@@ -108,8 +115,9 @@ class SampleRoller:
         self, prompt: Prompt, finished: Sequence[Trajectory]
     ) -> tuple[Trajectory, ...]:
         """Return the trajectories with their scores, from one call of the reward."""
-        scores = await self.reward.score(prompt, [self.decode(t.tokens) for t in finished])
+        done = await scored(prompt, finished, self.reward, self.decode)
+        if self.overlong is None:
+            return tuple(done)
         return tuple(
-            replace(t, score=score if self.overlong is None else self.overlong.shape(score, t))
-            for t, score in zip(finished, scores, strict=True)
+            replace(t, score=self.overlong.shape(t.score, t)) for t in done if t.score is not None
         )

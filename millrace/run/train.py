@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from millrace.config import Config, RolloutConfig
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
@@ -28,6 +27,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -311,7 +311,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         ignore_eos=rollout.ignore_eos,
     )
     roller = SampleRoller(
-        lambda prompt: SingleTurn(),
+        SingleTurn(),
         WatchedReward(s.reward, queue.watch),
         s.problems.chat.decode,
         params,

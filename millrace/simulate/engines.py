@@ -16,6 +16,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.pace import Pace
 from millrace.types import (
     Author,
+    Completion,
     PolicyVersion,
     Prompt,
     Sample,
@@ -344,9 +345,9 @@ class SimReward:
         self._cost = cost
         self._chance = chance
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         await asyncio.sleep(self._cost.reward_s)
-        drawn = [random.Random(f"{prompt.index}/{text}").random() for text in completions]
+        drawn = [random.Random(f"{prompt.index}/{one.text}").random() for one in completions]
         return [Score(float(one < self._chance(prompt))) for one in drawn]
 
     async def close(self) -> None:

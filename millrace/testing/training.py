@@ -106,7 +106,7 @@ def train_samples(case: TrainCase, count: int, seed: int = 0) -> tuple[Sample, .
         turns = (
             (drawn(rng.randint(1, 5), None), Segment(ids(2), Author.ENVIRONMENT)) if j % 2 else ()
         )
-        return Trajectory((*turns, drawn(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
+        return Trajectory.of((*turns, drawn(rng.randint(1, 6), Stop.EOS)), Score(float(j < 2)))
 
     return tuple(
         Sample(

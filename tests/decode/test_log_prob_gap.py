@@ -51,7 +51,7 @@ class Pair:
 
         async def trajectory(i: int, j: int) -> Trajectory:
             params = SamplingParams(24, temperature, seed=100 * i + j)
-            return Trajectory(
+            return Trajectory.of(
                 await self.rollout.generate(prompt(i), params, f"{i}/{j}"),
                 Score(float((i + j) % 2)),
             )

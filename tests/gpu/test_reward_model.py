@@ -10,6 +10,7 @@ import pytest
 
 from millrace.config import RewardConfig
 from millrace.rewards.pool import RewardPool
+from millrace.types import Completion
 from tests.rewards.classifiers import random_classifier
 from tests.rewards.test_model import PROMPT, RESPONSES
 
@@ -20,7 +21,9 @@ async def scores(folder: Path, **keys: Any) -> list[float]:
     config = RewardConfig.model_validate({"model": {"path": str(folder), "batch_size": 8} | keys})
     pool = RewardPool(config)
     try:
-        answers = await asyncio.gather(*(pool.score(PROMPT, [text]) for text in RESPONSES))
+        answers = await asyncio.gather(
+            *(pool.score(PROMPT, [Completion(text)]) for text in RESPONSES)
+        )
         return [score.value for (score,) in answers]
     finally:
         await pool.close()

@@ -30,7 +30,7 @@ def said(version: int, length: int, stop: Stop | None = Stop.EOS) -> Segment:
 
 
 def trajectory(*segments: Segment, score: float | None = 1.0, **extra: float) -> Trajectory:
-    return Trajectory(segments, None if score is None else Score(score, extra))
+    return Trajectory.of(segments, None if score is None else Score(score, extra))
 
 
 def sample(index: int, prompt_length: int, admitted: int, *trajectories: Trajectory) -> Sample:
@@ -203,10 +203,10 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
 ):
     """The greedy response is older, longer and better than all others. No other figure changes."""
     shaped = [
-        Trajectory((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
+        Trajectory.of((said(3, 2),), Score(value, {"overlong_reward": value - 1}, 1.0))
         for value in (0.5, 1.0)
     ]
-    greedy = Trajectory((said(0, 50),), Score(7.0, raw=8.0))
+    greedy = Trajectory.of((said(0, 50),), Score(7.0, raw=8.0))
     rows = []
     for baseline in (None, greedy):
         metrics = VersionMetrics()

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.timing import TOTALS
 from millrace.observe.watch import Watch, Watcher
@@ -19,6 +18,7 @@ from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import StepReport
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State, Totals
@@ -168,7 +168,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     params = SamplingParams(max_tokens=1000)
     reward = WatchedReward(SimReward(cost, chance) if chance else SimReward(cost), watch)
     roller = SampleRoller(
-        lambda prompt: SingleTurn(),
+        SingleTurn(),
         reward,
         lambda tokens: str(tokens[:9]),
         params,

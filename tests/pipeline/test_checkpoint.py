@@ -48,11 +48,11 @@ class Engine(SimTrainEngine):
 
 
 def slots() -> list[tuple[int, Slot]]:
-    done = Trajectory(
+    done = Trajectory.of(
         (Segment(tokens_of([1, 2]), version=3, log_probs=floats_of([-0.1, -2.5]), stop=Stop.EOS),),
         Score(0.5, {"a": 1.0}),
     )
-    part = Trajectory(
+    part = Trajectory.of(
         (Segment(tokens_of([5]), version=2, log_probs=floats_of([-0.25]), stop=Stop.INTERRUPTED),)
     )
     prompt = Prompt(

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.errors import ConfigError, RewardError
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import DynamicSampling, DynamicSamplingError
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, State
@@ -23,7 +23,7 @@ from millrace.schedule.schedule import OnSync, Placement, Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine
-from millrace.types import Prompt, SamplingParams, Score, Tokens
+from millrace.types import Completion, Prompt, SamplingParams, Score, Tokens
 from tests.pipeline.simulated import LongTail, Outcome, mixed, schedule_of, simulate
 
 COST = CostModel(reward_s=0.3)
@@ -193,7 +193,7 @@ def test_rows_count_every_drop_once() -> None:
 class Unlucky(SimReward):
     """A reward that fails for the prompts from 100 to 104."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         if 100 <= prompt.index < 105:
             raise RewardError("timeout", "slow")
         return await super().score(prompt, completions)
@@ -210,7 +210,7 @@ def bench(chance: Callable[[Prompt], float], metric: str = "score") -> Rollouter
         return str(tokens[:9])
 
     roller = SampleRoller(
-        lambda prompt: SingleTurn(),
+        SingleTurn(),
         Unlucky(COST, chance),
         text,
         SamplingParams(1000),

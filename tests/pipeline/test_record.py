@@ -313,7 +313,12 @@ def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
             b = bench(tmp_path, tasks)
             samples = [
                 Sample(
-                    PROMPT, (Trajectory((), Score(1.0)), Trajectory((), Score(0.0)), Trajectory(()))
+                    PROMPT,
+                    (
+                        Trajectory.of((), Score(1.0)),
+                        Trajectory.of((), Score(0.0)),
+                        Trajectory.of(()),
+                    ),
                 )
                 for _ in range(3)
             ]

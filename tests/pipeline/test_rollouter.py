@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
 from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline import rollouter
@@ -23,6 +22,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
@@ -30,7 +30,7 @@ from millrace.schedule.modes import MODES
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine, SimWeightSync
-from millrace.types import Prompt, SamplingParams, Score
+from millrace.types import Completion, Prompt, SamplingParams, Score
 from tests.pipeline.simulated import LongTail, Record, schedule_of
 
 COST = CostModel()
@@ -44,7 +44,7 @@ class Reward:
     fails: Callable[[int, int], bool]
     calls: dict[int, int] = field(default_factory=dict)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         call = self.calls.get(prompt.index, 0)
         self.calls[prompt.index] = call + 1
         await asyncio.sleep(0.1)
@@ -76,7 +76,7 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
         Record(ledger),
     )
     roller = SampleRoller(
-        lambda prompt: SingleTurn(),
+        SingleTurn(),
         reward,
         lambda tokens: "",
         SamplingParams(max_tokens=1000),
@@ -175,7 +175,7 @@ def test_with_a_limit_of_zero_the_first_error_ends_the_run() -> None:
 
 def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
     class Broken(Reward):
-        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
             raise LookupError("a bug")
 
     with pytest.raises(BaseExceptionGroup) as caught:

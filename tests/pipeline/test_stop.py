@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
 from millrace.observe.stopwatch import Stopwatch
@@ -24,6 +23,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Validator
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.stop import StopRequest
@@ -96,9 +96,7 @@ async def _run(
     replicas = [SimRolloutEngine(COST, slots=24) for _ in range(2)]
     pool, engine, reward = RolloutPool(replicas), SimTrainEngine(COST), SimReward(COST)
     params = SamplingParams(max_tokens=1000)
-    roller = SampleRoller(
-        lambda prompt: SingleTurn(), reward, lambda tokens: str(tokens[:9]), params, 4, seed=0
-    )
+    roller = SampleRoller(SingleTurn(), reward, lambda tokens: str(tokens[:9]), params, 4, seed=0)
     same = SamplingParams(1 + round(validation_s / COST.token_s), ignore_eos=True)
     problems = [Prompt(i, tokens_of([1]), "", "val", "") for i in range(8)]
     validator = Validator(problems, pool, reward, str, same, 1, False, seed=0)

@@ -13,6 +13,7 @@ from millrace.errors import RewardError
 from millrace.pipeline.validation import Response, Tally, Validator, summarise
 from millrace.ports import RolloutStats
 from millrace.types import (
+    Completion,
     Prompt,
     SamplingParams,
     Score,
@@ -149,11 +150,11 @@ class Reward:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         self.sizes.append(len(completions))
         if prompt.index == 3:
             raise RewardError("timeout", "too slow")
-        return [Score(float(text == prompt.ground_truth)) for text in completions]
+        return [Score(float(one.text == prompt.ground_truth)) for one in completions]
 
     async def close(self) -> None: ...
 
@@ -206,8 +207,8 @@ def test_whole_groups_are_one_call_and_the_figures_are_the_same() -> None:
 
 def test_components_of_the_greedy_response_are_reported_too() -> None:
     class Parts(Reward):
-        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-            return [Score(1.0, {"acc": float(text[0] == "9")}) for text in completions]
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            return [Score(1.0, {"acc": float(one.text[0] == "9")}) for one in completions]
 
     values = asyncio.run(replace(validator(Engine()), reward=Parts()).run(0)).values
     assert values["val/a/acc/mean@2"] == 0.0 and values["val/a/acc/greedy"] == 1.0

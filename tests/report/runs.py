@@ -37,8 +37,8 @@ def segment(version: int, ids: Sequence[int], stop: Stop | None = Stop.EOS) -> S
 
 def sample(index: int, *, text: str = "2 + 2 =", n: int = 2, **facts: Any) -> Sample:
     """Return a sample. Its last trajectory was interrupted once, and had a tool's turn."""
-    plain = Trajectory((segment(0, [65, 66]),), Score(1.0, {"format": 0.5}, 0.25, "4"))
-    cut = Trajectory(
+    plain = Trajectory.of((segment(0, [65, 66]),), Score(1.0, {"format": 0.5}, 0.25, "4"))
+    cut = Trajectory.of(
         (
             segment(0, [67], Stop.INTERRUPTED),
             segment(1, [68, 69], None),

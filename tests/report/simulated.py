@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import ReportConfig
-from millrace.environments.single_turn import SingleTurn
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watched import WatchedReplica, WatchedReward
 from millrace.pipeline.rollouter import Rollouter
@@ -24,6 +23,7 @@ from millrace.report.advice.measure import measured_of
 from millrace.report.advice.measured import Measured, Setup
 from millrace.report.record import Devices, Recorder
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -34,7 +34,7 @@ from millrace.schedule.steady import counted
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
-from millrace.types import Prompt, SamplingParams, Score, tokens_of
+from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 
 COST = CostModel(token_s=0.01, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02)
 
@@ -113,7 +113,7 @@ class Workers:
         self._reward = reward
         self._free = asyncio.Semaphore(workers)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         async with self._free:
             return await self._reward.score(prompt, completions)
 
@@ -173,7 +173,7 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     reward = SimReward(cost, case.chance) if case.chance else SimReward(cost)
     scorer = Workers(reward, case.workers) if case.workers else reward
     roller = SampleRoller(
-        lambda _: SingleTurn(),
+        SingleTurn(),
         WatchedReward(scorer, watch),
         lambda tokens: str(tokens[:9]),
         SamplingParams(max_tokens=case.limit),

@@ -157,8 +157,8 @@ def hostile_sample(index: int) -> Sample:
     cut = (segment(HOSTILE, 0, Stop.INTERRUPTED), segment("</script>", 1, Stop.EOS))
     made = sample(index)
     trajectories = (
-        Trajectory((segment(HOSTILE, 0, Stop.EOS),), score),
-        Trajectory(cut, Score(0.0)),
+        Trajectory.of((segment(HOSTILE, 0, Stop.EOS),), score),
+        Trajectory.of(cut, Score(0.0)),
     )
     made = Sample(made.prompt, trajectories, 0)
     return renamed(made, text=HOSTILE, data_source=HOSTILE, ground_truth=HOSTILE)

@@ -20,6 +20,7 @@ from millrace.rewards.judge import Judge, message_of, score_of, seconds_of
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
 from millrace.types import Prompt, tokens_of
+from tests.rewards.completions import completed
 from tests.rewards.endpoint import Endpoint, endpoint
 
 SECRET = "sk-canary-0123456789"
@@ -203,11 +204,13 @@ def test_a_pool_of_judges_limits_requests_and_the_time_of_a_score(server: Endpoi
         try:
             await pool.start()
             texts = ["x" * i + "9" for i in range(24)]
-            scores = await asyncio.gather(*(pool.score(PROMPT, [text]) for text in texts))
+            scores = await asyncio.gather(
+                *(pool.score(PROMPT, completed([text])) for text in texts)
+            )
             assert [score.value for (score,) in scores] == [1] * 24
             assert server.most == 4
             with pytest.raises(RewardError, match=r"^timeout: .*reward\.judge\.timeout_s = 0\.7"):
-                await pool.score(PROMPT, ["slow"])
+                await pool.score(PROMPT, completed(["slow"]))
             assert pool.figures == {"requests": 25, "tokens_in": 240, "tokens_out": 72}
         finally:
             await pool.close()

@@ -23,6 +23,7 @@ from millrace.rewards.judge_cache import ScoreCache
 from millrace.rewards.mix import RunReward
 from millrace.run.rewards import make_reward, open_caches
 from millrace.types import Prompt, tokens_of
+from tests.rewards.completions import completed
 from tests.rewards.endpoint import Endpoint, endpoint
 
 PROMPT = Prompt(0, tokens_of([1]), "say nine", "d", "9")
@@ -122,7 +123,7 @@ async def judged(config: RewardConfig, folder: Path, *texts: str) -> tuple[list[
     reward = RunReward(config)
     try:
         open_caches(reward, folder)
-        scores = await asyncio.gather(*(reward.score(PROMPT, [text]) for text in texts))
+        scores = await asyncio.gather(*(reward.score(PROMPT, completed([text])) for text in texts))
         return [score.value for (score,) in scores], reward.take_figures()
     finally:
         await reward.close()
@@ -158,8 +159,8 @@ def test_a_failure_is_not_kept(server: Endpoint, tmp_path: Path) -> None:
             open_caches(reward, tmp_path)
             for _ in range(2):
                 with pytest.raises(RewardError, match=r"^no_score"):
-                    await reward.score(PROMPT, ["9", "silent"])
-            assert await reward.score(PROMPT, []) == []
+                    await reward.score(PROMPT, completed(["9", "silent"]))
+            assert await reward.score(PROMPT, completed([])) == []
             figures = reward.take_figures()
             assert figures["reward/judge/failures"] == 2
             assert figures["reward/judge/failures/no_score"] == 2
@@ -182,12 +183,14 @@ def test_equal_responses_under_way_share_one_request(server: Endpoint, tmp_path:
         try:
             await reward.start()
             open_caches(reward, tmp_path)
-            calls = [asyncio.ensure_future(reward.score(PROMPT, ["99"])) for _ in range(3)]
+            calls = [
+                asyncio.ensure_future(reward.score(PROMPT, completed(["99"]))) for _ in range(3)
+            ]
             await asyncio.sleep(0.1)
             calls[0].cancel()  # the one that asked: another one asks again
             ((second,), (third,)) = await asyncio.gather(*calls[1:])
             assert (second.value, third.value) == (2, 2)
-            failing = [reward.score(PROMPT, ["silent"]) for _ in range(3)]
+            failing = [reward.score(PROMPT, completed(["silent"])) for _ in range(3)]
             outcomes = await asyncio.gather(*failing, return_exceptions=True)
             assert all(isinstance(o, RewardError) and o.reason == "no_score" for o in outcomes)
             assert len([r for r in server.requests if "silent" in str(r)]) == 1
@@ -210,7 +213,7 @@ def test_a_full_disk_costs_a_note_and_no_score(
             open_caches(reward, tmp_path, notes.append)
             monkeypatch.setattr(os, "write", full)
             for text in ("9", "99", "9"):  # The memory still has the first one.
-                assert (await reward.score(PROMPT, [text]))[0].value == len(text)
+                assert (await reward.score(PROMPT, completed([text])))[0].value == len(text)
             figures = reward.take_figures()
             assert (figures["reward/judge/cache_errors"], figures["reward/judge/requests"]) == (
                 2,

@@ -12,6 +12,7 @@ from millrace.config import RewardConfig
 from millrace.errors import ConfigError, RewardError
 from millrace.rewards.mix import RunReward
 from millrace.types import Prompt, Score, tokens_of
+from tests.rewards.completions import completed
 
 PROMPT = Prompt(0, tokens_of([1]), "p", "d", "42")
 CODE = """
@@ -62,7 +63,7 @@ def mix(tmp_path: Path) -> dict[str, Any]:
 def test_the_score_is_the_weighted_sum_and_each_part_is_a_component(mix: dict[str, Any]) -> None:
     async def work(reward: RunReward) -> list[Score]:
         await reward.start()
-        return await reward.score(PROMPT, ["42", "a b c"])
+        return await reward.score(PROMPT, completed(["42", "a b c"]))
 
     assert run_with(mix, work) == [
         Score(2.0 * 1 - 0.5 * 2, {"right": 1.0, "length": 2.0, "length/words": 1.0}),
@@ -76,13 +77,13 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
     async def work(reward: RunReward) -> dict[str, float]:
         reward.note = notes.append
         with pytest.raises(RewardError, match=r"^length/exception: KeyError: 'boom'"):
-            await reward.score(PROMPT, ["boom"])
+            await reward.score(PROMPT, completed(["boom"]))
         with pytest.raises(RewardError):  # counted, without a second note
-            await reward.score(PROMPT, ["boom"])
+            await reward.score(PROMPT, completed(["boom"]))
         no_truth = Prompt(0, tokens_of([1]), "p", "d", None)
         with pytest.raises(RewardError, match=r"^right/no_ground_truth"):
-            await reward.score(no_truth, ["42"])
-        assert (await reward.score(PROMPT, ["42"]))[0].value == 1
+            await reward.score(no_truth, completed(["42"]))
+        assert (await reward.score(PROMPT, completed(["42"])))[0].value == 1
         return reward.take_figures()
 
     assert run_with(mix, work) == {
@@ -97,7 +98,7 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
 
 def test_one_plain_reward_stays_as_it_is(mix: dict[str, Any]) -> None:
     async def work(reward: RunReward) -> Any:
-        return await reward.score(PROMPT, ["ab"]), reward.take_figures()
+        return await reward.score(PROMPT, completed(["ab"])), reward.take_figures()
 
     plain = {"function": mix["mix"]["length"]["function"]}
     assert run_with(plain, work) == ([Score(2.0, {"words": 1.0})], {})
@@ -124,9 +125,9 @@ def test_beside_a_whole_group_each_completion_has_a_deadline_of_its_own(tmp_path
     async def work(reward: RunReward) -> list[Score]:
         await reward.start()
         assert reward.whole_group
-        scores = await reward.score(PROMPT, ["0.7", "0.7"])
+        scores = await reward.score(PROMPT, completed(["0.7", "0.7"]))
         with pytest.raises(RewardError, match=r"^slow/timeout: .*reward\.mix\.slow\.timeout_s"):
-            await reward.score(PROMPT, ["0.7", "9"])
+            await reward.score(PROMPT, completed(["0.7", "9"]))
         return scores
 
     parts = {"group": 2.0, "plain": 1.0, "slow": 1.0}

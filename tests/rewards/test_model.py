@@ -20,6 +20,7 @@ from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
 from millrace.types import Prompt, tokens_of
 from tests.rewards.classifiers import last_character, random_classifier, roberta
+from tests.rewards.completions import completed
 
 MESSAGES = [{"role": "user", "content": "count to ten"}]
 PROMPT = Prompt(0, tokens_of([1]), "count to ten", "d", columns={"prompt": MESSAGES})
@@ -152,18 +153,20 @@ def test_two_workers_score_every_response_once_though_one_is_killed_or_hangs(
         pool = RewardPool(RewardConfig(model=RewardModelConfig(device="cpu", **keys)))
         try:
             await pool.start()
-            calls = [asyncio.ensure_future(pool.score(PROMPT, [text])) for text in RESPONSES]
+            calls = [
+                asyncio.ensure_future(pool.score(PROMPT, completed([text]))) for text in RESPONSES
+            ]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             os.kill(next(iter(pool.workers)).pid, signal.SIGKILL)
             scores = [score.value for (score,) in await asyncio.gather(*calls)]
             assert scores == pytest.approx(expected, abs=1e-5)
             with pytest.raises(RewardError, match="too_long"):
-                await pool.score(PROMPT, ["1", "a" * 300])
+                await pool.score(PROMPT, completed(["1", "a" * 300]))
             for worker in pool.workers:
                 os.kill(worker.pid, signal.SIGSTOP)
                 worker.job = msgspec.structs.replace(worker.job, timeout_s=0.3)
             with pytest.raises(RewardError, match=r"timeout: .*reward\.model\.timeout_s"):
-                await pool.score(PROMPT, ["1"])
+                await pool.score(PROMPT, completed(["1"]))
         finally:
             await pool.close()
 

@@ -22,6 +22,7 @@ from millrace.config.reward_keys import FormatConfig
 from millrace.errors import ConfigError, RewardError, WorkerError
 from millrace.rewards.pool import RewardPool
 from millrace.types import Prompt, Score, tokens_of
+from tests.rewards.completions import completed
 
 CODE = """
 import asyncio, ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
@@ -101,7 +102,7 @@ async def pool_of(tmp_path: Path, name: str = "score", **changes: Any) -> Any:
 async def outcomes(pool: Any, *texts: Any) -> Any:
     """Return for each call its score, or the reason of its error."""
     answers = await asyncio.gather(
-        *(pool.score(prompt(), [text]) for text in texts), return_exceptions=True
+        *(pool.score(prompt(), completed([text])) for text in texts), return_exceptions=True
     )
     return [
         a.reason
@@ -130,10 +131,10 @@ def gone(pid: Any, within: Any = 5.0) -> Any:
 def test_scores_come_back_in_order_over_several_workers(tmp_path: Path) -> None:
     async def run() -> None:
         async with pool_of(tmp_path, num_workers=2) as pool:
-            calls = (pool.score(prompt(), ["x" * i, "y"]) for i in range(200))
+            calls = (pool.score(prompt(), completed(["x" * i, "y"])) for i in range(200))
             answers = await asyncio.gather(*calls)
             assert answers == [[Score(float(i)), Score(1.0)] for i in range(200)]
-            assert await pool.score(prompt(), []) == []
+            assert await pool.score(prompt(), completed([])) == []
 
     asyncio.run(run())
 
@@ -161,12 +162,12 @@ def test_errors_of_a_function_fail_its_call_alone_and_say_why(tmp_path: Path, na
                 RewardError,
                 match=r"exception: KeyError: 'x' \(functions\.py:\d+ in act: .*raise KeyError",
             ):
-                await pool.score(prompt(), ["raise x"])
+                await pool.score(prompt(), completed(["raise x"]))
             *ends, pid = await outcomes(pool, "cancel", "reason", "reason ?", "key", "pid")
             assert ends == ["exception", "exception", "\\ud800", 5]
             assert [pid] == await outcomes(pool, "pid")  # no worker died
             with pytest.raises(RewardError, match="not_sendable"):
-                await pool.score(prompt(bad=object()), ["a"])
+                await pool.score(prompt(bad=object()), completed(["a"]))
 
     asyncio.run(run())
 
@@ -181,7 +182,7 @@ def test_an_error_whose_text_is_no_unicode_fails_its_call_alone(tmp_path: Path, 
                 with pytest.raises(
                     RewardError, match=r"exception: ValueError: \\ud800 \(functions"
                 ):
-                    await pool.score(prompt(), ["garble"])
+                    await pool.score(prompt(), completed(["garble"]))
             assert await outcomes(pool, "12") == [2]
 
     asyncio.run(run())
@@ -228,7 +229,7 @@ def test_the_death_of_a_worker_says_how(tmp_path: Path) -> None:
         async with pool_of(tmp_path) as pool:
             for verb, said in (("exit", "exit code 3"), ("segfault", "SIGSEGV")):
                 with pytest.raises(RewardError, match=said):
-                    await pool.score(prompt(), [verb])
+                    await pool.score(prompt(), completed([verb]))
 
     asyncio.run(run())
 
@@ -240,7 +241,7 @@ def test_workers_that_only_die_end_the_pool(tmp_path: Path) -> None:
             assert ends.count("worker_died") == 5
             assert sum(isinstance(e, WorkerError) for e in ends) == 3
             with pytest.raises(WorkerError, match="5 reward workers in a row died"):
-                await pool.score(prompt(), ["a"])
+                await pool.score(prompt(), completed(["a"]))
 
     asyncio.run(run())
 
@@ -252,7 +253,9 @@ def test_coroutines_run_together_up_to_the_limit(tmp_path: Path) -> None:
             assert max(await outcomes(pool, *["crowd 1"] * 16)) == 8
             assert (
                 {1, 8}
-                <= {score.value for score in await pool.score(prompt(), ["crowd 1"] * 20)}
+                <= {
+                    score.value for score in await pool.score(prompt(), completed(["crowd 1"] * 20))
+                }
                 <= {*range(1, 9)}
             )
 
@@ -266,7 +269,9 @@ def test_a_group_is_one_call_and_one_coroutine(tmp_path: Path) -> None:
         async with pool_of(tmp_path, "group", max_concurrency=4) as pool:
             await pool.start()
             assert pool.whole_group
-            groups = await asyncio.gather(*(pool.score(prompt(), ["crowd 1"] * 5) for _ in "1234"))
+            groups = await asyncio.gather(
+                *(pool.score(prompt(), completed(["crowd 1"] * 5)) for _ in "1234")
+            )
             assert all(scores == [scores[0]] * 5 for scores in groups)
             assert {scores[0].value for scores in groups} == {501, 502, 503, 504}
 
@@ -304,7 +309,10 @@ def test_a_cancelled_call_leaves_the_others_alone(tmp_path: Path) -> None:
     async def run() -> None:
         async with pool_of(tmp_path) as pool:
             await pool.start()
-            lost = [asyncio.create_task(pool.score(prompt(), ["sleep 0.1"])) for _ in range(3)]
+            lost = [
+                asyncio.create_task(pool.score(prompt(), completed(["sleep 0.1"])))
+                for _ in range(3)
+            ]
             await asyncio.sleep(0.02)
             for task in lost:
                 task.cancel()
@@ -321,17 +329,17 @@ def test_a_bad_function_is_a_config_error_before_the_first_call(tmp_path: Path) 
             ):
                 await pool.start()
             with pytest.raises(ConfigError):
-                await pool.score(prompt(), ["a"])
+                await pool.score(prompt(), completed(["a"]))
 
     asyncio.run(run())
 
 
 def test_the_built_in_scorers_run_in_workers() -> None:
     async def run() -> None:
-        for function, said in (("exact", "4"), ("math", "\\boxed{8/2}"), ("format", "x4")):
+        for function, right in (("exact", "4"), ("math", "\\boxed{8/2}"), ("format", "x4")):
             config = RewardConfig(function=function, format=FormatConfig(pattern="x."))
             pool = RewardPool(config)
-            scores = await pool.score(prompt(), [said, "5"])
+            scores = await pool.score(prompt(), completed([right, "5"]))
             assert [score.value for score in scores] == [1.0, 0.0]
             await pool.close()
 
@@ -342,7 +350,7 @@ def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path: Path) -> No
     async def run() -> Any:
         async with pool_of(tmp_path) as pool:
             worker, child = [int(p) for p in await outcomes(pool, "pid", "child")]
-            waiting = asyncio.create_task(pool.score(prompt(), ["sleep 30"]))
+            waiting = asyncio.create_task(pool.score(prompt(), completed(["sleep 30"])))
             await asyncio.sleep(0.1)
             await pool.close()
             with pytest.raises(WorkerError, match="closed"):
@@ -371,13 +379,13 @@ def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
 import asyncio
 from millrace.config import RewardConfig
 from millrace.rewards.pool import RewardPool
-from millrace.types import Prompt, tokens_of
+from millrace.types import Completion, Prompt, tokens_of
 
 async def main():
     pool = RewardPool(RewardConfig(function="{tmp_path}/functions.py:score"))
     prompt = Prompt(0, tokens_of([1]), "p", "d")
-    print(int((await pool.score(prompt, ["pid"]))[0].value), flush=True)
-    await pool.score(prompt, ["sleep 60"])
+    print(int((await pool.score(prompt, [Completion("pid")]))[0].value), flush=True)
+    await pool.score(prompt, [Completion("sleep 60")])
 
 asyncio.run(main())
 '''

@@ -10,11 +10,11 @@ from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 
 
 def sample(*scores: Score, greedy: Score | None = None) -> Sample:
-    trajectories = tuple(Trajectory((), score) for score in scores)
+    trajectories = tuple(Trajectory.of((), score) for score in scores)
     return Sample(
         Prompt(0, tokens_of([1]), "", "d"),
         trajectories,
-        greedy=Trajectory((), greedy) if greedy else None,
+        greedy=Trajectory.of((), greedy) if greedy else None,
     )
 
 

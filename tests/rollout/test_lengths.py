@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.environments.single_turn import SingleTurn
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.sample import SampleRoller
 from millrace.types import Prompt, SamplingParams, Score, Segment, Stop, floats_of, tokens_of
@@ -58,7 +58,7 @@ def test_every_trajectory_of_a_sample_ends_at_its_own_length() -> None:
 
     lengths = DrawnLengths(20, 1.0, 64)
     roller = SampleRoller(
-        lambda p: SingleTurn(), Zero(), str, SamplingParams(64), n=8, seed=3, lengths=lengths
+        SingleTurn(), Zero(), str, SamplingParams(64), n=8, seed=3, lengths=lengths
     )
     sample = asyncio.run(roller.roll(draw, Prompt(0, tokens_of([1]), "", "x"), 0))
     found = [t.num_tokens for t in sample.trajectories]

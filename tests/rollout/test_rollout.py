@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.errors import RewardError
-from millrace.ports import Reply
-from millrace.rollout.episode import request_seed, run_episode
+from millrace.ports import Agent, Reply
+from millrace.rollout.episode import EnvironmentAgent, SingleTurn, request_seed, run_episode
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import (
     Author,
+    Completion,
     Prompt,
     Sample,
     SamplingParams,
@@ -65,15 +65,24 @@ class Tool:
         self.heard.append([t for s in segments for t in s.tokens])
         return Reply(tokens_of([90, 91])) if len(self.heard) <= self.turns else None
 
+    async def score(self) -> Score | None:
+        return None
+
     async def close(self) -> None:
         self.closed += 1
 
 
+def agent_of(environment: Tool | None) -> Agent:
+    return SingleTurn() if environment is None else EnvironmentAgent(lambda prompt: environment)
+
+
 def episode(
-    script: Script, environment: Tool | SingleTurn, max_tokens: int = 10, **more: object
+    script: Script, environment: Tool | None, max_tokens: int = 10, **more: object
 ) -> Trajectory:
     return asyncio.run(
-        run_episode(script, environment, PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more)  # type: ignore[arg-type]
+        run_episode(
+            script, agent_of(environment), PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more
+        )  # type: ignore[arg-type]
     )  # type: ignore[arg-type]
 
 
@@ -89,7 +98,7 @@ def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its
         ]
     )
     seen: list[Trajectory] = []
-    done = episode(script, SingleTurn(), on_progress=seen.append)
+    done = episode(script, None, on_progress=seen.append)
     assert (
         done.tokens.tolist() == [1, 2, 3, 4, 5]
         and done.stop is Stop.EOS
@@ -102,9 +111,9 @@ def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its
 
 
 def test_a_kept_response_goes_on_where_it_stopped_after_a_restart() -> None:
-    kept = Trajectory((said([1, 2, 3], Stop.INTERRUPTED),))
+    kept = Trajectory.of((said([1, 2, 3], Stop.INTERRUPTED),))
     script = Script([(said([4], version=6),)])
-    done = episode(script, SingleTurn(), so_far=kept)
+    done = episode(script, None, so_far=kept)
     assert done.segments[0] is kept.segments[0] and done.tokens.tolist() == [1, 2, 3, 4]
     assert script.asked[0][1].offset == 3 and script.asked[0][1].max_tokens == 7
 
@@ -114,7 +123,7 @@ def test_turns_of_the_environment_are_its_own_and_count_against_the_limit() -> N
     script = Script([(said([1, 2]),), (said([3]),), (said([4]),)])
     done = episode(script, tool)
     assert [(s.author, s.tokens.tolist(), s.stop) for s in done.segments] == [
-        (Author.POLICY, [1, 2], None), (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [3], None),
+        (Author.POLICY, [1, 2], Stop.EOS), (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [3], Stop.EOS),
         (Author.ENVIRONMENT, [90, 91], None), (Author.POLICY, [4], Stop.EOS),
     ]  # fmt: skip
     assert (
@@ -157,12 +166,12 @@ class Reward:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-        self.seen += completions
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        self.seen += [c.text for c in completions]
         await asyncio.sleep(0)
-        if completions[0] == "2":
+        if completions[0].text == "2":
             raise RewardError("timeout", "slow")
-        return [Score(float(len(c))) for c in completions]
+        return [Score(float(len(c.text))) for c in completions]
 
     async def close(self) -> None: ...
 
@@ -170,11 +179,12 @@ class Reward:
 def roller(
     reward: Reward,
     n: int = 3,
-    environment: Callable[[Prompt], Tool | SingleTurn] = lambda prompt: SingleTurn(),
+    environment: Callable[[Prompt], Tool] | None = None,
     **more: object,
 ) -> SampleRoller:
     decode = lambda tokens: ",".join(map(str, tokens))  # noqa: E731
-    return SampleRoller(environment, reward, decode, SamplingParams(10), n, seed=1, **more)  # type: ignore[arg-type]
+    agent = EnvironmentAgent(environment) if environment else SingleTurn()
+    return SampleRoller(agent, reward, decode, SamplingParams(10), n, seed=1, **more)  # type: ignore[arg-type]
 
 
 def roll(
@@ -196,9 +206,9 @@ def test_a_sample_has_n_scored_trajectories_with_streams_and_sessions_of_their_o
 def test_finished_siblings_are_not_drawn_again_after_a_restart_but_scored() -> None:
     reward, script = Reward(), Script([(said([9]),)])
     progress = (
-        Trajectory((said([1, 1]),)),
-        Trajectory((said([6], Stop.INTERRUPTED),)),
-        Trajectory((said([4]),)),
+        Trajectory.of((said([1, 1]),)),
+        Trajectory.of((said([6], Stop.INTERRUPTED),)),
+        Trajectory.of((said([4]),)),
     )
     sample = roll(script, reward, progress=progress)
     assert len(script.asked) == 1 and script.asked[0][0] == [7, 8, 6]
@@ -245,8 +255,8 @@ def test_a_whole_group_is_scored_in_one_call_after_its_last_trajectory() -> None
     calls: list[list[str]] = []
 
     class Group(Reward):
-        async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-            calls.append(list(completions))
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            calls.append([c.text for c in completions])
             return [Score(float(i)) for i in range(len(completions))]
 
     reward, script = Group(), Script([(said([i + 5]),) for i in range(4)])
@@ -267,8 +277,8 @@ def test_a_greedy_response_goes_on_after_a_restart_like_its_siblings() -> None:
         Script([(said([9], Stop.INTERRUPTED),), (said([8]),)]),
         list[tuple[Trajectory, ...]](),
     )
-    done = Trajectory((said([1]),))
-    progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
+    done = Trajectory.of((said([1]),))
+    progress = (done, done, done, Trajectory.of((said([6], Stop.INTERRUPTED),)))
     sample = roll(
         script,
         reward,
@@ -291,8 +301,8 @@ def test_a_greedy_response_goes_on_after_a_restart_like_its_siblings() -> None:
 def test_a_greedy_response_that_was_begun_is_left_out_where_no_baseline_is_wanted_any_more() -> (
     None
 ):
-    done, seen = Trajectory((said([1]),)), list[tuple[Trajectory, ...]]()
-    progress = (done, done, done, Trajectory((said([6], Stop.INTERRUPTED),)))
+    done, seen = Trajectory.of((said([1]),)), list[tuple[Trajectory, ...]]()
+    progress = (done, done, done, Trajectory.of((said([6], Stop.INTERRUPTED),)))
     sample = roll(Script([]), Reward(), progress=progress, on_progress=seen.append)
     assert sample.greedy is None and len(sample.trajectories) == 3
     assert all(len(trajectories) == 3 for trajectories in seen)
@@ -347,6 +357,6 @@ def test_turns_of_the_environment_are_no_length_of_the_policys() -> None:
 
 def test_shaping_keeps_the_components_of_a_reward() -> None:
     shaped = OverlongBuffer(4, 2, 1.0).shape(
-        Score(0.5, {"format": 1.0}), Trajectory((said([1, 2, 3]),))
+        Score(0.5, {"format": 1.0}), Trajectory.of((said([1, 2, 3]),))
     )
     assert shaped == Score(0.0, {"format": 1.0, "overlong_reward": -0.5}, 0.5)

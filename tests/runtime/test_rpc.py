@@ -161,7 +161,7 @@ def sample() -> Sample:
         {"column": True},
     )
     return Sample(
-        prompt, (Trajectory((policy, tool, last), Score(0.5, {"format": 1.0})), Trajectory()), 2
+        prompt, (Trajectory.of((policy, tool, last), Score(0.5, {"format": 1.0})), Trajectory()), 2
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward
-from millrace.types import Prompt, Score, tokens_of
+from millrace.types import Completion, Prompt, Score, tokens_of
 
-TEXTS = [str(i) for i in range(1000)]
+TEXTS = [Completion(str(i)) for i in range(1000)]
 
 
 def scores(index: int, **options: object) -> list[Score]:

@@ -348,7 +348,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
                 prompt.tokens, SamplingParams(20, ignore_eos=True, seed=version), f"r{version}"
             )
             found = (segments,) if not isinstance(segments, tuple) else segments
-            sample = Sample(prompt, (Trajectory(found),))
+            sample = Sample(prompt, (Trajectory.of(found),))
             drawn = [p for segment in found for p in segment.log_probs]
             assert len(drawn) == 20
             (own,) = await engine.log_probs((sample,))

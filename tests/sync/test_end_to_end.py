@@ -17,7 +17,6 @@ from torch import Tensor
 from millrace.config import Config, ModelShape
 from millrace.decode import engine as torch_rollout
 from millrace.decode.engine import TorchRolloutEngine
-from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SyncError
 from millrace.models.model import eos_ids, load_model, write_shape
 from millrace.observe.stopwatch import Stopwatch
@@ -27,13 +26,14 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import TransferReport
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender
 from millrace.train.fsdp import engine as fsdp_train
-from millrace.types import Prompt, SamplingParams, Score, tokens_of
+from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
 
 SHAPE = ModelShape(
@@ -87,8 +87,8 @@ class Prompts:
 
 
 class Reward:
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]:
-        return [Score(float(len(text) % 2)) for text in completions]
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        return [Score(float(len(one.text) % 2)) for one in completions]
 
     async def close(self) -> None: ...
 
@@ -133,7 +133,7 @@ async def train(
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=30)
     roller = SampleRoller(
-        lambda p: SingleTurn(),
+        SingleTurn(),
         Reward(),
         lambda tokens: " " * sum(tokens),
         SamplingParams(8),

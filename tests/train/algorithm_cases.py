@@ -126,7 +126,7 @@ def trajectory(
     """A trajectory of one turn with these rollout log-probs."""
     tokens = tokens_of(1 + i % 12 for i in range(len(rollout)))
     segment = Segment(tokens, version=version, log_probs=floats_of(rollout), stop=stop)
-    return Trajectory((segment,), None if score is None else Score(score, extra or {}))
+    return Trajectory.of((segment,), None if score is None else Score(score, extra or {}))
 
 
 def sample(index: int, *trajectories: Trajectory, greedy: Trajectory | None = None) -> Sample:

@@ -162,7 +162,7 @@ def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, 
 def with_bad_log_prob(batch: Any) -> Any:
     """Return the batch with one rollout log-prob that is NaN."""
     sample = next(s for s in batch.samples if len(s.trajectories) > 1)
-    bad = Trajectory(
+    bad = Trajectory.of(
         (Segment(tokens_of([1, 2]), log_probs=floats_of([math.nan, -1.0])),),
         sample.trajectories[0].score,
     )

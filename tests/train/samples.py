@@ -43,7 +43,7 @@ def random_sample(rng: random.Random, index: int, n: int, longest: int = 9) -> S
             segments.append(Segment(ids(3), Author.ENVIRONMENT))
         elif kind < 0.5:  # no token of the policy
             segments = [Segment(ids(2), Author.ENVIRONMENT)] if rng.random() < 0.5 else []
-        return Trajectory(tuple(segments), Score(float(rng.choice([0, 0, 1, 0.3]))))
+        return Trajectory.of(tuple(segments), Score(float(rng.choice([0, 0, 1, 0.3]))))
 
     return Sample(
         Prompt(index, ids(rng.randint(1, 5)), "", "test"), tuple(trajectory() for _ in range(n))

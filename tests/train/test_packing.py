@@ -148,7 +148,7 @@ def test_a_shared_prompt_is_read_once_and_padding_is_small() -> None:
     prompt = Prompt(0, tokens_of([1, 2, 3]), "", "test")
 
     def trajectory(n: Any) -> Trajectory:
-        return Trajectory((Segment(tokens_of([5] * n), log_probs=floats_of([-1.0] * n)),))
+        return Trajectory.of((Segment(tokens_of([5] * n), log_probs=floats_of([-1.0] * n)),))
 
     lengths = [2, 4, 4]
     rows = rows_of_samples([Sample(prompt, tuple(trajectory(n) for n in lengths))])

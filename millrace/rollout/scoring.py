@@ -1,0 +1,79 @@
+"""The scores of finished trajectories: an agent's own, or those of the reward function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from millrace.errors import EpisodeError
+from millrace.ports import RewardFunction
+from millrace.types import Completion, Prompt, Score, Tokens, Trajectory
+
+TURN_REWARDS = "turn_rewards"
+"""The component of a score that is the sum of the rewards of single turns."""
+
+
+async def scored(
+    prompt: Prompt,
+    finished: Sequence[Trajectory],
+    reward: RewardFunction | None,
+    decode: Callable[[Tokens], str],
+) -> list[Trajectory]:
+    """Return the trajectories with their scores, from at most one call of the reward.
+
+    The score of an agent wins. Without a `reward`, every agent must score its own. Raises
+    EpisodeError if a trajectory has no score from anyone, and RewardError if the reward fails.
+    """
+    asked = [t for t in finished if t.score is None]
+    scores = [Score(0.0)] * len(asked)
+    if asked and reward is not None:
+        scores = await reward.score(prompt, [completion_of(t, decode) for t in asked])
+    elif any(not _rewards(t) for t in asked):
+        raise EpisodeError(
+            "no_reward",
+            "neither the agent nor its environment gave a score, and there is no reward function. "
+            "Fix: return a score, or set reward.function",
+        )
+    given = iter(scores)
+    done = [replace(t, score=next(given)) if t.score is None else t for t in finished]
+    return [_with_turn_rewards(t) for t in done]
+
+
+def completion_of(trajectory: Trajectory, decode: Callable[[Tokens], str]) -> Completion:
+    """Return what the policy said last, and the conversation."""
+    messages = trajectory.messages
+    if not messages:
+        return Completion(decode(trajectory.last_turn))
+    own = (m.get("content") for m in reversed(messages) if m.get("role") == "assistant")
+    return Completion(text_of(next(own, None)), messages)
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content: a string, parts with a text, or None."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        return ""
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+
+def _rewards(trajectory: Trajectory) -> list[float]:
+    return [s.reward for s in trajectory.segments if s.reward is not None]
+
+
+def _with_turn_rewards(trajectory: Trajectory) -> Trajectory:
+    """Add the rewards of single turns to the score, so that every reader counts all rewards."""
+    score, rewards = trajectory.score, _rewards(trajectory)
+    if score is not None and not math.isfinite(score.value):
+        raise EpisodeError("reward_not_finite", f"the score of the episode is {score.value}")
+    if score is None or not rewards or TURN_REWARDS in score.extra:
+        return trajectory
+    total = sum(rewards)
+    whole = replace(
+        score,
+        value=score.value + total,
+        raw=None if score.raw is None else score.raw + total,
+        extra=score.extra | {TURN_REWARDS: total},
+    )
+    return replace(trajectory, score=whole)
