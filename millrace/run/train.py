@@ -27,7 +27,6 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
-from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -311,7 +310,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         ignore_eos=rollout.ignore_eos,
     )
     roller = SampleRoller(
-        SingleTurn(),
+        s.agent,
         WatchedReward(s.reward, queue.watch),
         s.problems.chat.decode,
         params,
