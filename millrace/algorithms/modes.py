@@ -51,6 +51,9 @@ USES_OLD = frozenset(
 SELECTS = frozenset({"clip_cov", "kl_cov"})
 """Modes that need `LossInput.selected`: tokens selected in the whole mini-batch."""
 
+JOINS_TOKENS = frozenset({"gspo", "geo_mean", "vespo"})
+"""Modes whose loss of a token always depends on the other tokens of its trajectory."""
+
 SEQUENCE_LEVEL = frozenset({"vanilla", "cispo", "sapo", "gspo"})
 """Modes that can use the sequence's ratio. gspo always does."""
 

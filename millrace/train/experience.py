@@ -17,6 +17,7 @@ from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
 from millrace.algorithms.drift import drift
 from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
+from millrace.algorithms.ragged import sequence_sums
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.rows import BatchArrays, Rows
@@ -130,11 +131,12 @@ def make_experience(
         kl = KL[options.algorithm.kl_penalty](batch.rollout if old is None else old, reference)
         # A token that is not trained may have a log-prob that is not finite.
         kl = torch.where(trained | kl.isfinite(), kl, 0.0)
+    scores, token_rewards = _rewards(batch, kl, kl_coef, options.algorithm.adv_estimator)
     outcomes = AdvantageBatch(
-        scores=batch.scores,
+        scores=scores,
         groups=batch.groups,
         lengths=batch.lengths,
-        token_rewards=None if kl is None else -kl_coef * kl,
+        token_rewards=token_rewards,
         components=batch.components,
         values=values,
         truncated=batch.truncated,
@@ -166,6 +168,22 @@ def make_experience(
         kl_to_reference=kl.mean().item() if kl is not None and len(kl) else 0.0,
         kl_coef=kl_coef,
     )
+
+
+def _rewards(
+    batch: BatchArrays, kl: Tensor | None, kl_coef: float, estimator: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rewards of trajectories [N], and those of tokens [K].
+
+    The rewards of single turns are in a trajectory's score. They move to their tokens here, except
+    for gdpo, which reads no token's reward.
+    """
+    penalty = None if kl is None else -kl_coef * kl
+    turns = None if estimator == "gdpo" else batch.turn_rewards
+    if turns is None:
+        return batch.scores, penalty
+    rest = batch.scores - sequence_sums(turns, batch.ids, len(batch.lengths))
+    return rest, turns if penalty is None else turns + penalty
 
 
 def _arrival(

@@ -71,7 +71,7 @@ def settle(
     plan, loss = options.correction, options.actor.policy_loss
     selects, by_entropy = loss.loss_mode in SELECTS, loss.top_entropy_quantile < 1
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
-    row[torch.from_numpy(members)] = True
+    row[torch.from_numpy(data.rows.trajectory[members])] = True
     mask = data.include & row[data.ids]
     now = entropies = None
     if selects or by_entropy or plan.place is Place.MINI_BATCH:

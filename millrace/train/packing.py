@@ -36,9 +36,12 @@ class MicroBatch:
     source: Tensor
     """[M] int64 on the host: index of each target among the trained tokens of Rows."""
     sequence: Tensor
-    """[M] int64 on the host: row of each trained token in this micro-batch. Never decreasing."""
+    """[M] int64 on the host: trajectory of each trained token, numbered in this micro-batch.
+
+    The numbers are in the order of the rows. They never decrease if each trajectory has one row.
+    """
     num_sequences: int
-    """Number of rows of this micro-batch."""
+    """Number of trajectories of this micro-batch."""
 
 
 Outputs = tuple[Tensor, ...]
@@ -50,7 +53,8 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
 
     Every row of `members` with a trained token is in exactly one array. The rows of one array have
     at most `max_tokens` tokens. The ranks' shares of a micro-batch are about equal, and some may be
-    empty. There is at least one micro-batch. The result is the same on every rank.
+    empty. There is at least one micro-batch. The rows of a trajectory are in one array if they
+    have at most `max_tokens` tokens together. The result is the same on every rank.
 
     Raises ConfigError if a single row exceeds `max_tokens`.
     """
@@ -73,11 +77,27 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
     return [shares[i * world_size : (i + 1) * world_size] for i in range(micro_batches)]
 
 
+def check_whole(rows: Rows, max_tokens: int) -> None:
+    """Raise ConfigError if the threads of a trajectory do not fit in one micro-batch together."""
+    if rows.num_trajectories == len(rows.trajectory):
+        return
+    totals = np.bincount(rows.trajectory, rows.inputs, minlength=rows.num_trajectories)
+    if int(totals.max(initial=0)) > max_tokens:
+        raise bad_value(
+            "actor.ppo_max_token_len_per_gpu",
+            max_tokens,
+            f"the threads of a trajectory have {int(totals.max())} tokens together, and this loss "
+            "reads all tokens of a trajectory at once",
+            f"actor.ppo_max_token_len_per_gpu={int(totals.max())} or more, or a loss by token",
+        )
+
+
 def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple[list[Ints], Ints]:
     """Return the units that a split keeps whole, and the tokens of each unit.
 
-    A unit is all rows of a sample if the ranks' shares then stay even. Otherwise it is a single
-    row. Rows of one sample share a prompt, and a micro-batch reads that prompt once.
+    A unit is all rows of a sample if the ranks' shares then stay even. Otherwise it is the rows of
+    one trajectory, or a single row if those are too long together. Rows of one sample share a
+    prompt, and a micro-batch reads that prompt once.
     """
     lengths = rows.inputs[members]
     if not len(members):
@@ -88,7 +108,14 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
     fits_one = world_size == 1 and total <= max_tokens
     if fits_one or int(sizes.max()) * SMALL_UNIT <= min(max_tokens, total // world_size):
         return np.split(members, cuts), sizes
-    return list(members[:, None]), lengths
+    ends = np.flatnonzero(np.diff(rows.trajectory[members])) + 1
+    if len(ends) + 1 == len(members):  # each trajectory has one row
+        return list(members[:, None]), lengths
+    units: list[Ints] = []
+    for rows_of_one in np.split(members, ends):
+        fits = int(rows.inputs[rows_of_one].sum()) <= max_tokens
+        units += [rows_of_one] if fits else list(rows_of_one[:, None])
+    return units, np.array([rows.inputs[unit].sum() for unit in units], dtype=np.int64)
 
 
 def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
@@ -116,7 +143,7 @@ def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
 def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
     """Return the rows `members`, longest first, as one micro-batch.
 
-    A prompt that several rows share appears once. `padded` is the argument of `make_layout`.
+    An opening that several rows share appears once. `padded` is the argument of `make_layout`.
 
     Without members, return a dummy of one token that predicts nothing. A rank without work runs it
     forward and backward, and so takes part in every collective.
@@ -124,9 +151,9 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
     if not len(members):
         return _dummy(device, padded=padded)
     lengths = rows.inputs[members]
-    _, first, group = np.unique(rows.sample[members], return_index=True, return_inverse=True)
-    # Rows of different samples share nothing.
-    shared = rows.prompt_lengths[members] if len(first) < len(members) else np.zeros_like(lengths)
+    _, first, group = np.unique(rows.opening[members], return_index=True, return_inverse=True)
+    # Rows of different openings share nothing.
+    shared = rows.opening_lengths[members] if len(first) < len(members) else np.zeros_like(lengths)
     shared_ends = np.cumsum(shared[first])
     own = lengths - shared
     own_starts = shared_ends[-1] + np.cumsum(own) - own
@@ -145,6 +172,7 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
     )
     input_ids[token], position_ids[token] = rows.tokens[source], column
 
+    sequence, num_sequences = _sequences(rows.trajectory[members])
     predicts = np.flatnonzero(rows.trained[source + 1])
     targets = source[predicts] + 1
     return MicroBatch(
@@ -154,9 +182,15 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
         select=torch.from_numpy(token[predicts]).to(device),
         targets=torch.from_numpy(rows.tokens[targets]).to(device),
         source=torch.from_numpy(rows.order[targets]),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)[predicts]),
-        num_sequences=len(members),
+        sequence=torch.from_numpy(np.repeat(sequence, lengths)[predicts]),
+        num_sequences=num_sequences,
     )
+
+
+def _sequences(trajectory: Ints) -> tuple[Ints, int]:
+    """Number the trajectories of rows in the order of their first rows. Return also their count."""
+    _, first, index = np.unique(trajectory, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[index], len(first)
 
 
 def _dummy(device: torch.device, *, padded: bool) -> MicroBatch:

@@ -18,7 +18,7 @@ from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.mini_batch import MiniBatch
 from millrace.train.options import StepOptions
-from millrace.train.packing import MicroBatch, Outputs
+from millrace.train.packing import MicroBatch, Outputs, check_whole
 
 POLICY_SUMS = (
     "loss",
@@ -45,6 +45,8 @@ class PolicyLoss:
     """
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
+        if options.whole_trajectories:
+            check_whole(data.rows, options.actor.ppo_max_token_len_per_gpu)
         self.data = data
         self.mini = mini
         self.actor = options.actor

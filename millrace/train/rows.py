@@ -1,14 +1,15 @@
 """The samples of a batch as arrays. A step builds them first and then reads only the arrays.
 
-A **row** is one trajectory: its prompt and its segments as one sequence of tokens. The model reads
-a row up to the token before its last trained token. Later tokens predict no trained token.
+A **row** is one thread of a trajectory: its opening and its segments as one sequence of tokens. The
+model reads a row up to the token before its last trained token. Later tokens predict no trained
+token.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from millrace.types import (
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Trajectories, one after the other, as one sequence of tokens.
+    """The threads of trajectories, one after the other, as one sequence of tokens.
 
     T is the number of all tokens, K that of the trained tokens, and N that of the rows.
     """
@@ -54,7 +55,7 @@ class Rows:
     starts: Ints
     """[N] position of each row's first token."""
     lengths: Ints
-    """[N] tokens of each row, prompt included."""
+    """[N] tokens of each row, its opening included."""
     inputs: Ints
     """[N] tokens of each row that the model reads: all before the last trained token.
 
@@ -62,12 +63,28 @@ class Rows:
     """
     trained_tokens: Ints
     """[N] trained tokens of each row."""
-    prompt_lengths: Ints
-    """[N] tokens of each row's prompt. Rows of one sample share their prompt."""
+    opening: Ints
+    """[N] number of each row's opening. Rows of equal number have equal openings."""
+    opening_lengths: Ints
+    """[N] tokens of each row's opening."""
+    trajectory: Ints
+    """[N] number of each row's trajectory. It never decreases."""
+    num_trajectories: int
     sample: Ints
     """[N] number of each row's sample."""
     first_row: Ints
     """[samples + 1] first row of each sample: sample i has rows first_row[i]:first_row[i + 1]."""
+    turn_rewards: NDArray[np.float64] | None = None
+    """[K] rewards of single turns, at the last token of each. None if there are none."""
+
+    @property
+    def trained_of_trajectories(self) -> Ints:
+        """Return the number of trained tokens of each trajectory, thread after thread."""
+        if self.num_trajectories == len(self.trajectory):  # each has one row
+            return self.trained_tokens
+        total = np.zeros(self.num_trajectories, dtype=np.int64)
+        np.add.at(total, self.trajectory, self.trained_tokens)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +103,9 @@ class BatchArrays:
     rollout: Tensor
     """[K] float64 log-probs of the policy that drew each token."""
     scores: Tensor
-    """[N] float64 rewards."""
+    """[N] float64 rewards, those of single turns included."""
+    turn_rewards: Tensor | None
+    """[K] float64 rewards of single turns, at the last token of each."""
     groups: Tensor
     """[N] int64 number of each trajectory's sample."""
     truncated: Tensor
@@ -112,7 +131,8 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
     """
     rows = rows_of_samples(batch.samples)
     pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
-    lengths = torch.from_numpy(rows.trained_tokens)
+    lengths = torch.from_numpy(rows.trained_of_trajectories)
+    sizes = torch.tensor([len(sample.trajectories) for sample in batch.samples], dtype=torch.int64)
     ids = sequence_ids(lengths)
     cut = torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool)
     scores = [_score(trajectory, sample) for trajectory, sample in pairs]
@@ -125,7 +145,8 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
         ages=(batch.version - torch.from_numpy(rows.versions)).clamp(min=0),
         rollout=torch.from_numpy(rows.rollout_log_probs).double(),
         scores=_floats([score.value for score in scores]),
-        groups=torch.from_numpy(rows.sample),
+        turn_rewards=None if rows.turn_rewards is None else torch.from_numpy(rows.turn_rewards),
+        groups=sequence_ids(sizes),
         truncated=cut,
         unfiltered=~cut[ids]
         if algorithm.overlong_filtering
@@ -188,40 +209,86 @@ def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[s
 
 
 def rows_of_samples(samples: Sequence[Sample]) -> Rows:
-    """Return one row for each trajectory, samples in order.
+    """Return one row for each thread of each trajectory, samples in order.
 
-    Raises ValueError if a prompt has no tokens: nothing predicts the first response token.
+    Raises ValueError if an opening has no tokens: nothing predicts the first token after it.
     """
     tokens, log_probs = tokens_of(), floats_of()
     versions: list[tuple[int, int]] = []  # version and length of each policy segment
-    runs: list[int] = []  # length of each prompt and segment, in order
+    runs: list[int] = []  # length of each opening and segment, in order
     authored: list[bool] = []
+    rewards: list[tuple[int, float]] = []  # trained tokens up to the turn's end, and its reward
+    threads: list[int] = []  # of each trajectory
     row_runs: list[int] = []
     counts = [0]
+    own: dict[int, Tokens] = {}  # openings of rows that do not begin with their prompt
     for sample in samples:
-        prompt = sample.prompt.tokens
-        if not prompt:
+        if not sample.prompt.tokens:
             raise ValueError(
                 f"the prompt of sample {sample.prompt.index} has no tokens: "
                 "nothing predicts its first token"
             )
         for trajectory in sample.trajectories:
-            tokens += prompt
-            runs.append(len(prompt))
-            authored.append(False)
-            for segment in trajectory.segments:
-                tokens += segment.tokens
-                runs.append(len(segment.tokens))
-                authored.append(segment.author is Author.POLICY)
-                if segment.author is Author.POLICY:
-                    log_probs += segment.log_probs
-                    versions.append((segment.version, len(segment.tokens)))
-            row_runs.append(1 + len(trajectory.segments))
-        counts.append(counts[-1] + len(sample.trajectories))
+            threads.append(len(trajectory.threads))
+            for thread in trajectory.threads:
+                opening = sample.prompt.tokens
+                if thread.opening is not None:
+                    opening = own[len(row_runs)] = _opening(sample, thread.opening)
+                tokens += opening
+                runs.append(len(opening))
+                authored.append(False)
+                for segment in thread.segments:
+                    tokens += segment.tokens
+                    runs.append(len(segment.tokens))
+                    authored.append(segment.author is Author.POLICY)
+                    if segment.author is Author.POLICY:
+                        log_probs += segment.log_probs
+                        versions.append((segment.version, len(segment.tokens)))
+                        if segment.reward is not None:
+                            rewards.append((len(log_probs), segment.reward))
+                row_runs.append(1 + len(thread.segments))
+        counts.append(len(row_runs))
     drawn = np.asarray(versions, dtype=np.int64).reshape(-1, 2)
-    return _rows(
+    rows = _rows(
         tokens, log_probs, np.repeat(drawn[:, 0], drawn[:, 1]), runs, authored, row_runs, counts
     )
+    return replace(
+        rows,
+        opening=_openings(rows.sample, own),
+        trajectory=np.repeat(np.arange(len(threads)), np.asarray(threads, dtype=np.int64)),
+        num_trajectories=len(threads),
+        turn_rewards=_turn_rewards(rewards, len(log_probs)),
+    )
+
+
+def _opening(sample: Sample, opening: Tokens) -> Tokens:
+    if not opening:
+        raise ValueError(
+            f"the opening of a thread of sample {sample.prompt.index} has no tokens: nothing "
+            "predicts its first token"
+        )
+    return opening
+
+
+def _openings(sample: Ints, own: dict[int, Tokens]) -> Ints:
+    """Return the number of each row's opening, [N]. That of a prompt is its sample's number."""
+    if not own:
+        return sample
+    numbers: dict[tuple[int, bytes], int] = {}
+    opening = sample.copy()
+    for row, tokens in own.items():
+        key = int(sample[row]), tokens.tobytes()
+        opening[row] = numbers.setdefault(key, int(sample[-1]) + 1 + len(numbers))
+    return opening
+
+
+def _turn_rewards(rewards: list[tuple[int, float]], num_tokens: int) -> NDArray[np.float64] | None:
+    if not rewards:
+        return None
+    flat = np.zeros(num_tokens, dtype=np.float64)
+    for end, reward in rewards:
+        flat[end - 1] += reward
+    return flat
 
 
 def rows_of_examples(examples: Iterable[tuple[Tokens, Tokens]]) -> Rows:
@@ -265,6 +332,7 @@ def _rows(
     inputs[has] = np.flatnonzero(trained)[before[edges[1:]][has] - 1] - starts[has]
     first_run = np.cumsum(row_runs) - row_runs
     first_row = np.asarray(counts, dtype=np.int64)
+    sample = np.repeat(np.arange(len(counts) - 1), np.diff(first_row))
     return Rows(
         tokens=flat,
         trained=trained,
@@ -275,8 +343,11 @@ def _rows(
         lengths=lengths,
         inputs=inputs,
         trained_tokens=trained_tokens,
-        prompt_lengths=np.asarray(runs, dtype=np.int64)[first_run.astype(np.int64)],
-        sample=np.repeat(np.arange(len(counts) - 1), np.diff(first_row)),
+        opening=sample,
+        opening_lengths=np.asarray(runs, dtype=np.int64)[first_run.astype(np.int64)],
+        trajectory=np.arange(len(starts)),
+        num_trajectories=len(starts),
+        sample=sample,
         first_row=first_row,
     )
 

@@ -25,6 +25,7 @@ from millrace.types import (
     Score,
     Segment,
     Stop,
+    Thread,
     Trajectory,
     floats_of,
     tokens_of,
@@ -142,7 +143,7 @@ def at_version(one: Sample, version: int) -> Sample:
         segments = (
             replace(s, version=version) if s.author is Author.POLICY else s for s in t.segments
         )
-        return replace(t, segments=tuple(segments))
+        return replace(t, threads=(Thread(tuple(segments)),))
 
     return replace(one, trajectories=tuple(moved(t) for t in one.trajectories))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from millrace.algorithms.modes import AggMode
-from millrace.types import Sample
+from millrace.types import Sample, Thread
 from tests.train import cases as train_cases
 from tests.train.algorithm_cases import (
     DECOUPLED,
@@ -295,7 +295,8 @@ def far_off(one: Sample) -> Sample:
     return replace(
         one,
         trajectories=tuple(
-            replace(t, segments=tuple(s)) for t, s in zip(one.trajectories, said, strict=True)
+            replace(t, threads=(Thread(tuple(s)),))
+            for t, s in zip(one.trajectories, said, strict=True)
         ),
     )
 

@@ -96,12 +96,15 @@ def given(shape: str, seed: int, size: float) -> Given:
     ages = torch.randint(0, 3, (len(ids),), generator=draw)
     arrays = BatchArrays(
         version=2,
-        rows=SimpleNamespace(first_row=edges),  # type: ignore[arg-type]
+        rows=SimpleNamespace(  # type: ignore[arg-type]
+            first_row=edges, trajectory=np.arange(len(counts)), num_trajectories=len(counts)
+        ),
         lengths=lengths,
         ids=ids,
         ages=ages,
         rollout=log_probs(),
         scores=scores,
+        turn_rewards=None,
         groups=groups,
         truncated=torch.zeros(len(counts), dtype=torch.bool),
         unfiltered=torch.ones(len(ids), dtype=torch.bool),

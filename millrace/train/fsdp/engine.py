@@ -215,7 +215,7 @@ class FsdpTrainEngine:
         """Return log p of each trained token at the training temperature, for each trajectory."""
         rows = rows_of_samples(samples)
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
-        return [part.tolist() for part in flat.split(rows.trained_tokens.tolist())]
+        return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
 
     async def save(self, folder: str, staged: bool = False) -> None:
         """Write the train state to `folder`. If `staged`, write a copy of it after the return."""
