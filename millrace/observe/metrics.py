@@ -97,6 +97,12 @@ class VersionMetrics:
             "rollouter/prefill_tokens_per_s": share(
                 after.prefill_tokens - before.prefill_tokens, wall
             ),
+            # Tokens whose KV was there already, and of idle sessions whose KV had to make room.
+            **{
+                f"rollouter/{name}_per_s": share(getattr(after, name) - getattr(before, name), wall)
+                for name in ("reused_tokens", "evicted_tokens")
+                if getattr(after, name)
+            },
             "perf/throughput": share(trained, wall),
             "perf/samples_per_s": share(len(self._samples), wall),
         }

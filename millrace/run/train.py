@@ -27,6 +27,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -202,6 +203,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         c.trainer_ranks,
         dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size),
         share_cores=on_cpu and c.trainer.runtime == "local",
+        tools=not isinstance(s.agent, SingleTurn),
     )
     counts = read_manifest(checkpoint).counts if checkpoint else {}
     return Recorder(
