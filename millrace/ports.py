@@ -42,9 +42,9 @@ class RolloutStats:
     slots: int = 0
     """The number of decode slots."""
     reused_tokens: int = 0
-    """Tokens of contexts whose K and V were there already. They are not in prefill_tokens."""
+    """Tokens of contexts whose KV was there already. They are not in prefill_tokens."""
     evicted_tokens: int = 0
-    """Tokens of idle sessions whose K and V had to make room."""
+    """Tokens of idle sessions whose KV had to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End every running interruptible `generate` between two tokens.
-
-        Return when all these calls have returned.
-        """
+        """End every running interruptible `generate` between two tokens. Return after them."""
         ...
 
     async def stats(self) -> RolloutStats: ...
@@ -397,8 +394,5 @@ class WeightHolder(Protocol):
         ...
 
     async def swap(self, version: PolicyVersion, staged: Mapping[str, Any]) -> float:
-        """Copy `staged` over the live tensors between two tokens.
-
-        Return the seconds without decoding.
-        """
+        """Copy `staged` over the live tensors between two tokens. Return the pause in seconds."""
         ...

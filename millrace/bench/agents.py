@@ -113,6 +113,12 @@ def drawn_of(option: str, value: str, scale: float = 1.0) -> DrawnLengths:
     return DrawnLengths(median * scale, sigma, round(cut * scale))
 
 
+def workloads_of(turns: str, draw: str, result: str, tools: Sequence[str]) -> list[Workload]:
+    """Return a workload for each distribution of a tool's seconds."""
+    lengths = drawn_of("--turns", turns), drawn_of("--draw", draw), drawn_of("--result", result)
+    return [Workload(*lengths, drawn_of("--tool", tool, 1000)) for tool in tools]
+
+
 def agent_arms(
     modes: Sequence[str],
     splits: Sequence[str],

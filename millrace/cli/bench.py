@@ -173,19 +173,19 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
+            from millrace.bench.table import remarks, table
+
+            lines = [table(figures), *remarks(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
 
 
-def _report_modes(
-    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
+def _report_runs(
+    json_: bool, folder: Path, figures: list[dict[str, Any]], lines: list[str], *, planned: int
 ) -> None:
     """Report the figures of all finished runs, out of `planned` runs."""
-    from millrace.bench.table import remarks, table
-
     complete = len(figures) == planned
     note = "" if complete else f"\nnot complete: {len(figures)} of {planned} runs"
     result = {"folder": str(folder), "complete": complete, "runs": figures}
-    lines = [table(figures), *remarks(figures)]
     report(json_, result, "\n".join(lines) + note)
 
 
@@ -244,14 +244,7 @@ def bench_agents(
     assert path is not None
     if folder.exists():
         raise bad_value("--folder", str(folder), "already exists", "another folder, or delete it")
-    lengths = (
-        work.drawn_of("--turns", turns),
-        work.drawn_of("--draw", draw),
-        work.drawn_of("--result", result),
-    )
-    workloads = [
-        work.Workload(*lengths, work.drawn_of("--tool", each, 1000)) for each in tool or ["1,1,10"]
-    ]
+    workloads = work.workloads_of(turns, draw, result, tool or ["1,1,10"])
     values = [float(value) for value in staleness.split(",") if value]
     arms = work.agent_arms(modes.split(","), splits.split(","), values, workloads)
     figures: list[dict[str, Any]] = []
@@ -265,9 +258,5 @@ def bench_agents(
         run_async(json_, config.name, "bench agents", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            complete = len(figures) == len(arms) * repeats
-            report(
-                json_,
-                {"folder": str(folder), "complete": complete, "runs": figures},
-                work.agents_table(figures) + ("" if complete else "\nnot complete"),
-            )
+            lines = [work.agents_table(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
