@@ -41,6 +41,10 @@ class RolloutStats:
     """Integral of occupied decode slots, in slot-seconds."""
     slots: int = 0
     """The number of decode slots."""
+    reused_tokens: int = 0
+    """Tokens of contexts whose KV was there already. They are not in prefill_tokens."""
+    evicted_tokens: int = 0
+    """Tokens of idle sessions whose KV had to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End every running interruptible `generate` between two tokens.
-
-        Return when all these calls have returned.
-        """
+        """End every running interruptible `generate` between two tokens. Return after them."""
         ...
 
     async def stats(self) -> RolloutStats: ...
@@ -395,8 +396,5 @@ class WeightHolder(Protocol):
         ...
 
     async def swap(self, version: PolicyVersion, staged: Mapping[str, Any]) -> float:
-        """Copy `staged` over the live tensors between two tokens.
-
-        Return the seconds without decoding.
-        """
+        """Copy `staged` over the live tensors between two tokens. Return the pause in seconds."""
         ...

@@ -119,6 +119,8 @@ class Segment:
     """The reason why it ended. None if another segment of the same turn follows."""
     reward: float | None = None
     """A reward for the turn that this segment ends. It is trained at the segment's last token."""
+    kv_version: PolicyVersion | None = None
+    """The oldest version that may have computed K and V of its context. None if it is `version`."""
 
     def __post_init__(self) -> None:
         if self.author is Author.POLICY and len(self.log_probs) != len(self.tokens):

@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         *("config", "data", "models", "observe", "pipeline", "ports", "report"),
         *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
-    "bench": {"config", "observe", "report", "rollout", "run", "schedule", "train"},
+    "bench": {"config", "observe", "ports", "report", "rollout", "run", "schedule", "train"},
     "cli": {"bench", "config", "observe", "pipeline", "report", "run"},
     "__main__": {"cli"},
 }

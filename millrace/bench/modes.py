@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ class Arm:
     rollouts: int
     uniform: bool = False
     """Whether all responses have the mean of the drawn lengths."""
+    staleness: float | None = None
+    """staleness_threshold, if it is not the recipe's. A mode may fix it."""
+    note: str = ""
+    """What else this arm differs in."""
 
     @property
     def colocated(self) -> bool:
@@ -48,6 +52,11 @@ class Arm:
             f"mode={self.mode}",
             f"trainer.n_gpus_per_node={self.trainers}",
             f"rollout.n_gpus_per_node={self.rollouts}",
+            *(
+                [f"async_training.staleness_threshold={self.staleness:g}"]
+                if self.staleness is not None
+                else ()
+            ),
         ]
 
     def __str__(self) -> str:
@@ -56,6 +65,10 @@ class Arm:
             if self.colocated
             else f"{self.mode} {self.trainers}+{self.rollouts}"
         )
+        if self.staleness is not None:
+            name += f", staleness {self.staleness:g}"
+        if self.note:
+            name += f", {self.note}"
         return f"{name}, uniform" if self.uniform else name
 
 
@@ -99,23 +112,62 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
     ]
 
 
+Figures = dict[str, Any]
+Measure = Callable[[Arm, int, Session], Awaitable[Figures]]
+"""Runs an arm once, in its turn, on a session that has its configuration and its folder."""
+
+
 async def bench_modes(
     path: Path,
     overrides: Sequence[str],
     arms: Sequence[Arm],
     folder: Path,
     progress: Progress,
-    figures: list[dict[str, Any]],
+    figures: list[Figures],
     *,
     skip: int,
     repeats: int,
 ) -> None:
     """Run every arm `repeats` times and append the figures of each run to `figures`.
 
-    Arms with the same placement and split share engines, and run on them in turn. Figures cover
-    only the versions in `counted`, because in other versions the pipeline fills or drains, and
-    kernels compile. `seconds` is the time of the whole run. After each run, its figures are added
-    to FOLDER/figures.jsonl.
+    Figures cover only the versions in `counted`, because in other versions the pipeline fills or
+    drains, and kernels compile. `seconds` is the time of the whole run.
+    """
+
+    async def begin(s: Session) -> Measure:
+        rate = (await s.engines.train.matmul_rates())[0]
+        alone: dict[tuple[bool, int], float] = {}
+
+        async def measure(arm: Arm, turn: int, session: Session) -> Figures:
+            measured = await run_once(session, skip)
+            requests = (arm.uniform, session.config.schedule.capacity)
+            if requests not in alone:
+                alone[requests] = await _alone(session)
+            return _with_ceilings(measured, arm, turn, session, rate, alone[requests])
+
+        return measure
+
+    await run_arms(
+        path, overrides, arms, folder, progress, figures, begin, skip=skip, repeats=repeats
+    )
+
+
+async def run_arms(
+    path: Path,
+    overrides: Sequence[str],
+    arms: Sequence[Arm],
+    folder: Path,
+    progress: Progress,
+    figures: list[Figures],
+    begin: Callable[[Session], Awaitable[Measure]],
+    *,
+    skip: int,
+    repeats: int,
+) -> None:
+    """Measure every arm `repeats` times and append the figures to `figures`.
+
+    Arms with the same placement and split share engines, and run on them in turn. `begin` gets the
+    session of these engines. After each run, its figures are added to FOLDER/figures.jsonl.
     """
     engines = {
         (arm.colocated, arm.trainers, arm.rollouts): [
@@ -136,8 +188,7 @@ async def bench_modes(
         )
         async with open_session(config, progress) as s:
             shape_of(s.run.model)
-            rate = (await s.engines.train.matmul_rates())[0]
-            alone: dict[tuple[bool, int], float] = {}
+            measure = await begin(s)
             for turn in range(repeats):
                 for arm in group:
                     # This layer is above the user's, so a user's key cannot change an arm.
@@ -146,18 +197,12 @@ async def bench_modes(
                         path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
                     )
                     session = replace(s, config=own, run=folder_of_run(own, s))
-                    measured = await run_once(session, skip)
-                    requests = (arm.uniform, own.schedule.capacity)
-                    if requests not in alone:
-                        alone[requests] = await _alone(session)
-                    figures.append(
-                        _with_ceilings(measured, arm, turn, session, rate, alone[requests])
-                    )
+                    figures.append(await measure(arm, turn, session))
                     # Write now, because a later arm may fail.
                     with (folder / "figures.jsonl").open("a") as lines:
                         lines.write(json.dumps(figures[-1]) + "\n")
-                    progress.note(f"{arm}: {measured['samples_per_s']:.2f} samples/s")
-                    for line in measured.get("advice", [])[:1]:
+                    progress.note(f"{arm}: {figures[-1]['samples_per_s']:.2f} samples/s")
+                    for line in figures[-1].get("advice", [])[:1]:
                         progress.note(f"{arm}: {line}")
 
 
@@ -236,6 +281,12 @@ async def run_once(s: Session, skip: int) -> dict[str, Any]:
         "rollouter_idle": over_time("rollouter/idle_ratio"),
         "staleness": sum(row["staleness/mean"] * row["train/samples"] for row in rows) / samples,
         "staleness_max": max(row["staleness/max"] for row in rows),
+        # With an agent: sessions at an engine, at the closed gate, and with a tool.
+        **{
+            name.removeprefix("agents/"): over_time(name)
+            for name in ("agents/drawing", "agents/at_gate", "agents/waiting")
+            if name in rows[0]
+        },
         **flow,
     }
 
@@ -271,15 +322,8 @@ def _with_ceilings(
     stepping = measured["step_s"] / measured["version_s"]
     mfu = measured["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
     decoding = measured["drawn_tokens_per_s"] / alone
-    names = {
-        "arm": str(arm),
-        "mode": arm.mode,
-        "trainers": arm.trainers,
-        "rollouts": arm.rollouts,
-        "turn": turn,
-    }
     return (
-        names
+        names_of(arm, turn)
         | measured
         | {
             "matmul_tflops": rate / 1e12,
@@ -288,6 +332,17 @@ def _with_ceilings(
             "share_of_alone": decoding,
         }
     )
+
+
+def names_of(arm: Arm, turn: int) -> Figures:
+    """Return the figures that name a run."""
+    return {
+        "arm": str(arm),
+        "mode": arm.mode,
+        "trainers": arm.trainers,
+        "rollouts": arm.rollouts,
+        "turn": turn,
+    }
 
 
 def _lengths(s: Session) -> list[int]:

@@ -173,17 +173,90 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
+            from millrace.bench.table import remarks, table
+
+            lines = [table(figures), *remarks(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
 
 
-def _report_modes(
-    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
+def _report_runs(
+    json_: bool, folder: Path, figures: list[dict[str, Any]], lines: list[str], *, planned: int
 ) -> None:
     """Report the figures of all finished runs, out of `planned` runs."""
-    from millrace.bench.table import remarks, table
-
     complete = len(figures) == planned
     note = "" if complete else f"\nnot complete: {len(figures)} of {planned} runs"
     result = {"folder": str(folder), "complete": complete, "runs": figures}
-    lines = [table(figures), *remarks(figures)]
     report(json_, result, "\n".join(lines) + note)
+
+
+@bench.command(name="agents")
+def bench_agents(
+    path: Recipe = None,
+    overrides: Overrides = None,
+    address: Address = None,
+    modes: Annotated[
+        str, typer.Option(help="Modes to measure, separated by commas.")
+    ] = "colocate_sync,one_step_off,async_staleness,async_partial,async_swap,colocate_partial",
+    splits: Annotated[
+        str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
+    ] = "1+1",
+    staleness: Annotated[
+        str,
+        typer.Option(
+            help="Values of async_training.staleness_threshold, separated by commas. More staleness "
+            "is more sessions at once. Empty: the recipe's value."
+        ),
+    ] = "",
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="Seconds of a tool's call, MEDIAN,SIGMA,CUT. Repeat it."),
+    ] = None,
+    turns: Annotated[str, typer.Option(help="Turns of an episode, MEDIAN,SIGMA,CUT.")] = "4,0.5,12",
+    draw: Annotated[str, typer.Option(help="Tokens of a turn, MEDIAN,SIGMA,CUT.")] = "16,0.5,64",
+    result: Annotated[
+        str, typer.Option(help="Tokens of a tool's result, MEDIAN,SIGMA,CUT.")
+    ] = "16,0.5,64",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 1,
+    skip: Annotated[
+        int,
+        typer.Option(
+            min=0, help="First optimizer steps to leave out. The end of a run is always left out."
+        ),
+    ] = 1,
+    folder: Annotated[Path, typer.Option(help="New folder for the runs.")] = Path(
+        "runs/bench-agents"
+    ),
+    json_: Json = False,
+    dry_run: DryRun = False,
+    help_config: HelpConfig = False,
+) -> None:
+    """Compare modes and numbers of sessions, for episodes of several turns with slow tools.
+
+    Turns, lengths and delays come from log-normal distributions, the same ones in every mode.
+
+    Example: millrace bench agents quickstart --tool 0.1,1,2 --tool 1,1,10 --staleness 1,4
+    """
+    overrides = overrides_on(address, overrides)
+    config = configure(path, overrides, json_, dry_run, help_config)
+    from millrace.bench import agents as work
+    from millrace.errors import bad_value
+
+    assert path is not None
+    if folder.exists():
+        raise bad_value("--folder", str(folder), "already exists", "another folder, or delete it")
+    workloads = work.workloads_of(turns, draw, result, tool or ["1,1,10"])
+    values = [float(value) for value in staleness.split(",") if value]
+    arms = work.agent_arms(modes.split(","), splits.split(","), values, workloads)
+    figures: list[dict[str, Any]] = []
+
+    def measure(progress: Progress) -> Coroutine[Any, Any, None]:
+        return work.bench_agents(
+            Path(path), overrides, arms, folder, progress, figures, skip=skip, repeats=repeats
+        )
+
+    try:
+        run_async(json_, config.name, "bench agents", measure, lambda: False)
+    finally:
+        if figures:  # after an error or a stop, report the runs that are complete
+            lines = [work.agents_table(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)

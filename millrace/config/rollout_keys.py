@@ -109,9 +109,16 @@ class RolloutConfig(Section):
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
     """Response lengths from a distribution, for benchmarks."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """KV caches of running requests when on_sync=swap changes the weights.
+    """KV caches of running requests and sessions when on_sync=swap changes the weights.
 
-    keep keeps them. recompute computes them again with the new weights.
+    keep keeps them. recompute computes them again with the new weights. After an interruption they
+    are always computed again.
+    """
+    session_kv_slots: int = Field(0, ge=0)
+    """torch: memory for the KV of sessions that wait for a tool, in full sequences of max_len.
+
+    Their next turn then reads only its new tokens. The KV used least recently makes room. 0 keeps
+    none, and so does trainer.deterministic=true.
     """
     val_kwargs: ValidationConfig = ValidationConfig()
     """Sampling in validation."""

@@ -87,6 +87,11 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
         "free_cache_engine",
         ({"rollout.engine": ("vllm",)},),
     ),
+    (
+        "rollout",
+        "session_kv_slots",
+        ({"rollout.engine": ("torch",), "trainer.deterministic": (False,)},),
+    ),
 )
 
 

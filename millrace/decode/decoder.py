@@ -5,15 +5,16 @@ Each step reads new prompts and draws one token in every occupied slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from millrace.decode import kv_cache as kv_slots
-from millrace.decode.kv_cache import Forward, Prefill, SlotCache, round_up
-from millrace.decode.prefill import PrefillPlan, plan_prefill
+from millrace.decode.kept import KeptKV
+from millrace.decode.kv_cache import ALIGN, Extension, Forward, Prefill, SlotCache, round_up
+from millrace.decode.prefill import ExtensionPlan, PrefillPlan, plan_extension, plan_prefill
 from millrace.decode.sampling import draw, uniforms
 from millrace.decode.slots import Request, SlotTable, round_length
 from millrace.errors import bad_value
@@ -44,6 +45,7 @@ class Decoder:
         slots: int,
         max_len: int,
         deterministic: bool,
+        kept_slots: int = 0,
     ) -> None:
         parameter = next(model.parameters())
         self.model = model
@@ -52,7 +54,9 @@ class Decoder:
         self.deterministic = deterministic
         # A multiple of 8 rows: scalar code would compute the remaining rows with other rounding.
         width = round_up(slots, 8) if deterministic else slots
-        self.cache = SlotCache(width, max_len, parameter.dtype, parameter.device)
+        pages = kept_slots * round_up(max_len, ALIGN) // ALIGN
+        self.cache = SlotCache(width, max_len, parameter.dtype, parameter.device, pages)
+        self.kept = KeptKV(pages, ALIGN)
         self.table = SlotTable(width, self.cache, eos_ids)
         self.no_mask = torch.zeros(1, 1, 1, 1, device=parameter.device)
         """A mask with four dimensions, which stops transformers from building its own mask."""
@@ -76,6 +80,7 @@ class Decoder:
             )
 
     def free(self) -> None:
+        self.kept.drop_all()
         self.cache.free()
 
     @torch.inference_mode()
@@ -88,15 +93,17 @@ class Decoder:
         or by length.
         """
         table = self.table
-        plan = None
+        plan, extension = None, None
         if arrived:
             table.place(arrived, table.free(len(arrived)), version, self.max_len)
             if self.deterministic:
                 self.read(arrived)
             else:
-                plan = self._plan(arrived)
+                known = [r for r in arrived if r.reused]
+                plan = self._plan([r for r in arrived if not r.reused])
+                extension = self._restore(known) if known else None
         rows = table.slots if self.deterministic else min(round_up(table.rows, 8), table.slots)
-        logits = self._forward(rows, plan)
+        logits = self._forward(rows, plan, extension)
         place = table.position[:rows] + 1 - table.shift[:rows]
         temperature, greedy = table.temperature[:rows], table.greedy[:rows]
         tokens, log_probs = draw(
@@ -122,6 +129,44 @@ class Decoder:
             plan = self._plan(group)
             if plan is not None:
                 self._forward(0, plan)
+
+    @torch.inference_mode()
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Keep the K and V of requests that leave their slots, as far as there is room."""
+        kept = [
+            (r.slot, entry)
+            for r in requests
+            if (entry := self.kept.keep(r.session, self.table.context(r), r.kv_version))
+        ]
+        # A later request of this call may have taken the pages of an earlier one.
+        kept = [(slot, entry) for slot, entry in kept if entry in self.kept]
+        if kept:
+            self.cache.keep(*self._pages_of((slot, entry.pages) for slot, entry in kept))
+
+    def _restore(self, requests: Sequence[Request]) -> ExtensionPlan | None:
+        """Copy the kept K and V of `requests` into their slots. Plan the read of their new tokens."""
+        pairs = []
+        for r in requests:
+            assert r.kept is not None
+            pairs.append((r.slot, r.kept.pages[: -(-r.reused // ALIGN)]))
+            self.kept.use(r.kept, r.reused)
+        slots, kept = self._pages_of(pairs)
+        self.cache.restore(kept, slots)
+        return plan_extension(
+            [self.table.context(r) for r in requests],
+            [r.reused for r in requests],
+            [r.slot for r in requests],
+            self.cache.length,
+        )
+
+    def _pages_of(
+        self, pairs: Iterable[tuple[int, np.ndarray]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pages of slots and the kept pages, one for one, of (slot, kept pages)."""
+        per_slot = self.cache.length // ALIGN
+        found = [(slot * per_slot + np.arange(len(pages)), pages) for slot, pages in pairs]
+        slots, kept = (np.concatenate(side) for side in zip(*found, strict=True))
+        return self.table.to_device(slots), self.table.to_device(kept)
 
     @torch.inference_mode()
     def compact(self) -> None:
@@ -161,31 +206,57 @@ class Decoder:
         return max(16, 1 << (longest - 1).bit_length()) if longest else 0
 
     def _plan(self, requests: Sequence[Request]) -> PrefillPlan | None:
+        if not requests:
+            return None
         fixed = (FIXED_PROMPTS, self._fixed_length(requests)) if self.deterministic else None
         contexts = [self.table.context(r) for r in requests]
         return plan_prefill(contexts, [r.slot for r in requests], self.cache.length, fixed)
 
-    def _forward(self, rows: int, plan: PrefillPlan | None) -> torch.Tensor:
-        """Read the contexts of `plan`, and the next input token of the first `rows` slots.
+    def _forward(
+        self, rows: int, plan: PrefillPlan | None, extension: ExtensionPlan | None = None
+    ) -> torch.Tensor:
+        """Read the plans' contexts, and the next input token of the first `rows` slots.
 
         Returns logits [rows, vocabulary].
         """
         ids, positions, flat = self.table.state[:3, :rows].unsqueeze(1).unbind(0)
         write_to, write_from, prefill = flat[0], None, None
         self.cache.mask.view(-1).index_fill_(0, write_to, 0.0)
+        move = self.table.to_device
+        if extension is not None:
+            ids = torch.cat((move(extension.tokens)[None], ids), dim=1)
+            positions = torch.cat((move(extension.positions)[None], positions), dim=1)
+            write_to = torch.cat((move(extension.write_to), write_to))
         if plan is not None:
-            move = self.table.to_device
+            after = ids.shape[1]
             ids = torch.cat((move(plan.tokens)[None], ids), dim=1)
             positions = torch.cat((move(plan.positions)[None], positions), dim=1)
-            write_from = move(np.concatenate((plan.write_from, np.arange(rows) + len(plan.tokens))))
+            own = np.arange(after) + len(plan.tokens)
+            write_from = move(np.concatenate((plan.write_from, own)))
             write_to = torch.cat((move(plan.write_to), write_to))
             gathers = (None if t is None else move(t) for t in (plan.padded_from, plan.packed_from))
             prefill = Prefill(plan.prompts, plan.longest, *gathers)
         known = int(self.table.position[:rows].max()) + 1 if rows else 0
         length = self.cache.length if self.deterministic else round_length(known, self.cache.length)
+        extended = None if extension is None else self._extension(extension)
         return self._call(
-            ids, positions, Forward(self.cache, rows, length, write_to, write_from, prefill)
+            ids,
+            positions,
+            Forward(self.cache, rows, length, write_to, write_from, prefill, extended),
         )[-rows:]
+
+    def _extension(self, plan: ExtensionPlan) -> Extension:
+        move = self.table.to_device
+        length = round_length(int(plan.positions.max()) + 1, self.cache.length)
+        ends = plan.positions[plan.padded_from].reshape(len(plan.slots), 1, plan.longest, 1)
+        return Extension(
+            move(plan.slots),
+            len(plan.tokens),
+            plan.longest,
+            move(plan.padded_from),
+            move(plan.packed_from),
+            torch.arange(length, device=self.cache.device) <= move(ends),
+        )
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
         out = self.model(

@@ -34,6 +34,10 @@ class TorchRolloutEngine:
     together have at most `max_len` tokens. With `deterministic`, shapes are fixed, so the bits of a
     request are independent of other requests. That is slower. Only stop strings need `decode`, a
     function from tokens to text.
+
+    The K and V of ended requests stay in memory for `kept_slots` full sequences. The next request
+    of the same session reads only the tokens that follow. A swap after an interruption drops them,
+    and so does `kv_on_swap=recompute`. With `deterministic`, none are kept.
     """
 
     def __init__(
@@ -45,18 +49,27 @@ class TorchRolloutEngine:
         max_len: int,
         deterministic: bool = False,
         kv_on_swap: str = "keep",
+        kept_slots: int = 0,
         version: PolicyVersion = 0,
         decode: Callable[[Tokens], str] | None = None,
     ) -> None:
         self.version = version
         self._model = model
         self._decoder = Decoder(
-            model, eos_ids=eos_ids, slots=slots, max_len=max_len, deterministic=deterministic
+            model,
+            eos_ids=eos_ids,
+            slots=slots,
+            max_len=max_len,
+            deterministic=deterministic,
+            # Kept K and V have other bits than those of a new read, and timing decides what stays.
+            kept_slots=0 if deterministic else kept_slots,
         )
         self._table = self._decoder.table
         self._slots = slots
         self._max_len = max_len
         self._recompute = kv_on_swap == "recompute"
+        self._interrupted = False
+        """Whether requests were interrupted since the last swap."""
         self._decode = decode
         self._queue: deque[Request] = deque()
         self._loop_task: asyncio.Task[None] | None = None
@@ -66,6 +79,7 @@ class TorchRolloutEngine:
         self._closed = False
         self._tokens = 0
         self._prefill_tokens = 0
+        self._reused_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = 0.0
 
@@ -89,7 +103,7 @@ class TorchRolloutEngine:
             asleep=self._asleep,
             has_tokenizer=self._decode is not None,
         )
-        request = Request(tokens, params, asyncio.get_running_loop().create_future())
+        request = Request(tokens, params, session, asyncio.get_running_loop().create_future())
         self._queue.append(request)
         if self._loop_task is None:
             self._loop_task = asyncio.create_task(self._run(), name="decode loop")
@@ -105,6 +119,7 @@ class TorchRolloutEngine:
 
         All of their calls return before this returns.
         """
+        self._interrupted = True
         ends = [r for r in self._table.running() if r.params.interruptible]
         queued = [r for r in self._queue if r.params.interruptible]
         self._queue = deque(r for r in self._queue if not r.params.interruptible)
@@ -130,10 +145,16 @@ class TorchRolloutEngine:
         with torch.inference_mode():
             for name, tensor in live.items():
                 tensor.copy_(staged[name])
-        self.version = version
+        before, self.version = self.version, version
+        # After an interruption, responses read their tokens again with the new weights, and so do
+        # idle sessions. Another run, which starts at version 0 again, has the same names.
+        if self._recompute or self._interrupted or version <= before:
+            self._decoder.kept.drop_all()
+        self._interrupted = False
         running = self._table.running()
         for request in running:
-            request.at_version(self._table.drawn(request), version)
+            kv_version = version if self._recompute else request.kv_version
+            request.at_version(self._table.drawn(request), version, kv_version)
         if self._recompute and running:
             self._decoder.read(running)
             self._prefill_tokens += sum(len(self._table.context(r)) for r in running)
@@ -144,7 +165,14 @@ class TorchRolloutEngine:
 
     async def stats(self) -> RolloutStats:
         self._tick()
-        return RolloutStats(self._tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
+        return RolloutStats(
+            self._tokens,
+            self._prefill_tokens,
+            self._busy_slot_s,
+            self._slots,
+            self._reused_tokens,
+            self._decoder.kept.evicted_tokens,
+        )
 
     async def sleep(self, keep_weights: bool = True) -> None:
         """Free the KV cache; the weights stay in place.
@@ -190,7 +218,8 @@ class TorchRolloutEngine:
         arrived = self._admit()
         ended = self._decoder.step(arrived, self.version)
         self._tokens += self._table.occupied
-        self._prefill_tokens += sum(len(r.tokens) for r in arrived)
+        self._prefill_tokens += sum(len(r.tokens) - r.reused for r in arrived)
+        self._reused_tokens += sum(r.reused for r in arrived)
         if self._table.with_stop:
             by_token = {r for r, _ in ended}
             ended += [
@@ -209,7 +238,11 @@ class TorchRolloutEngine:
         room = self._slots - self._table.occupied if self._queue else 0
         longest = 0
         while self._queue and len(arrived) < room:
-            longest = max(longest, len(self._queue[0].tokens))
+            request = self._queue[0]
+            request.kept, request.reused = self._decoder.kept.find(
+                request.session, request.tokens, self.version
+            )
+            longest = max(longest, len(request.tokens) - request.reused)
             if arrived and longest * (len(arrived) + 1) > PREFILL_TOKENS:
                 break
             arrived.append(self._queue.popleft())
@@ -220,6 +253,7 @@ class TorchRolloutEngine:
         self._tick()
         if not ended:
             return
+        self._decoder.keep([r for r, _ in ended])
         drawn = self._table.release([r for r, _ in ended])
         for (request, stop), (tokens, log_probs) in zip(ended, drawn, strict=True):
             _resolve(request, request.segments(tokens, log_probs, stop))
@@ -313,5 +347,6 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEn
         max_len=rollout.max_len,
         deterministic=trainer.deterministic,
         kv_on_swap=rollout.kv_on_swap,
+        kept_slots=rollout.session_kv_slots,
         decode=text_of(model_folder, trust) if rollout.stop else None,
     )

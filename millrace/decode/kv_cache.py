@@ -1,8 +1,9 @@
 """The KV cache of fixed decode slots, and the attention function that reads and writes it.
 
-A forward pass is one packed row of tokens [1, prefill + rows]. The contexts of new requests come
-first, then one token for each decode row (row i is slot i). Linear layers see one matrix, and only
-attention separates the parts.
+A forward pass is one packed row of tokens [1, prefill + extension + rows]. The contexts of new
+requests come first, then the new tokens of contexts that are in the cache already, then one token
+for each decode row (row i is slot i). Linear layers see one matrix, and only attention separates
+the parts.
 
 The function is registered with transformers as NAME, so it works for every causal model that uses
 transformers' attention interface. There is no Cache object: the keyword `slot_forward` passes the
@@ -11,6 +12,7 @@ data of a forward pass. Without that keyword, the function is plain `sdpa`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +38,19 @@ class SlotCache:
 
     The last row takes writes whose values are never read. A layer is allocated at its first write,
     because shapes come from the model's tensors, not from its config.
+
+    Beside the slots there are `kept_pages` pages of ALIGN positions, for the K and V of idle
+    sessions. No query attends to them.
     """
 
-    def __init__(self, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept_pages: int = 0,
+    ) -> None:
         self.slots = slots
         self.max_len = max_len
         self.length = round_up(max_len, ALIGN)
@@ -47,6 +59,9 @@ class SlotCache:
         self.dtype = dtype
         self.device = device
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept_pages = kept_pages
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """K and V of idle sessions, by layer: [kept_pages, ALIGN, kv_heads, head_dim]."""
         self.mask = torch.zeros(0)
         """[slots + 1, length]: 0 where a slot's queries attend, -inf elsewhere.
 
@@ -59,6 +74,7 @@ class SlotCache:
 
     def free(self) -> None:
         self.layers.clear()
+        self.kept.clear()
         self.mask = torch.zeros(0)
 
     def layer(
@@ -78,6 +94,12 @@ class SlotCache:
                 value.new_zeros(*shape, *value.shape[1:]),
             )
             self.layers[index] = pair
+            if self.kept_pages:
+                pages = (self.kept_pages, ALIGN)
+                self.kept[index] = (
+                    key.new_zeros(*pages, *key.shape[1:]),
+                    value.new_zeros(*pages, *value.shape[1:]),
+                )
         return pair
 
     def open(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -95,6 +117,41 @@ class SlotCache:
                 front = tensor[:, :length]
                 front.index_copy_(0, target, front.index_select(0, source))
         self.mask.index_copy_(0, target, self.mask.index_select(0, source))
+
+    def keep(self, source: torch.Tensor, pages: torch.Tensor) -> None:
+        """Copy pages `source` of the slots over kept `pages`, int64 [n].
+
+        Page p of the slots has the flat positions from p * ALIGN.
+        """
+        for slots, kept in self._pages():
+            kept.index_copy_(0, pages, slots.index_select(0, source))
+
+    def restore(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy kept `pages` over pages `target` of the slots, int64 [n]."""
+        for slots, kept in self._pages():
+            slots.index_copy_(0, target, kept.index_select(0, pages))
+
+    def _pages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for index, kept in self.kept.items():
+            for slots, pages in zip(self.layers[index], kept, strict=True):
+                yield slots.view(-1, ALIGN, *slots.shape[2:]), pages
+
+
+@dataclass(slots=True)
+class Extension:
+    """The new tokens of contexts whose first tokens are in the cache."""
+
+    slots: torch.Tensor
+    """int64 [contexts]."""
+    tokens: int
+    longest: int
+    """New tokens of the context that has the most."""
+    padded_from: torch.Tensor
+    """int64 [contexts * longest]: the packed token at each place of the padded batch."""
+    packed_from: torch.Tensor
+    """int64 [tokens]: the place of each packed token in the padded batch."""
+    mask: torch.Tensor
+    """bool [contexts, 1, longest, positions]: the positions of its slot that a token attends to."""
 
 
 @dataclass(slots=True)
@@ -129,6 +186,7 @@ class Forward:
     Siblings share the tokens of their prompt. None: write i takes token i.
     """
     prefill: Prefill | None
+    extension: Extension | None = None
 
 
 def slot_attention(
@@ -160,12 +218,15 @@ def slot_attention(
     for cached, new in ((keys, k), (values, v)):
         chosen = new if forward.write_from is None else new.index_select(0, forward.write_from)
         cached.flatten(0, 1).index_copy_(0, forward.write_to, chosen)
-    front = q.shape[0] - forward.rows
+    end = q.shape[0] - forward.rows
+    front = end - (forward.extension.tokens if forward.extension is not None else 0)
     parts = []
     if forward.prefill is not None:
         parts.append(_prefill_attention(forward.prefill, q[:front], k[:front], v[:front], scaling))
+    if forward.extension is not None:
+        parts.append(_extension_attention(forward.extension, q[front:end], keys, values, scaling))
     if forward.rows:
-        parts.append(_decode_attention(forward, q[front:], keys, values, scaling))
+        parts.append(_decode_attention(forward, q[end:], keys, values, scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
@@ -184,6 +245,26 @@ def _prefill_attention(
     )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if p.packed_from is None else out.index_select(0, p.packed_from)
+
+
+def _extension_attention(
+    e: Extension,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute the attention of new tokens to their slots, which already have their K and V."""
+    groups = q.shape[1] // keys.shape[2]
+    k, v = (
+        t[:, : e.mask.shape[-1]].index_select(0, e.slots).repeat_interleave(groups, dim=2)
+        for t in (keys, values)
+    )
+    padded = q.index_select(0, e.padded_from).view(len(e.slots), e.longest, *q.shape[1:])
+    out = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (padded, k, v)), attn_mask=e.mask, scale=scaling
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, e.packed_from)
 
 
 def _decode_attention(

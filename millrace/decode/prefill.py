@@ -78,3 +78,54 @@ def plan_prefill(
         padded_from=padded_from,
         packed_from=packed_from,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionPlan:
+    """The tokens to read after the contexts that slots already have."""
+
+    tokens: np.ndarray
+    """int64 [tokens]: the new tokens, one context after the other."""
+    positions: np.ndarray
+    """int64 [tokens]."""
+    write_to: np.ndarray
+    """int64 [tokens]: flat cache position."""
+    slots: np.ndarray
+    """int64 [contexts]."""
+    longest: int
+    padded_from: np.ndarray
+    """int64 [contexts * longest]: index into `tokens`. Padding repeats the last token."""
+    packed_from: np.ndarray
+    """int64 [tokens]: index into the padded batch."""
+
+
+def plan_extension(
+    contexts: Sequence[np.ndarray], known: Sequence[int], slots: Sequence[int], slot_length: int
+) -> ExtensionPlan | None:
+    """Plan the read of `contexts` (int32 [length] each) after their first `known` tokens.
+
+    Return None if there is nothing to read.
+    """
+    rows = [
+        (context[n:], n, slot)
+        for context, n, slot in zip(contexts, known, slots, strict=True)
+        if len(context) > n
+    ]
+    if not rows:
+        return None
+    new, first, at = zip(*rows, strict=True)
+    lengths = np.array([len(part) for part in new])
+    starts = lengths.cumsum() - lengths
+    longest = int(lengths.max())
+    place = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    positions = place + np.repeat(first, lengths)
+    last = (lengths - 1)[:, None]
+    return ExtensionPlan(
+        tokens=np.concatenate(new).astype(np.int64),
+        positions=positions,
+        write_to=positions + np.repeat(np.array(at) * slot_length, lengths),
+        slots=np.array(at),
+        longest=longest,
+        padded_from=(starts[:, None] + np.minimum(np.arange(longest), last)).ravel(),
+        packed_from=np.repeat(np.arange(len(rows)) * longest, lengths) + place,
+    )

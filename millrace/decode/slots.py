@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from millrace.decode.kept import Kept
 from millrace.decode.kv_cache import SlotCache
 from millrace.decode.sampling import Nucleus, stream_keys
-from millrace.rollout.requests import cut_by_version
+from millrace.rollout.requests import Start, cut_by_version
 from millrace.types import (
     Floats,
     PolicyVersion,
@@ -34,22 +35,28 @@ class Request:
 
     tokens: Tokens
     params: SamplingParams
+    session: str
     future: Future[tuple[Segment, ...]]
     slot: int = -1
     """-1 while the request has no slot."""
-    bounds: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(number of the version's first token, version) for each version that served the request.
+    kept: Kept | None = None
+    """The kept context whose first `reused` tokens need no reading."""
+    reused: int = 0
+    starts: list[Start] = field(default_factory=list)
+    """One for each version that served the request. A version without tokens makes no segment."""
 
-    A version without tokens makes no segment.
-    """
+    @property
+    def kv_version(self) -> PolicyVersion:
+        """Return the oldest version that computed K and V of the context."""
+        return self.starts[-1].kv_version
 
-    def at_version(self, drawn: int, version: PolicyVersion) -> None:
+    def at_version(self, drawn: int, version: PolicyVersion, kv_version: PolicyVersion) -> None:
         """Record that `version` draws the tokens after the first `drawn`."""
-        self.bounds.append((drawn, version))
+        self.starts.append(Start(drawn, version, kv_version))
 
     def segments(self, tokens: Tokens, log_probs: Floats, stop: Stop) -> tuple[Segment, ...]:
         """Return the drawn tokens as segments of one version each."""
-        return cut_by_version(tokens, log_probs, self.bounds, stop)
+        return cut_by_version(tokens, log_probs, self.starts, stop)
 
 
 class SlotTable:
@@ -121,7 +128,7 @@ class SlotTable:
         at = np.array(slots)
         for request, slot in zip(requests, slots, strict=True):
             request.slot = slot
-            request.at_version(0, version)
+            request.at_version(0, version, request.kept.version if request.kept else version)
             self.requests[slot] = request
             self.ids[slot, : len(request.tokens)] = np.frombuffer(request.tokens, dtype=np.int32)
             if request.params.stop:

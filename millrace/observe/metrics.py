@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
-from millrace.types import Author, PolicyVersion, Sample, Stop, Trajectory
+from millrace.types import Author, PolicyVersion, Sample, Segment, Stop, Trajectory
 
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""
@@ -100,6 +100,12 @@ class VersionMetrics:
             "rollouter/prefill_tokens_per_s": share(
                 after.prefill_tokens - before.prefill_tokens, wall
             ),
+            # Tokens whose KV was there already, and of idle sessions whose KV had to make room.
+            **{
+                f"rollouter/{name}_per_s": share(getattr(after, name) - getattr(before, name), wall)
+                for name in ("reused_tokens", "evicted_tokens")
+                if getattr(after, name)
+            },
             "perf/throughput": share(trained, wall),
             "perf/samples_per_s": share(len(self._samples), wall),
         }
@@ -216,19 +222,35 @@ class VersionMetrics:
         # The policy's tokens of each age.
         for age, count in sorted(self._token_ages().items()):
             row[f"staleness/token_hist/{age}"] = float(count)
-        return row
+        return row | self._kv_lag()
+
+    def _drawn_segments(self) -> Iterator[tuple[Segment, PolicyVersion]]:
+        """Yield the policy's segments that have tokens, with the version trained."""
+        for sample, version in self._samples:
+            for trajectory in sample.trajectories:
+                for segment in trajectory.segments:
+                    if segment.author is Author.POLICY and segment.tokens:
+                        yield segment, version
 
     def _token_ages(self) -> Counter[int]:
         ages: Counter[int] = Counter()
-        for sample, version in self._samples:
-            for segment in (
-                s
-                for t in sample.trajectories
-                for s in t.segments
-                if s.author is Author.POLICY and s.tokens
-            ):
-                ages[version - segment.version] += len(segment.tokens)
+        for segment, version in self._drawn_segments():
+            ages[version - segment.version] += len(segment.tokens)
         return ages
+
+    def _kv_lag(self) -> dict[str, float]:
+        """Return how many versions older than its token the oldest KV of its context may be."""
+        lags: Counter[int] = Counter()
+        for segment, _ in self._drawn_segments():
+            oldest = segment.version if segment.kv_version is None else segment.kv_version
+            lags[segment.version - oldest] += len(segment.tokens)
+        if not any(lags):
+            return {}
+        # Over the policy's tokens, if any was drawn from KV of older weights.
+        return {
+            "staleness/kv_mean": share(sum(lag * n for lag, n in lags.items()), lags.total()),
+            "staleness/kv_max": float(max(lags)),
+        }
 
 
 def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:

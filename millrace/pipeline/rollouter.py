@@ -20,8 +20,10 @@ from typing import Protocol
 from millrace.errors import EpisodeError, RewardError, SampleError
 from millrace.observe.stopwatch import Parts, untimed
 from millrace.observe.timing import LiveTime
+from millrace.pipeline.occupancy import Occupancy
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import State, Topic
@@ -76,6 +78,7 @@ class Rollouter:
         """The time since which no sample runs, or the trainer has shared devices. Else None."""
         self._spans: dict[int, tuple[float, float]] = {}
         """Start and end of the rollouts of each finished sample, until it is trained."""
+        self._occupancy = Occupancy(_now)
         self._gate = asyncio.Event()
         self._gate.set()
         self._outcomes: deque[bool] = deque(maxlen=_RECENT)
@@ -99,6 +102,7 @@ class Rollouter:
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
         self.unfinished += self.roller.num_responses
+        self._occupancy.change(live=self.roller.num_responses)
         self._running += 1
         self._idle_since = None
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
@@ -142,6 +146,7 @@ class Rollouter:
 
     def _drawn(self) -> None:
         self.unfinished -= 1
+        self._occupancy.change(live=-1)
         if self.paused:
             self.queue.wake(Topic.ROLLOUTS)
 
@@ -189,7 +194,10 @@ class Rollouter:
 
         Call this once for each version.
         """
-        return {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
+        row = {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
+        if not isinstance(self.roller.agent, SingleTurn):
+            row |= self._occupancy.row()
+        return row
 
     async def draw(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -199,12 +207,18 @@ class Rollouter:
         A sync closes the gate, and every wait of a sync has a deadline.
         """
         if not self._gate.is_set():
-            await self._gate.wait()
+            self._occupancy.change(gate=1)
+            try:
+                await self._gate.wait()
+            finally:
+                self._occupancy.change(gate=-1)
         self.requests += 1
+        self._occupancy.change(drawing=1)
         try:
             return await self.pool.generate(tokens, params, session)
         finally:
             self.requests -= 1
+            self._occupancy.change(drawing=-1)
             if self.paused:
                 self.queue.wake(Topic.ROLLOUTS)
 

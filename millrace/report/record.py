@@ -38,6 +38,8 @@ class Devices:
     """Devices of each replica, by its track."""
     share_cores: bool = False
     """Whether they are processes on the cores of one CPU."""
+    tools: bool = False
+    """Whether sessions wait for tools and environments."""
 
 
 class Recorder:
@@ -75,6 +77,7 @@ class Recorder:
             replicas=devices.replicas,
             limit=ledger.limit,
             retired=ledger.retired,
+            tools=devices.tools,
         )
         self.accounts = Accounts(
             run_dir / FILE,

@@ -50,6 +50,8 @@ class RolloutPool:
             prefill_tokens=sum(s.prefill_tokens for s in each),
             busy_slot_s=sum(s.busy_slot_s for s in each),
             slots=sum(s.slots for s in each),
+            reused_tokens=sum(s.reused_tokens for s in each),
+            evicted_tokens=sum(s.evicted_tokens for s in each),
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from millrace.errors import WorkerError, bad_row, bad_value
 from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
@@ -73,18 +74,32 @@ def completes_stop(tail: Tokens, stop: Sequence[str], decode: Callable[[Tokens],
     return any(text.count(s) > before.count(s) for s in present)
 
 
+class Start(NamedTuple):
+    """The first token of a version in a response."""
+
+    drawn: int
+    """Tokens drawn before the version."""
+    version: PolicyVersion
+    kv_version: PolicyVersion
+    """The oldest version that may have computed K and V of the context."""
+
+
 def cut_by_version(
-    tokens: Tokens, log_probs: Floats, starts: Sequence[tuple[int, PolicyVersion]], stop: Stop
+    tokens: Tokens, log_probs: Floats, starts: Sequence[Start], stop: Stop
 ) -> tuple[Segment, ...]:
     """Return the drawn tokens as one segment for each version that drew some of them.
 
-    `starts` has (tokens drawn before the version, version), in order. `stop` is the reason why the
-    last segment ended.
+    `starts` has the versions in order. `stop` is the reason why the last segment ended.
     """
-    ends = [min(end, len(tokens)) for end in (*(start for start, _ in starts[1:]), len(tokens))]
+    ends = [min(end, len(tokens)) for end in (*(s.drawn for s in starts[1:]), len(tokens))]
     pieces = [
-        Segment(tokens[start:end], version=version, log_probs=log_probs[start:end])
-        for (start, version), end in zip(starts, ends, strict=True)
-        if end > start
+        Segment(
+            tokens[s.drawn : end],
+            version=s.version,
+            log_probs=log_probs[s.drawn : end],
+            kv_version=None if s.kv_version == s.version else s.kv_version,
+        )
+        for s, end in zip(starts, ends, strict=True)
+        if end > s.drawn
     ]
     return (*pieces[:-1], replace(pieces[-1], stop=stop)) if pieces else ()

@@ -71,7 +71,7 @@ def estimate(config: Config, size: Size) -> dict[str, dict[str, int]]:
               full micro-batch of actor.ppo_max_token_len_per_gpu tokens T. A layer without
               recomputation keeps T (6 H + 3 I) values, and one with recomputation keeps T H.
     rollout   weights, the staged weights of the next version, and the KV cache of
-              rollout.max_num_seqs full sequences, divided by tensor_model_parallel_size.
+              rollout.max_num_seqs + session_kv_slots full sequences, divided by tensor_model_parallel_size.
 
     The estimate of activations assumes model.compile=true. On H200s, the trainer's total was at
     most 5 % off the peak of 1.5B and 7B models (benchmarks/results/gpus.md). Adapters are not
@@ -108,7 +108,8 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
 
 def _rollout(r: RolloutConfig, size: Size, width: int) -> dict[str, int]:
     weights = size.parameters * width // r.tensor_model_parallel_size
-    cells = r.max_num_seqs * r.max_len * 2 * size.layers * size.kv_width
+    kept = r.session_kv_slots if r.engine == "torch" else 0
+    cells = (r.max_num_seqs + kept) * r.max_len * 2 * size.layers * size.kv_width
     return {
         "weights": weights,
         "staged weights": weights,

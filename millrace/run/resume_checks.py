@@ -158,14 +158,15 @@ _VLLM = (
     *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "engine_kwargs"),
     *("max_num_batched_tokens", "free_cache_engine"),
 )
-_ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "kv_on_swap", "val_kwargs")
+_ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "val_kwargs")
+_KV = ("kv_on_swap", "session_kv_slots")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
 _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", "trust_remote_code")
 
 APPLIED = (
     *("name", "mode", "trainer", "reward", "actor", "critic", "algorithm", "async_training"),
     *("sync", "guard", "report"),
-    *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT)),
+    *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT, *_KV)),
     *(f"data.{key}" for key in _DATA),
     *(f"model.{key}" for key in _MEMORY),
 )

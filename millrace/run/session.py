@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.config import Config
@@ -14,7 +14,9 @@ from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
+from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
+from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
@@ -33,6 +35,8 @@ class Session:
     engines: Engines
     reward: RunReward
     progress: Progress
+    agent: Agent = field(default_factory=SingleTurn)
+    """Who plays the episodes."""
 
     @property
     def checkpoints(self) -> Checkpoints:

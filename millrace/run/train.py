@@ -203,6 +203,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         c.trainer_ranks,
         dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size),
         share_cores=on_cpu and c.trainer.runtime == "local",
+        tools=not isinstance(s.agent, SingleTurn),
     )
     counts = read_manifest(checkpoint).counts if checkpoint else {}
     return Recorder(
@@ -311,7 +312,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         ignore_eos=rollout.ignore_eos,
     )
     roller = SampleRoller(
-        SingleTurn(),
+        s.agent,
         WatchedReward(s.reward, queue.watch),
         s.problems.chat.decode,
         params,

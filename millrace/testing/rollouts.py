@@ -250,6 +250,29 @@ async def _resume_goes_on(engine: RolloutEngine, case: RolloutCase) -> None:
             )
 
 
+async def _sessions_continue(engine: RolloutEngine, case: RolloutCase) -> None:
+    """Ask turns of several sessions at once. A new session gives the same second turns."""
+    turns = min(case.length // 4, 12)
+
+    async def talk(i: int, temperature: float) -> tuple[list[int], SamplingParams, Tokens]:
+        prompt, session = [*case.prompts[i]], f"talk/{i}/{temperature}"
+        for turn in range(3):
+            params = SamplingParams(
+                max_tokens=turns, ignore_eos=True, temperature=temperature, seed=100 * i + turn
+            )
+            drawn = joined(await engine.generate(tokens_of(prompt), params, session))
+            asked, prompt = prompt, [*prompt, *drawn, *case.prompts[i - 1]]
+        return asked, params, drawn
+
+    talks = [talk(i, t) for i in range(len(case.prompts)) for t in (0.0, 1.0)]
+    for i, (prompt, params, drawn) in enumerate(await asyncio.gather(*talks)):
+        alone = joined(await engine.generate(tokens_of(prompt), params, f"new/{i}"))
+        assert drawn == alone, (
+            f"the third turn of a session, after {len(prompt)} tokens: {drawn.tolist()}. "
+            f"The same turn in a new session: {alone.tolist()}"
+        )
+
+
 async def _stats_move(engine: RolloutEngine, case: RolloutCase) -> None:
     before = await engine.stats()
     assert before.slots >= 1, f"{before.slots} decode slots"
@@ -299,6 +322,7 @@ _ROLLOUT_CHECKS = (
     _batch_does_not_matter,
     _interrupt_returns_all,
     _resume_goes_on,
+    _sessions_continue,
     _stats_move,
     _cancel_frees_slots,
 )

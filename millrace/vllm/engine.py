@@ -20,9 +20,7 @@ from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
 from millrace.rollout.requests import (
     check_request,
-    completes_stop,
     cut_by_version,
-    stop_window,
 )
 from millrace.types import (
     PolicyVersion,
@@ -42,7 +40,13 @@ except ImportError as error:
     raise MissingDependency(f"rollout.engine=vllm needs vLLM. Fix: {INSTALL['vllm']}.") from error
 
 from millrace.vllm.arguments import engine_arguments
-from millrace.vllm.requests import ActiveRequest, Drawn, sampling_params
+from millrace.vllm.requests import (
+    ActiveRequest,
+    Drawn,
+    Salts,
+    sampling_params,
+    stop_string_end,
+)
 from millrace.vllm.scheduler import LOG_PROBS
 from millrace.vllm.start import start, stop
 
@@ -84,6 +88,9 @@ class VllmRolloutEngine:
         self._decode = decode
         self._numbers = itertools.count()
         self._swaps = 0
+        self._salts = Salts()
+        self._interrupted = False
+        """Whether requests were interrupted since the last swap."""
         self._active: dict[str, ActiveRequest] = {}
         self._gate = asyncio.Event()
         """Closed while weights change. A request that waits here starts under the new version."""
@@ -96,6 +103,7 @@ class VllmRolloutEngine:
         self._closed = False
         self._tokens = 0
         self._prefill_tokens = 0
+        self._reused_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = perf_counter()
 
@@ -114,7 +122,7 @@ class VllmRolloutEngine:
             asleep=self._asleep,
             has_tokenizer=self._decode is not None,
         )
-        request = ActiveRequest(tokens, params)
+        request = ActiveRequest(tokens, params, session)
         while True:
             drawn = await self._draw(request)
             if drawn.reason == "abort" and request.restart and not request.interrupted:
@@ -128,10 +136,12 @@ class VllmRolloutEngine:
             if stop is None:
                 raise WorkerError(f"vLLM ended a request by itself ({drawn.reason}); {_SEE_LOG}")
             self._tokens += len(drawn.tokens)
+            self._salts.remember(request.session, tokens + drawn.tokens, request.salt)
             return cut_by_version(drawn.tokens, drawn.log_probs, request.starts, stop)
 
     async def interrupt(self) -> None:
         """End every interruptible request. All of their calls return before this returns."""
+        self._interrupted = True
         interrupted = [r for r in self._active.values() if r.params.interruptible]
         for request in interrupted:
             request.interrupted = True
@@ -212,8 +222,13 @@ class VllmRolloutEngine:
             start = perf_counter()  # vLLM finished its current steps before this time
             await self._settle()
             prove(await self.call_workers("activate_weights", version))
-            self.version, self._lacks_weights = version, False
+            before, self.version, self._lacks_weights = self.version, version, False
             self._swaps += 1
+            # After an interruption, responses read their tokens again with the new weights, and so
+            # do idle sessions. Another run, which starts at version 0 again, has the same names.
+            if self._recompute or self._interrupted or version <= before:
+                self._salts.drop_all()
+            self._interrupted = False
             if without_tokens := self._change_version():
                 await self._llm.abort(without_tokens)
             await self._answer(self._llm.resume_generation())
@@ -224,7 +239,9 @@ class VllmRolloutEngine:
     async def stats(self) -> RolloutStats:
         self._tick()
         tokens = self._tokens + sum(self._count(r) for r in self._active.values())
-        return RolloutStats(tokens, self._prefill_tokens, self._busy_slot_s, self._slots)
+        return RolloutStats(
+            tokens, self._prefill_tokens, self._busy_slot_s, self._slots, self._reused_tokens
+        )
 
     async def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU's memory, if rollout.free_cache_engine is set.
@@ -240,6 +257,7 @@ class VllmRolloutEngine:
             await self._answer(self._llm.sleep(level=1 if keep_weights else 2))
             self._lacks_weights = not keep_weights
             self._asleep_tags = ["weights", "kv_cache"]
+        self._salts.drop_all()
         self._asleep = True
 
     async def wake_weights(self) -> None:
@@ -273,11 +291,8 @@ class VllmRolloutEngine:
         """Send one request to vLLM and return its result."""
         await self._gate.wait()
         request.id = str(next(self._numbers))
-        request.starts = [(0, self.version)]
-        # The salt separates the weights in the prefix cache. Without it, vLLM would use the KV
-        # of old weights for new requests. The version cannot be the salt: another run on this
-        # engine starts at version 0 again.
-        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self._swaps)}
+        # Without a salt, vLLM would use the KV of old weights for new requests.
+        prompt = request.begin(self._salts, self._swaps, self.version)
         self._tick()
         self._active[request.id] = request
         try:
@@ -291,11 +306,15 @@ class VllmRolloutEngine:
                     part, checked = output.outputs[0], len(tokens)
                     tokens.extend(part.token_ids)
                     log_probs.extend(part.logprobs.logprobs if part.logprobs else ())
-                    if request.params.stop and (end := self._stop_string(request, tokens, checked)):
-                        break
+                    if request.params.stop:
+                        assert self._decode is not None
+                        if end := stop_string_end(request, tokens, checked, self._decode):
+                            break
             assert output is not None
+            cached = request.found(output.num_cached_tokens or 0)
             if tokens:
-                self._prefill_tokens += len(request.tokens) - (output.num_cached_tokens or 0)
+                self._prefill_tokens += len(request.tokens) - cached
+                self._reused_tokens += cached
             if part.finish_reason == "abort":
                 log_probs.frombytes(request.log_probs)
                 tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
@@ -312,24 +331,6 @@ class VllmRolloutEngine:
             self._tick()
             del self._active[request.id]
 
-    def _stop_string(self, request: ActiveRequest, drawn: Tokens, checked: int) -> int:
-        """Return the number of tokens up to the end of a stop string, or 0 if there is none.
-
-        The first `checked` tokens were checked before.
-        """
-        assert self._decode is not None
-        stop, offset = request.params.stop, request.params.offset
-        window = stop_window(stop)
-        # Only tokens of this response count, including those of its earlier calls.
-        before = (
-            request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
-        )
-        for end in range(checked + 1, len(drawn) + 1):
-            tail = (before + drawn[max(0, end - window) : end])[-window:]
-            if completes_stop(tail, stop, self._decode):
-                return end
-        return 0
-
     def _change_version(self) -> list[str]:
         """Record that running requests continue under the new version.
 
@@ -339,7 +340,7 @@ class VllmRolloutEngine:
         without_tokens = []
         for request in self._active.values():
             if drawn := self._count(request):
-                request.starts.append((drawn, self.version))
+                request.swapped(drawn, self.version, recompute=self._recompute)
                 if self._recompute:
                     self._prefill_tokens += len(request.tokens) + drawn
             else:

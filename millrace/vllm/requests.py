@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
-from millrace.types import Floats, PolicyVersion, SamplingParams, Tokens
+from millrace.rollout.requests import Start, completes_stop, stop_window
+from millrace.types import Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
+
+
+class Salt(NamedTuple):
+    """What separates the weights in vLLM's prefix cache."""
+
+    number: int
+    """The number of swaps before its first use.
+
+    The version cannot be the salt: another run on this engine starts at version 0 again.
+    """
+    version: PolicyVersion
+    """The version at its first use."""
+
+
+NO_SALT = Salt(0, 0)
+
+
+class Salts:
+    """The salts of the contexts of sessions.
+
+    A request that extends a context of its session gets its salt. So it finds its own K and V
+    again, also after a swap. Another request gets the newest salt, which hides older K and V.
+    """
+
+    SESSIONS = 16384
+    """Sessions to remember. One that is forgotten reads its history again."""
+    CONTEXTS = 8
+    """Contexts to remember of each session. An agent may have several threads."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, dict[tuple[int, bytes], Salt]] = OrderedDict()
+
+    def of(self, session: str, tokens: Tokens, newest: Salt) -> Salt:
+        """Return the salt of the longest context of `session` that `tokens` extend."""
+        for (length, digest), salt in sorted(self._known.get(session, {}).items(), reverse=True):
+            if length <= len(tokens) and _digest(tokens[:length]) == digest:
+                return salt
+        return newest
+
+    def remember(self, session: str, tokens: Tokens, salt: Salt) -> None:
+        """Remember that the K and V of `tokens` are in the cache under `salt`."""
+        contexts = self._known.setdefault(session, {})
+        self._known.move_to_end(session)
+        contexts[len(tokens), _digest(tokens)] = salt
+        if len(contexts) > self.CONTEXTS:
+            del contexts[next(iter(contexts))]
+        if len(self._known) > self.SESSIONS:
+            self._known.popitem(last=False)
+
+    def drop_all(self) -> None:
+        self._known.clear()
+
+
+def _digest(tokens: Tokens) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -16,14 +76,40 @@ class ActiveRequest:
 
     tokens: Tokens
     params: SamplingParams
+    session: str
     id: str = ""
-    starts: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(number of tokens drawn before the version, version) for each version."""
+    salt: Salt = NO_SALT
+    starts: list[Start] = field(default_factory=list)
     interrupted: bool = False
     log_probs: bytes = b""
     """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
+
+    def begin(self, salts: Salts, swaps: int, version: PolicyVersion) -> dict[str, Any]:
+        """Return vLLM's prompt.
+
+        Without a salt, vLLM would use the KV of old weights for new requests.
+        """
+        self.salt = salts.of(self.session, self.tokens, Salt(swaps, version))
+        self.starts = [Start(0, version, version)]
+        return {
+            "prompt_token_ids": self.tokens.tolist(),
+            "cache_salt": str(self.salt.number),
+        }
+
+    def swapped(self, drawn: int, version: PolicyVersion, *, recompute: bool) -> None:
+        """Note that `version` draws the tokens after the first `drawn`."""
+        self.starts.append(
+            Start(drawn, version, version if recompute else self.starts[-1].kv_version)
+        )
+
+    def found(self, cached: int) -> int:
+        """Note that `cached` tokens of the prompt were in the prefix cache. Return their number."""
+        if cached:
+            oldest = self.salt.version
+            self.starts = [s._replace(kv_version=min(s.kv_version, oldest)) for s in self.starts]
+        return cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +138,21 @@ def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.Sampling
         # An output for each token costs more than drawing the token. Only stop strings need one.
         output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def stop_string_end(
+    request: ActiveRequest, drawn: Tokens, checked: int, decode: Callable[[Tokens], str]
+) -> int:
+    """Return the number of tokens up to the end of a stop string, or 0 if there is none.
+
+    The first `checked` tokens were checked before.
+    """
+    stop, offset = request.params.stop, request.params.offset
+    window = stop_window(stop)
+    # Only tokens of this response count, including those of its earlier calls.
+    before = request.tokens[len(request.tokens) - min(window, offset) :] if offset else tokens_of()
+    for end in range(checked + 1, len(drawn) + 1):
+        tail = (before + drawn[max(0, end - window) : end])[-window:]
+        if completes_stop(tail, stop, decode):
+            return end
+    return 0

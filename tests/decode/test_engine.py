@@ -32,7 +32,15 @@ from tests.decode.helpers import (
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"deterministic": True}, {"slots": 1}, {"kv_on_swap": "recompute", "slots": 3}]
+    "changes",
+    [
+        {},
+        {"deterministic": True},
+        {"slots": 1},
+        {"kv_on_swap": "recompute", "slots": 3},
+        {"kept_slots": 16},
+        {"kept_slots": 2, "slots": 3},
+    ],
 )
 def test_the_engine_conforms_to_its_port(changes: dict[str, Any]) -> None:
     async def make() -> Any:

@@ -10,6 +10,7 @@ import pytest
 from millrace.config import Config
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.rollout.episode import SingleTurn
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run.train import make_rollouter
 from millrace.schedule.ledger import Ledger
@@ -22,6 +23,7 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
         problems=SimpleNamespace(train=[], chat=SimpleNamespace(decode=str)),
         engines=SimpleNamespace(pool=None),
         reward=SimpleNamespace(whole_group=whole_group),
+        agent=SingleTurn(),
     )
     queue = SampleQueue(Ledger(config.schedule), deadline_s=1.0)
     return make_rollouter(session, queue, session.engines.pool)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from millrace.ports import RolloutEngine, RolloutStats
 from millrace.rollout.pool import RolloutPool
-from millrace.types import SamplingParams, Segment, Tokens, tokens_of
+from millrace.rollout.session import Session
+from millrace.types import Prompt, SamplingParams, Segment, Tokens, tokens_of
 from tests.rollout.helpers import said
 
 
@@ -42,7 +43,7 @@ class Engine:
         self.log.append("close")
 
     async def stats(self) -> RolloutStats:
-        return RolloutStats(1, 2, 3.0, 4)
+        return RolloutStats(1, 2, 3.0, 4, 5, 6)
 
 
 def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_at_home() -> None:
@@ -101,6 +102,46 @@ def test_siblings_share_a_replica_until_it_has_much_more_to_do() -> None:
     asyncio.run(main())
 
 
+def test_all_threads_and_turns_of_an_episode_stay_on_its_replica_and_are_forgotten_with_it() -> (
+    None
+):
+    """A session passes its own name for every thread, also for those that draw at once."""
+
+    async def draw(pool: RolloutPool, engines: list[Engine]) -> None:
+        async def answered(
+            tokens: Tokens, params: SamplingParams, name: str
+        ) -> tuple[Segment, ...]:
+            call = asyncio.create_task(pool.generate(tokens, params, name))
+            await asyncio.sleep(0)
+            for engine in engines:
+                for future in engine.running:
+                    if not future.done():
+                        future.set_result((said([1]),))
+            return await call
+
+        session = Session(answered, Prompt(17, tokens_of([5]), "p", "d"), SamplingParams(9), "17/3")
+        first = await session.draw(tokens_of([5]))
+        for _ in range(3):
+            await asyncio.gather(
+                session.draw(tokens_of([6]), after=first.number), session.draw(tokens_of([7, 8]))
+            )
+
+    async def main() -> None:
+        engines = [Engine(), Engine()]
+        pool = RolloutPool(engines)
+        busy = asyncio.create_task(pool.generate(tokens_of([1]), SamplingParams(1), "9/0"))
+        await asyncio.sleep(0)
+        engines[0].running.clear()
+        await draw(pool, engines)
+        assert [e.sessions for e in engines] == [["9/0"], ["17/3"] * 7]
+        pool.forget("17/3")
+        assert set(pool._homes) == {"9/0", "9"}
+        busy.cancel()
+        await asyncio.wait([busy])
+
+    asyncio.run(main())
+
+
 def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
     async def main() -> None:
         engines: list[Engine] = [Engine(), Engine(), Engine()]
@@ -113,6 +154,6 @@ def test_a_pool_is_held_still_as_one_and_counts_as_one() -> None:
             == ["sleep without weights", "interrupt", "sleep", "wake weights", "wake", "close"]
             for e in engines
         )
-        assert await pool.stats() == RolloutStats(3, 6, 9.0, 12)
+        assert await pool.stats() == RolloutStats(3, 6, 9.0, 12, 15, 18)
 
     asyncio.run(main())

@@ -11,6 +11,7 @@
 | sync | the end of a pause: a sync, a save, or running trajectories in drain mode |
 | wait_trajectories | trajectories on other replicas; their samples have the slots |
 | wait_rewards | rewards; their samples have the slots |
+| wait_tools | tools and environments of sessions; their samples have the slots |
 | wait_trainer | the trainer; READY and TAKEN samples have the slots |
 | wait_sync | the next version; trained samples have the slots |
 | tail | the end of the run: every sample that it needs is admitted |
@@ -100,14 +101,16 @@ class DeviceAccount:
         replicas: Mapping[str, int],
         limit: int | None = None,
         retired: int = 0,
+        tools: bool = False,
     ) -> None:
         """`trainers` is the number of train ranks. `replicas` has each replica's devices, by track.
 
         `limit` is the number of samples that the run trains. `retired` of them are trained already.
+        `tools` says whether sessions wait for tools and environments.
         """
         self._schedule, self._flow = schedule, flow
         self._trainers, self._devices = trainers, dict(replicas)
-        self._limit, self._retired = limit, retired
+        self._limit, self._retired, self._tools = limit, retired, tools
         self._trainer, self._steps, self._moved = Clock(now, "other"), Seconds(), Seconds()
         self._idle = Clock(now, "other")
         self._replicas = {track: _Replica(now) for track in replicas}
@@ -156,7 +159,9 @@ class DeviceAccount:
         trainer, sync = flow.count(*_OF_TRAINER), flow.count(*_OF_SYNC)
         if max(trainer, sync) >= occupied - trainer - sync:
             return "wait_trainer" if trainer >= sync else "wait_sync"
-        return "wait_trajectories" if flow.drawing.level else "wait_rewards"
+        if flow.drawing.level:
+            return "wait_trajectories"
+        return "wait_tools" if self._tools and not flow.scoring.level else "wait_rewards"
 
     def seconds(self, now: float) -> dict[str, tuple[int, Seconds]]:
         """Return the number of devices and the seconds of one of them by state, by track.

@@ -69,11 +69,13 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
         return None
     longest = m.mean("running") / m.rate
     scoring = m.score_s / max(1.0, m.scores)
-    why = (
-        f"a sample waits {scoring:.3g} s for its scores"
-        if scoring >= SLOW_SCORE * longest
-        else f"a sample waits for the longest of its {m.setup.n} responses"
-    )
+    if m.tool_s > m.request_s:
+        waiting, drawing = m.tool_s / m.seconds, m.request_s / m.seconds
+        why = f"{waiting:.3g} sessions wait for tools while {drawing:.3g} draw"
+    elif scoring >= SLOW_SCORE * longest:
+        why = f"a sample waits {scoring:.3g} s for its scores"
+    else:
+        why = f"a sample waits for the longest of its {m.setup.n} responses"
     enough = flow.trainer_ceiling() < flow.engine_ceiling()
     then = "would keep the trainer busy" if enough else "would fill them"
     text = (

@@ -177,6 +177,7 @@ def _totals(
         trained_tokens=trained,
         dropped_tokens=dropped,
         request_s=(after.requests.seconds - before.requests.seconds) * scale,
+        tool_s=over_time("agents/waiting"),
         score_s=(after.scores.seconds - before.scores.seconds) * scale,
         reward_wait_s=_seconds_of(after, "wait_rewards") - _seconds_of(before, "wait_rewards"),
         scores=after.scores.count - before.scores.count,

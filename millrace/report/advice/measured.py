@@ -85,6 +85,8 @@ class Measured:
     """Tokens of dropped samples, by reason."""
     request_s: float = 0.0
     """Seconds of all requests inside an engine, the wait for a decode slot included."""
+    tool_s: float = 0.0
+    """Seconds in which sessions waited for tools and environments."""
     score_s: float = 0.0
     """Seconds of all calls of the reward, the wait for a worker included."""
     reward_wait_s: float = 0.0

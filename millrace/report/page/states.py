@@ -44,6 +44,7 @@ STATES = {
     "switch": Look("changes hands", YELLOW, "", "`async_training.trigger_parameter_sync_step`"),
     "wait_trajectories": Look("waits for responses", ORANGE, "/", "`async_training.staleness_threshold`, or more rollout devices"),
     "wait_rewards": Look("waits for rewards", YELLOW, "/", "`reward.num_workers`"),
+    "wait_tools": Look("waits for tools", YELLOW, "x", "`async_training.staleness_threshold`: more sessions at once"),
     "wait_trainer": Look("waits for the trainer", RED, "/", "more trainer devices, or `async_training.staleness_threshold`"),
     "wait_sync": Look("waits for a sync", PINK, "/", "`async_training.trigger_parameter_sync_step`, `async_training.on_sync`"),
     "wait_validation": Look("waits for a validation", SKY, "/", "`trainer.test_freq`, `rollout.test_freq`"),
