@@ -67,14 +67,17 @@ class CheckpointError(MillraceError):
 
 
 INSTALL = {
-    "aiohttp": "pip install 'aiohttp>=3.14'",
+    "aiohttp": "pip install 'aiohttp>=3.11'",
     "duckdb": "pip install 'duckdb>=1.1'",
     "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
+    "gymnasium": "pip install 'gymnasium>=1'",
+    "mcp": "pip install 'mcp>=2'",
     "mlflow-skinny": "pip install 'mlflow-skinny>=3' 'sqlalchemy>=2' 'alembic>=1.13'",
     "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",
     "prometheus_client": "pip install 'prometheus_client>=0.20'",
     "ray": "pip install 'ray>=2.50'",
+    "textarena": "pip install 'textarena>=0.7.4'",
     "trackio": "pip install 'trackio>=0.43'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",
     "wandb": "pip install 'wandb>=0.31'",

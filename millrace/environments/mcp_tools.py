@@ -1,0 +1,315 @@
+"""Tools of MCP servers, over stdio or HTTP: one server for each episode, or one for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from millrace.environments.chat import Start, Step, ToolError
+from millrace.environments.prompts import messages_of
+from millrace.errors import INSTALL, EpisodeError, MissingDependency
+from millrace.types import Message, Prompt, Score
+
+_CONNECTION_CLOSED, _INVALID_PARAMS, _INTERNAL_ERROR = -32000, -32602, -32603
+_REASONS = {_CONNECTION_CLOSED: "tool_lost", _INTERNAL_ERROR: "tool_error"}
+"""The reasons of JSON-RPC's codes. All others mean that a side does not keep the protocol."""
+
+_CLOSE_S = 10.0
+"""The most seconds for an orderly end. A stdio server that ignores its end is killed sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpOptions:
+    """How to reach an MCP server, and how long to wait for it."""
+
+    command: tuple[str, ...] = ()
+    """The command of a stdio server. Its environment has PATH and HOME, and no keys of yours."""
+    url: str = ""
+    """The address of an HTTP server, if there is no command."""
+    shared: bool = False
+    """One connection for all episodes. Otherwise each episode has its own."""
+    start_deadline_s: float = 30.0
+    """The most seconds until the server has listed its tools."""
+    deadline_s: float = 60.0
+    """The most seconds for one call."""
+    max_bytes: int = 1 << 20
+    """The longest result. The policy reads an error instead of a longer one."""
+
+    @property
+    def where(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+class McpServers:
+    """The connections of a run. It makes one environment for each episode."""
+
+    def __init__(self, options: McpOptions) -> None:
+        self.options = options
+        self._shared: McpConnection | None = None
+        self._starting = asyncio.Lock()
+
+    def make(self) -> McpEnvironment:
+        return McpEnvironment(self)
+
+    async def connect(self) -> McpConnection:
+        """Return a live connection. A shared one that failed is replaced."""
+        if not self.options.shared:
+            return await McpConnection.open(self.options)
+        async with self._starting:
+            if self._shared is not None and self._shared.lost:
+                old, self._shared = self._shared, None
+                await old.close()
+            if self._shared is None:
+                self._shared = await McpConnection.open(self.options)
+            return self._shared
+
+    async def release(self, connection: McpConnection) -> None:
+        if connection is not self._shared:
+            await connection.close()
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.close()
+
+
+class McpEnvironment:
+    """The row's own messages, with the tools of a server.
+
+    The first message of the policy that calls no tool ends the conversation. The run's reward
+    function scores it.
+    """
+
+    def __init__(self, servers: McpServers) -> None:
+        self._servers = servers
+        self._connection: McpConnection | None = None
+
+    async def reset(self, task: Prompt) -> Start:
+        self._connection = await self._servers.connect()
+        return Start(messages_of(task), self._connection.tools)
+
+    async def step(self, message: Message) -> Step:
+        return Step(done=True)
+
+    async def score(self) -> Score | None:
+        return None
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await self._servers.release(connection)
+
+
+class McpConnection:
+    """One initialized session with a server. One task opens it, holds it and closes it.
+
+    The package's contexts must be left in the task that entered them.
+    """
+
+    def __init__(self, options: McpOptions) -> None:
+        self.options = options
+        self.tools: tuple[McpTool, ...] = ()
+        self.lost = False
+        self._session: Any = None
+        self._failed: EpisodeError | None = None
+        self._said = _Tail()
+        self._up = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, options: McpOptions) -> McpConnection:
+        """Start or reach the server, and list its tools. Raise EpisodeError if that fails."""
+        _mcp()
+        self = cls(options)
+        self._owner = asyncio.create_task(self._own(), name=f"mcp {options.where}")
+        up = asyncio.create_task(self._up.wait(), name="mcp is up")
+        try:
+            await asyncio.wait((self._owner, up), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        finally:
+            up.cancel()
+        if self._failed is not None:
+            raise self._failed
+        return self
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        mcp = _mcp()
+        options = self.options
+        if self.lost:
+            raise self._failure("tool_lost", f"{name}: the connection was lost before")
+        try:
+            async with asyncio.timeout(options.deadline_s):
+                result = await self._session.call_tool(name, dict(arguments))
+        except TimeoutError:
+            self.lost = True
+            detail = f"{name}: no answer within {options.deadline_s:g} s"
+            raise self._failure("tool_deadline", detail) from None
+        except mcp.MCPError as error:
+            if error.code == _INVALID_PARAMS:  # an unknown tool, or wrong arguments
+                raise ToolError(error.message) from None
+            self.lost = error.code != _INTERNAL_ERROR
+            reason = _REASONS.get(error.code, "tool_garbage")
+            raise self._failure(reason, f"{name}: {error.message}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            self.lost = True
+            detail = f"{name}: {type(error).__name__}: {error}"
+            raise self._failure("tool_garbage", detail) from error
+        text = _text(result)
+        if len(text) > options.max_bytes:
+            raise ToolError(
+                f"the result has {len(text)} characters, and the limit is {options.max_bytes}"
+            )
+        if getattr(result, "is_error", False) or getattr(result, "isError", False):
+            raise ToolError(text or "the tool failed without a message")
+        return text
+
+    async def close(self) -> None:
+        """End the session, and the server's process if there is one. The wait is bounded."""
+        self.lost = True
+        self._stop.set()
+        if self._owner is not None:
+            if not self._up.is_set():
+                self._owner.cancel()
+            _, late = await asyncio.wait((self._owner,), timeout=_CLOSE_S)
+            if late:
+                self._owner.cancel()
+                await asyncio.wait((self._owner,), timeout=_CLOSE_S)
+
+    async def _own(self) -> None:
+        options = self.options
+        try:
+            async with self._transport() as streams, _mcp().ClientSession(*streams[:2]) as session:
+                async with asyncio.timeout(options.start_deadline_s):
+                    await session.initialize()
+                    listed = await session.list_tools()
+                self._session = session
+                self.tools = tuple(McpTool(self, t.model_dump()) for t in listed.tools)
+                self._up.set()
+                await self._stop.wait()
+        except (TimeoutError, OSError, ValueError, _mcp().MCPError, ExceptionGroup) as error:
+            cause = _first(error)
+            what = "is not up" if self._session is None else "was lost"
+            late = f"no answer within {options.start_deadline_s:g} s"
+            slow = isinstance(cause, TimeoutError)
+            text = late if slow else f"{type(cause).__name__}: {cause}"
+            reason = "tool_deadline" if slow else "tool_lost"
+            self._failed = self._failure(reason, f"the server {what}: {text}")
+        finally:
+            self.lost = True
+
+    @contextlib.asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        mcp = _mcp()
+        if not self.options.command:
+            connect = mcp.client.streamable_http.streamable_http_client
+            limit = 16 * self.options.max_bytes  # the policy may ask for too much, and reads so
+            async with connect(self.options.url, max_sse_event_size=limit) as streams:
+                yield streams
+            return
+        program, *arguments = self.options.command
+        parameters = mcp.StdioServerParameters(command=program, args=arguments)
+        with self._said.pipe() as pipe:
+            async with mcp.stdio_client(parameters, errlog=pipe) as streams:
+                yield streams
+
+    def _failure(self, reason: str, detail: str) -> EpisodeError:
+        said = self._said.text()
+        last = f" Its last words: {said}" if said else ""
+        return EpisodeError(reason, f"{self.options.where}: {detail}.{last}")
+
+
+class McpTool:
+    """A tool of an MCP server."""
+
+    def __init__(self, connection: McpConnection, entry: Mapping[str, Any]) -> None:
+        self._connection = connection
+        self.name = str(entry["name"])
+        self.schema = function_schema(entry)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        return await self._connection.call(self.name, arguments)
+
+
+class _Tail:
+    """The end of what a server writes to its stderr. The rest is read and forgotten."""
+
+    def __init__(self, size: int = 2000) -> None:
+        self._size = size
+        self._bytes = b""
+
+    @contextlib.contextmanager
+    def pipe(self) -> Iterator[TextIO]:
+        loop = asyncio.get_running_loop()
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        loop.add_reader(read, self._read, read)
+        try:
+            with os.fdopen(write, "w") as file:
+                yield file
+        finally:
+            self._read(read)
+            loop.remove_reader(read)
+            os.close(read)
+
+    def text(self) -> str:
+        return self._bytes.decode("utf-8", "replace").strip()
+
+    def _read(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if data := os.read(fd, 1 << 16):
+                self._bytes = (self._bytes + data)[-self._size :]
+            else:  # the last writer is gone, and the end stays readable for ever
+                asyncio.get_running_loop().remove_reader(fd)
+
+
+def function_schema(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool of MCP in OpenAI's form. Version 1 of the package says inputSchema."""
+    schema = entry.get("input_schema") or entry.get("inputSchema")
+    return {
+        "type": "function",
+        "function": {
+            "name": str(entry["name"]),
+            "description": entry.get("description") or "",
+            "parameters": schema or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _mcp() -> Any:
+    try:
+        import mcp
+        from mcp.client import streamable_http
+    except ImportError as error:
+        rule = "tools of MCP servers need the package mcp, which is missing"
+        raise MissingDependency(f"{rule}. Fix: {INSTALL['mcp']}") from error
+    del streamable_http  # it is now an attribute of mcp.client
+    # The package logs what the EpisodeErrors say, and each line that a server prints.
+    for name in ("mcp.client.stdio", "mcp.client.streamable_http"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return mcp
+
+
+def _text(result: Any) -> str:
+    """Return a tool's result as text. Parts that are no text are named."""
+    parts = []
+    for part in result.content:
+        text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
+        parts.append(text if isinstance(text, str) else f"[{part.type}: not shown]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error within groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
