@@ -298,6 +298,8 @@ class Trajectory:
     @property
     def last_turn(self) -> Tokens:
         """Return the tokens of the last turn that the policy drew, in the last thread."""
+        if len(self.threads) == 1 == len(self.threads[0].segments):
+            return self.threads[0].segments[0].tokens
         turn: list[Tokens] = []
         for segment in reversed(self.threads[-1].segments if self.threads else ()):
             if turn and (segment.author is not Author.POLICY or segment.stop not in UNFINISHED):

@@ -25,6 +25,11 @@ async def scored(
     The score of an agent wins. Without a `reward`, every agent must score its own. Raises
     EpisodeError if a trajectory has no score from anyone, and RewardError if the reward fails.
     """
+    if len(finished) == 1 and finished[0].score is None and reward is not None:
+        (one,) = finished  # The common case. Nothing but speed depends on it.
+        (score,) = await reward.score(prompt, [completion_of(one, decode)])
+        rest = one.ended, one.messages, one.dead_tokens, one.counts
+        return [_with_turn_rewards(Trajectory(one.threads, score, *rest))]
     asked = [t for t in finished if t.score is None]
     scores = [Score(0.0)] * len(asked)
     if asked and reward is not None:
@@ -79,6 +84,8 @@ def _rewards(trajectory: Trajectory) -> list[float]:
 
 def _with_turn_rewards(trajectory: Trajectory) -> Trajectory:
     """Add the rewards of single turns to the score, so that every reader counts all rewards."""
+    if not trajectory.counts:  # One prompt and one response have no reward of a turn.
+        return trajectory
     score, rewards = trajectory.score, _rewards(trajectory)
     if score is not None and not math.isfinite(score.value):
         raise EpisodeError("reward_not_finite", f"the score of the episode is {score.value}")

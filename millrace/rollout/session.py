@@ -7,7 +7,6 @@ interruptions: the turn continues from its tokens so far, in the same random str
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,10 +19,12 @@ from millrace.types import (
     Prompt,
     SamplingParams,
     Segment,
+    Thread,
     Tokens,
     Trajectory,
     Turn,
     joined,
+    tokens_of,
 )
 
 Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
@@ -31,7 +32,7 @@ Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
 
 OnProgress = Callable[[Trajectory], None]
 
-_EPISODE_OVER = "episode_over"
+_NONE = tokens_of()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Session:
         self._running: set[int] = set()
         self._dead: set[int] = set()
         self._rewards: dict[int, float] = {}
-        self._times: Counter[bytes] = Counter()
+        self._times: dict[bytes, int] = {}
         """How often each context was drawn."""
         self._asked = 0
         self._spent = 0
@@ -109,21 +110,19 @@ class Session:
         number, self._asked = self._asked, self._asked + 1
         self._spent += len(context)
         seed, segments = self._begin(whole)
-        params = replace(self._params, seed=seed)
-        if stop:
-            params = replace(params, stop=(*params.stop, *stop))
-        turn = self._turns[number] = Turn(number, after, context, segments)
+        params = self._params
+        if stop or seed != params.seed:
+            params = replace(params, seed=seed, stop=(*params.stop, *stop))
         self._running.add(number)
         finished = False
         try:
-            while turn.stop in UNFINISHED:
-                drawn = turn.tokens
-                more = await self._draw(
-                    whole + drawn,
-                    replace(params, max_tokens=room - len(drawn), offset=len(drawn)),
-                    self.name,
-                )
-                turn = self._turns[number] = replace(turn, segments=turn.segments + more)
+            while not segments or segments[-1].stop in UNFINISHED:
+                drawn = joined(s.tokens for s in segments) if segments else _NONE
+                left = room - len(drawn)
+                if left != params.max_tokens or len(drawn) != params.offset:
+                    params = replace(params, max_tokens=left, offset=len(drawn))
+                segments += await self._draw(whole + drawn, params, self.name)
+                turn = self._turns[number] = Turn(number, after, context, segments)
                 if turn.stop in UNFINISHED and self._on_progress is not None:
                     self._on_progress(self.trajectory())
             finished = True
@@ -131,10 +130,13 @@ class Session:
             self._running.discard(number)
             if not finished:  # Cancelled, or the engine failed: nobody receives this turn.
                 self._dead.add(number)
-        self._spent += len(turn.tokens)
-        if not self._plain and self._on_progress is not None:
-            self._on_progress(self.trajectory())
-        return turn
+        if number not in self._turns:  # All of it was drawn before a restart.
+            self._turns[number] = Turn(number, after, context, segments)
+        if not self._plain:
+            self._spent += sum(len(s.tokens) for s in segments)
+            if self._on_progress is not None:
+                self._on_progress(self.trajectory())
+        return self._turns[number]
 
     def tokens(self, turn: int) -> Tokens:
         parts: list[Tokens] = []
@@ -163,10 +165,9 @@ class Session:
         """Return the threads so far, or the finished trajectory if there is an `ending`."""
         over = ending is not None
         self._over |= over
-        if len(self._turns) == 1 and not self._dead and not self._rewards and over:
-            (turn,) = self._turns.values()  # The common case, without the tree.
-            if turn.context is self.prompt.tokens:
-                return self._ended(Trajectory.of(turn.segments), ending, ())
+        if self._plain and ending is not None and len(self._turns) == 1 and not self._dead:
+            (turn,) = self._turns.values()  # One prompt and one response need no tree.
+            return Trajectory((Thread(turn.segments),), ending.score, ending.reason)
         turns = {n: t for n, t in self._turns.items() if not over or n not in self._running}
         extended = extended_by(turns, self._dead)
         replaced = superseded(turns, self._dead, extended) if over else set[int]()
@@ -214,14 +215,17 @@ class Session:
         """Return how many tokens the turn may have. Raises LimitReached if there is no room."""
         limits = self._limits
         if self._over:
-            raise EpisodeError(_EPISODE_OVER, "a turn is asked for after the end of its episode")
+            raise EpisodeError("episode_over", "a turn is asked for after the end of its episode")
         if not whole:
             raise EpisodeError("empty_context", "a turn is asked for after no token at all")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: at least one token is drawn")
         if limits.max_turns is not None and self._asked >= limits.max_turns:
             raise LimitReached("turns", f"the episode has its {limits.max_turns} turns")
-        room = self._length(context, after) - len(whole)
+        if after is None and context is self.prompt.tokens and limits.max_len is None:
+            room = self._params.max_tokens
+        else:
+            room = self._length(context, after) - len(whole)
         if room < 1:
             raise LimitReached("context", f"{len(whole)} tokens leave no room for another one")
         if limits.max_episode_tokens is not None:
@@ -252,10 +256,12 @@ class Session:
         """
         first = whole is self.prompt.tokens or whole == self.prompt.tokens
         key = b"" if first else whole.tobytes()
-        times = self._times[key]
-        self._times[key] += 1
-        earlier = self._record.get(key, ())
-        segments = earlier[times] if times < len(earlier) else ()
+        times = self._times.get(key, 0)
+        self._times[key] = times + 1
+        segments: tuple[Segment, ...] = ()
+        if self._record:
+            earlier = self._record.get(key, ())
+            segments = earlier[times] if times < len(earlier) else ()
         if first and not times:
             return self._params.seed, segments
         digest = blake2b(f"{self._params.seed}/{times}/".encode() + whole.tobytes(), digest_size=8)
