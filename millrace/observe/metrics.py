@@ -15,6 +15,9 @@ from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Segment, Stop, Trajectory
 
+_OF_EPISODES = ("turns", "threads", "context_tokens")
+"""The counts of an episode that a row shows as mean and largest value."""
+
 PERCENTILES = (50, 90, 99)
 """The percentiles of the response lengths in a row."""
 
@@ -70,7 +73,7 @@ class VersionMetrics:
         totals.
         """
         wall = sum(timing.values())
-        row = self._training() | self._rewards() | self._staleness()
+        row = self._training() | self._rewards() | self._staleness() | self._agents()
         row |= timing_row(seconds_of(timing, [report.seconds for report in self._steps]))
         if synced.live is not None:
             row |= synced.live.row()
@@ -161,6 +164,30 @@ class VersionMetrics:
         ]
         if greedy:  # The greedy baseline responses, which no other figure includes.
             row["reward/greedy/mean"] = _mean(greedy)
+        return row
+
+    def _agents(self) -> dict[str, float]:
+        """Return the figures of agents, from the counts of their sessions. None without agents.
+
+        agents/turns/{mean,max}           turns that are trained, of each episode
+        agents/threads/{mean,max}         threads of each episode
+        agents/context_tokens/{mean,max}  tokens of others in an episode, its openings included
+        agents/ended/REASON               share of the episodes that ended so
+        agents/NAME                       any other count: the sum over the episodes
+
+        An episode is a trained trajectory. Names that agents count are in docs/metrics.md.
+        """
+        counted = [t.counts for s, _ in self._samples for t in s.trajectories if t.counts]
+        row: dict[str, float] = {}
+        for name in sorted({name for counts in counted for name in counts}):
+            values = [counts.get(name, 0.0) for counts in counted]
+            if name in _OF_EPISODES:
+                row[f"agents/{name}/mean"] = _mean(values)
+                row[f"agents/{name}/max"] = max(values)
+            elif name.startswith("ended/"):
+                row[f"agents/{name}"] = _mean(values)
+            else:
+                row[f"agents/{name}"] = sum(values)
         return row
 
     def _staleness(self) -> dict[str, float]:

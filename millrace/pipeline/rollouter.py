@@ -2,7 +2,7 @@
 
     consumes   prompts, free slots of the ledger
     waits for  a free slot; the gate, while rollouts are paused
-    produces   READY samples; drops, with a reason, for a failed reward or equal outcomes
+    produces   READY samples; drops, with a reason, for a failed episode or reward, or equal outcomes
 
 It reads two values of the Schedule. `on_sync` says what happens to running trajectories at a sync.
 `placement` says whether the devices are shared. It knows no mode.
@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
 
-from millrace.errors import RewardError
+from millrace.errors import EpisodeError, RewardError, SampleError
 from millrace.observe.stopwatch import Parts, untimed
 from millrace.observe.timing import LiveTime
 from millrace.pipeline.occupancy import Occupancy
@@ -38,7 +38,7 @@ from millrace.types import (
     Trajectory,
 )
 
-_RECENT = 50  # The share of reward errors covers this many samples.
+_RECENT = 50  # The share of errors covers this many samples.
 
 
 class Prompts(Protocol):
@@ -119,7 +119,7 @@ class Rollouter:
                 on_progress=partial(self._record, sample_id),
                 on_drawn=self._drawn,
             )
-        except RewardError as error:
+        except SampleError as error:
             self._drop(sample_id, error)
         else:
             self._finish(sample_id, sample, start)
@@ -160,12 +160,13 @@ class Rollouter:
             self.queue.watch.at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)
             self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
 
-    def _drop(self, sample_id: int, error: RewardError) -> None:
+    def _drop(self, sample_id: int, error: SampleError) -> None:
         self._outcomes.append(False)
         self.queue.do(self.queue.ledger.drop, sample_id, error.reason)
         failed = self._outcomes.count(False)
         if failed > self.max_error_share * _RECENT:
-            raise RewardError(
+            kind = RewardError if isinstance(error, RewardError) else EpisodeError
+            raise kind(
                 error.reason,
                 f"{failed} of the last {len(self._outcomes)} samples had no score, more than "
                 f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from millrace.errors import RewardError
-from millrace.ports import RewardFunction, RolloutEngine
-from millrace.rollout.episode import request_seed
-from millrace.types import Completion, PolicyVersion, Prompt, SamplingParams, Score, Tokens
+from millrace.errors import EpisodeError, RewardError, SampleError
+from millrace.ports import Agent, RewardFunction, RolloutEngine
+from millrace.rollout.episode import SingleTurn, request_seed, run_episode
+from millrace.rollout.scoring import completion_of, conversation_of, scored
+from millrace.rollout.session import NO_LIMITS, Limits
+from millrace.types import PolicyVersion, Prompt, SamplingParams, Score, Tokens, Trajectory
 
 _SEED = 1 << 40
 """Offset of the seeds: validation and training have different random streams.
@@ -33,10 +35,13 @@ OnScored = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response and its score. `score` is None if the reward failed."""
+    """One response and its score. `score` is None if the episode or the reward failed."""
 
     text: str
+    """The policy's last message."""
     score: Score | None
+    conversation: str = ""
+    """All messages by author, if there are any besides the prompt and the text."""
 
     @property
     def answer(self) -> str | None:
@@ -81,12 +86,13 @@ class Tally:
         if self.on_scored is not None:
             self.on_scored(self.completed, self.total)
 
-    def failed(self, error: RewardError) -> None:
+    def failed(self, error: SampleError) -> None:
         self.errors += 1
         share, least = self.max_error_share, max(self.total, _FEW)
         most = min(share * least, self.total - (share < 1))  # If all fail, there is no result.
         if self.errors > most:
-            raise RewardError(
+            kind = RewardError if isinstance(error, RewardError) else EpisodeError
+            raise kind(
                 error.reason,
                 f"{self.errors} of the {self.total} responses of a validation had no score. At "
                 f"most {int(most)} may fail: reward.max_error_share = {share:g} of {least}, and "
@@ -97,11 +103,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Draws `n` responses for every problem with `params`, and a greedy one if `greedy`."""
+    """Plays `n` episodes for every problem with `params`, and a greedy one if `greedy`.
+
+    They are the episodes of training: the same agent plays them, with the same limits.
+    """
 
     prompts: Sequence[Prompt]
     pool: RolloutEngine
-    reward: RewardFunction
+    reward: RewardFunction | None
     decode: Callable[[Tokens], str]
     params: SamplingParams
     n: int
@@ -110,11 +119,13 @@ class Validator:
     max_error_share: float = 1.0
     whole_group: bool = False
     """Score the `n` sampled responses of a problem in one call."""
+    agent: Agent = field(default_factory=SingleTurn)
+    limits: Limits = NO_LIMITS
 
     async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
         """Validate the live weights. They must stay those of `version` until this returns.
 
-        Raises RewardError once more than `max_error_share` of the responses have no score, where
+        Raises SampleError once more than `max_error_share` of the responses have no score, where
         fewer than 50 count as 50, or once all have none.
         """
         asked = [(p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)]
@@ -150,36 +161,57 @@ class Validator:
         seed = request_seed(self.seed, _SEED + prompt.index, k)
         return replace(self.params, seed=seed)
 
-    async def _draw(self, prompt: Prompt, params: SamplingParams) -> str:
-        """Return the text of one response."""
-        segments = await self.pool.generate(
-            prompt.tokens, replace(params, interruptible=False), f"val/{prompt.index}/{params.seed}"
-        )
-        tokens = segments[0].tokens[:]
-        for segment in segments[1:]:
-            tokens.extend(segment.tokens)
-        return self.decode(tokens)
+    async def _draw(self, prompt: Prompt, params: SamplingParams) -> Trajectory | SampleError:
+        """Return one episode, or the error that ended it."""
+        try:
+            return await run_episode(
+                self.pool.generate,
+                self.agent,
+                prompt,
+                replace(params, interruptible=False),
+                f"val/{prompt.index}/{params.seed}",
+                limits=self.limits,
+            )
+        except SampleError as error:
+            return error
 
     async def _scored(
-        self, tally: Tally, prompt: Prompt, draws: Sequence[asyncio.Future[str]]
+        self,
+        tally: Tally,
+        prompt: Prompt,
+        draws: Sequence[asyncio.Future[Trajectory | SampleError]],
     ) -> list[Response]:
         """Return the responses to one prompt with their scores, from one call of the reward."""
-        texts = [await draw for draw in draws]
+        ended = [await draw for draw in draws]
+        played = [t for t in ended if isinstance(t, Trajectory)]
+        failure: SampleError | None = None
         try:
-            scores = await self.reward.score(prompt, [Completion(text) for text in texts])
-        except RewardError as error:
-            for _ in texts:
-                tally.failed(error)
-            return [Response(text, None) for text in texts]
-        for _ in texts:
-            tally.scored()
-        return [Response(text, score) for text, score in zip(texts, scores, strict=True)]
+            played = await scored(prompt, played, self.reward, self.decode)
+        except SampleError as error:
+            failure = error
+        responses, given = [], iter(played)
+        for one in ended:
+            if isinstance(one, SampleError):
+                tally.failed(one)
+                responses.append(Response("", None))
+                continue
+            if failure is not None:
+                tally.failed(failure)
+            else:
+                tally.scored()
+            responses.append(self._response(next(given), failed=failure is not None))
+        return responses
+
+    def _response(self, trajectory: Trajectory, *, failed: bool) -> Response:
+        text = completion_of(trajectory, self.decode).text
+        shown = conversation_of(trajectory, self.decode)
+        return Response(text, None if failed else trajectory.score, shown)
 
     @staticmethod
     def _transcript(prompt: Prompt, drawn: Response) -> Transcript:
         return Transcript(
             prompt.text,
-            drawn.text,
+            drawn.conversation or drawn.text,
             drawn.answer,
             float("nan") if drawn.score is None else drawn.score.value,
             prompt.data_source,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from millrace.errors import LimitReached
+from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import Agent, Environment, PolicySession
 from millrace.rollout.session import NO_LIMITS, Draw, Limits, OnProgress, Session
 from millrace.types import Ending, Prompt, SamplingParams, Stop, Trajectory
 
 __all__ = ["Draw", "EnvironmentAgent", "SingleTurn", "request_seed", "run_episode"]
+
+T = TypeVar("T")
 
 _DONE = Ending()
 _CUT = Ending("context")
@@ -38,7 +41,7 @@ class SingleTurn:
 class EnvironmentAgent:
     """The agent of environments that speak tokens: `make` returns one for each episode.
 
-    A turn that is cut by a limit gets no reply.
+    A turn that is cut by a limit gets no reply. An error of an environment is an EpisodeError.
     """
 
     def __init__(self, make: Callable[[Prompt], Environment]) -> None:
@@ -48,25 +51,38 @@ class EnvironmentAgent:
         environment = self.make(session.prompt)
         try:
             ending = await self._talk(session, environment)
-            score = await environment.score()
+            score = await _answer("score", environment.score())
         finally:
             await environment.close()
         return Ending(ending.reason, score)
 
     async def _talk(self, session: PolicySession, environment: Environment) -> Ending:
-        context, after = await environment.open(session.prompt), None
+        context, after = await _answer("open", environment.open(session.prompt)), None
         while True:
             try:
                 turn = await session.draw(context, after=after)
             except LimitReached as error:
                 return Ending(error.limit)
-            reply = None if turn.stop is Stop.LENGTH else await environment.reply(turn.segments)
+            if turn.stop is Stop.LENGTH:
+                return _CUT
+            reply = await _answer("reply", environment.reply(turn.segments))
             if reply is None:
-                return _CUT if turn.stop is Stop.LENGTH else _DONE
+                return _DONE
             context, after = reply.tokens, turn.number
 
     async def close(self) -> None:
         return None
+
+
+async def _answer(call: str, answer: Awaitable[T]) -> T:
+    """Return an environment's answer. Its own errors become an EpisodeError."""
+    try:
+        return await answer
+    except MillraceError:
+        raise
+    except Exception as error:
+        text = f"{call} raised {type(error).__name__}: {error}"
+        raise EpisodeError("environment", text) from error
 
 
 async def run_episode(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from millrace.errors import EpisodeError
 from millrace.ports import RewardFunction
-from millrace.types import Completion, Prompt, Score, Tokens, Trajectory
+from millrace.types import Completion, Message, Prompt, Score, Tokens, Trajectory, joined
 
 TURN_REWARDS = "turn_rewards"
 """The component of a score that is the sum of the rewards of single turns."""
@@ -47,6 +47,21 @@ def completion_of(trajectory: Trajectory, decode: Callable[[Tokens], str]) -> Co
         return Completion(decode(trajectory.last_turn))
     own = (m.get("content") for m in reversed(messages) if m.get("role") == "assistant")
     return Completion(text_of(next(own, None)), messages)
+
+
+def conversation_of(trajectory: Trajectory, decode: Callable[[Tokens], str]) -> str:
+    """Return the episode by author, for people. Empty if it is one prompt and one response."""
+    if trajectory.messages:
+        return "\n".join(map(_line, trajectory.messages))
+    if len(trajectory.segments) == len(trajectory.threads) <= 1:
+        return ""
+    return "\n".join(decode(joined(s.tokens for s in t.segments)) for t in trajectory.threads)
+
+
+def _line(message: Message) -> str:
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    called = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+    return " ".join([f"{message.get('role')}:", text_of(message.get("content")), *called])
 
 
 def text_of(content: object) -> str:

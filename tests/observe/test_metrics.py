@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -288,6 +290,44 @@ def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
         and found["reward/mean"] == 0.0
         and found["fully_async/partial/max_partial_span"] == 0.0
     )
+
+
+def test_counts_of_agents_are_means_shares_or_sums_and_missing_without_agents() -> None:
+    def row(*counts: dict[str, float]) -> dict[str, float]:
+        plain = Trajectory.of((said(0, 2),), Score(1.0))
+        episodes = tuple(replace(plain, counts=c) for c in counts)
+        metrics = VersionMetrics()
+        metrics.stepped([Sample(Prompt(0, tokens_of([1]), "", "d"), episodes)], 0, StepReport(1))
+        whole = metrics.row(
+            timing={"step": 1.0},
+            before=RolloutStats(),
+            after=RolloutStats(),
+            usable_slots=1,
+            synced=Synced(TransferReport(0, 0.0), 0.0),
+        )
+        return {name: value for name, value in whole.items() if name.startswith("agents/")}
+
+    assert row({}, {}) == {}
+    one = {"turns": 3.0, "threads": 1.0, "context_tokens": 10.0, "ended/done": 1.0}
+    two = {
+        "turns": 1.0,
+        "threads": 2.0,
+        "context_tokens": 4.0,
+        "ended/turns": 1.0,
+        "forks/edited": 2.0,
+    }
+    assert row(one, two | {"dead_turns": 1.0}) == {
+        "agents/turns/mean": 2.0,
+        "agents/turns/max": 3.0,
+        "agents/threads/mean": 1.5,
+        "agents/threads/max": 2.0,
+        "agents/context_tokens/mean": 7.0,
+        "agents/context_tokens/max": 10.0,
+        "agents/ended/done": 0.5,
+        "agents/ended/turns": 0.5,
+        "agents/forks/edited": 2.0,
+        "agents/dead_turns": 1.0,
+    }
 
 
 def test_kv_of_older_weights_is_a_figure_of_its_own() -> None:

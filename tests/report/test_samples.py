@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from millrace.observe.watch import Watch
 from millrace.report.samples import store as samples
+from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
-from millrace.types import Tokens
-from tests.report.runs import Clock, Run, decode, life, sample
+from millrace.types import Author, Score, Segment, Thread, Tokens, Trajectory, tokens_of
+from tests.report.runs import Clock, Run, decode, life, sample, segment
 
 
 def kept(folder: Path) -> list[tuple[int, int, int, str]]:
@@ -54,6 +57,9 @@ def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:
         "answer": "4",
         "tokens": 2,
         "stop": "eos",
+        "ended": "done",
+        "threads": 1,
+        "messages": None,
         "segments": [{"version": 0, "author": "policy", "tokens": 2, "text": "AB"}],
     }
     assert second == common | {
@@ -65,6 +71,9 @@ def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:
         "answer": None,
         "tokens": 5,
         "stop": "length",
+        "ended": "done",
+        "threads": 1,
+        "messages": None,
         "segments": [
             {"version": 0, "author": "policy", "tokens": 1, "text": "C"},
             {"version": 1, "author": "policy", "tokens": 2, "text": "DE"},
@@ -275,3 +284,22 @@ def test_a_reader_may_ask_for_columns_and_versions(tmp_path: Path) -> None:
     assert set(table["version"].to_pylist()) == {2, 3}
     path = samples.files(tmp_path)[0]
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+def test_the_threads_and_the_conversation_of_an_episode_are_in_its_row() -> None:
+    say = lambda text: segment(0, [ord(c) for c in text])  # noqa: E731
+    heard = Segment(tokens_of([70]), Author.ENVIRONMENT)
+    messages = ({"role": "user", "content": "é"}, {"role": "assistant", "content": "B"})
+    one = Trajectory(
+        (Thread((say("A"),)), Thread((heard, say("B")), tokens_of([88]))),
+        Score(1.0),
+        "turns",
+        messages,
+    )
+    rows = Rows(decode)
+    rows.add(replace(sample(0), trajectories=(one,)), 1, "trained")
+    (row,) = rows.take().to_pylist()
+    assert (row["ended"], row["threads"], row["stop"]) == ("turns", 2, "length")
+    assert json.loads(row["messages"]) == list(messages) and row["response"] == "AFB"
+    shown = [(s["author"], s["text"]) for s in row["segments"]]
+    assert shown == [("policy", "A"), ("opening", "X"), ("environment", "F"), ("policy", "B")]

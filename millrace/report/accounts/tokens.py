@@ -5,6 +5,7 @@
 | trained | trajectories whose version is live, without the next two |
 | rejected | the same, where an off-policy correction removed the token from the loss |
 | filtered | the same, where overlong_filtering removed the token from the loss |
+| dead | turns of agents that nobody received, or that another draw replaced |
 | baseline | greedy responses, whose scores are a baseline (remax) |
 | dropped/REASON | samples that were dropped |
 | evaluated | validations |
@@ -94,8 +95,10 @@ class TokenAccount:
             step[bucket] = int(totals.get(f"train/{bucket}_tokens", 0))
         for sample in samples:
             step["trained"] += sum(t.num_policy_tokens for t in sample.trajectories)
+            step["dead"] += sum(t.dead_tokens for t in sample.trajectories)
             if sample.greedy is not None:
                 step["baseline"] += sample.greedy.num_policy_tokens
+                step["dead"] += sample.greedy.dead_tokens
         step["trained"] -= step["rejected"] + step["filtered"]
         self._steps.append((samples[0].prompt.index, step))
 
@@ -162,4 +165,4 @@ def tokens_of_slot(slot: Slot) -> int:
     if slot.sample is not None:
         trajectories = slot.sample.trajectories
         trajectories += () if slot.sample.greedy is None else (slot.sample.greedy,)
-    return sum(t.num_policy_tokens for t in trajectories)
+    return sum(t.num_policy_tokens + t.dead_tokens for t in trajectories)

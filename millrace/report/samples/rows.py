@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from millrace.codec import sendable
-from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory
+from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory, tokens_of
 
 Decode = Callable[[Tokens], str]
 
@@ -41,6 +41,9 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("stop", pa.string()),
+        ("ended", pa.string()),
+        ("threads", pa.int16()),
+        ("messages", pa.string()),
         ("admitted_version", pa.int32()),
         (
             "segments",
@@ -59,7 +62,9 @@ SCHEMA = pa.schema(
 )
 """The columns. `version` is the version that the row trained. A dropped row has the live version.
 
-`reward` is the value that training used, and `raw` the value before any shaping.
+`reward` is the value that training used, and `raw` the value before any shaping. `messages` is the
+conversation by author as JSON. A segment of the author "opening" begins each thread but the first,
+and has the thread's own opening.
 """
 
 
@@ -89,10 +94,13 @@ class Rows:
             response, tokens = self._add_segments(trajectory)
             reward, raw, answer = self._add_score(trajectory.score)
             stop = str(trajectory.stop) if trajectory.stop else None
+            spoken = _text(list(trajectory.messages)) if trajectory.messages else None
+            episode = trajectory.ended or None, len(trajectory.threads), spoken
             self._rows.append(
                 (
                     *(version, prompt.index, i, outcome, source, text, response, truth),
-                    *(reward, raw, answer, size, tokens, stop, sample.admitted_version),
+                    *(reward, raw, answer, size, tokens, stop, *episode),
+                    sample.admitted_version,
                 )
             )
 
@@ -114,9 +122,14 @@ class Rows:
 
     def _add_segments(self, trajectory: Trajectory) -> tuple[str, int]:
         """Add the segments of a response. Return its text and its length."""
-        for s in trajectory.segments:
-            text = _clean(self._decode(s.tokens))
-            self._segments.append((s.version, str(s.author), len(s.tokens), text))
+        for i, thread in enumerate(trajectory.threads):
+            if i or thread.opening is not None:
+                opening = tokens_of() if thread.opening is None else thread.opening
+                shown = _clean(self._decode(opening))
+                self._segments.append((-1, "opening", len(opening), shown))
+            for s in thread.segments:
+                text = _clean(self._decode(s.tokens))
+                self._segments.append((s.version, str(s.author), len(s.tokens), text))
         self._segment_ends.append(len(self._segments))
         if len(trajectory.segments) == 1:
             return text, len(s.tokens)
