@@ -328,3 +328,27 @@ def test_counts_of_agents_are_means_shares_or_sums_and_missing_without_agents() 
         "agents/forks/edited": 2.0,
         "agents/dead_turns": 1.0,
     }
+
+
+def test_kv_of_older_weights_is_a_figure_of_its_own() -> None:
+    def segment(version: int, kv_version: int | None, tokens: int) -> Segment:
+        return replace(said(version, tokens), kv_version=kv_version)
+
+    def row_of(*segments: Segment) -> dict[str, float]:
+        metrics = VersionMetrics()
+        metrics.stepped([sample(0, 1, 2, trajectory(*segments))], 5, StepReport(1))
+        stats = RolloutStats(reused_tokens=30), RolloutStats(reused_tokens=50, evicted_tokens=4)
+        return metrics.row(
+            timing={"train": 2.0},
+            before=stats[0],
+            after=stats[1],
+            usable_slots=1,
+            synced=Synced(TransferReport(0, 0.0), 0.0),
+        )
+
+    found = row_of(segment(3, None, 6), TOOL, segment(4, 1, 2), segment(5, 3, 4))
+    assert found["staleness/kv_mean"] == pytest.approx((2 * 3 + 4 * 2) / 12)
+    assert found["staleness/kv_max"] == 3.0
+    assert found["rollouter/reused_tokens_per_s"] == 10.0
+    assert found["rollouter/evicted_tokens_per_s"] == 2.0
+    assert "staleness/kv_mean" not in row_of(segment(3, None, 6), segment(4, 4, 2))

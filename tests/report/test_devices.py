@@ -23,3 +23,28 @@ def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> Non
     account(Event(1.5, "trainer", "relabelled", "at", "", facts))
     seconds = account.seconds(2.0)["trainer"][1]
     assert seconds == {"other": 1.0, "wait_prev_gen": 0.5, "train_other": 0.5}
+
+
+def test_an_idle_replica_waits_for_tools_only_if_sessions_have_any() -> None:
+    """The ledger is full. A session draws for a second, waits for two, and is scored for four."""
+
+    def waits(*, tools: bool) -> dict[str, float]:
+        flow = FlowAccount(0.0)
+        schedule = Schedule(ppo_mini_batch_size=1)
+        account = DeviceAccount(
+            0.0, schedule, flow, trainers=1, replicas={"rollout-0": 1}, tools=tools
+        )
+        for time, track, name, phase in (
+            (0.0, "samples", "running", "at"),
+            (0.0, "rollout-0", "request", "begin"),
+            (1.0, "rollout-0", "request", "end"),
+            (3.0, "rewards", "score", "begin"),
+            (7.0, "rewards", "score", "end"),
+        ):
+            event = Event(time, track, name, phase, "0" if track == "samples" else "0/0")  # type: ignore[arg-type]
+            flow(event)
+            account(event)
+        return dict(account.seconds(7.0)["rollout-0"][1])
+
+    assert waits(tools=True) == {"generate": 1.0, "wait_tools": 2.0, "wait_rewards": 4.0}
+    assert waits(tools=False) == {"generate": 1.0, "wait_rewards": 6.0}
