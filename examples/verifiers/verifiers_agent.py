@@ -37,6 +37,9 @@ LIMITS = ("context_length_exceeded", "max_turns_reached", "max_episode_tokens_re
 """The codes of the endpoint for the limits of an episode."""
 
 
+_NUMBERS = itertools.count()
+
+
 class InProcessConfig(vf.HarnessConfig):
     id: str = "verifiers_agent"
 
@@ -111,15 +114,19 @@ def rows(taskset: str, count: int) -> Iterator[dict[str, Any]]:
 
 async def play(task: Any, base_url: str, key: str, model: str) -> float:
     """Play one task, and return its reward. Raise RuntimeError if something else failed."""
-    os.environ["MILLRACE_KEY"] = key
+    variable = f"MILLRACE_KEY_{next(_NUMBERS)}"  # verifiers reads the key from a variable
+    os.environ[variable] = key
     config = vf.AgentConfig(
         harness=InProcessConfig(),
         runtime=vf.SubprocessConfig(),
         model=model,
-        client=vf.EvalClientConfig(base_url=base_url, api_key_var="MILLRACE_KEY"),
+        client=vf.EvalClientConfig(base_url=base_url, api_key_var=variable),
     )
-    async with vf.make_agent(config) as agent:
-        trace = await agent.run(task)
+    try:
+        async with vf.make_agent(config) as agent:
+            trace = await agent.run(task)
+    finally:
+        del os.environ[variable]
     if trace.has_error:
         if not all(any(limit in e.message for limit in LIMITS) for e in trace.errors):
             raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in trace.errors))
@@ -132,18 +139,27 @@ async def play(task: Any, base_url: str, key: str, model: str) -> float:
     return float(trace.reward)
 
 
-def main() -> None:
+def find(row: dict[str, Any]) -> Any:
+    """Return the task that a row names."""
+    wanted = row["extra_info"]["verifiers"]
+    return next(itertools.islice(tasks(wanted["taskset"]), wanted["index"], None))
+
+
+def prepare() -> None:
+    """Make the modules next to this file known, here and to the servers of toolsets."""
     logging.disable(logging.WARNING)
     here = str(Path(__file__).parent)
     sys.path.insert(0, here)
-    # A toolset's server is another process, which imports the same module.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
+def main() -> None:
+    prepare()
     if sys.argv[1] == "rows":
         for row in rows(sys.argv[2], int(sys.argv[3])):
             print(json.dumps(row))
         return
-    wanted = json.loads(Path(os.environ["MILLRACE_TASK"]).read_text())["extra_info"]["verifiers"]
-    task = next(itertools.islice(tasks(wanted["taskset"]), wanted["index"], None))
+    task = find(json.loads(Path(os.environ["MILLRACE_TASK"]).read_text()))
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     with openai.OpenAI() as client:
         model = client.models.list().data[0].id

@@ -256,7 +256,11 @@ def _number(reward: Any) -> float:
 
 def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
     """Return the games of a kind ("textarena" or "gymnasium"). Raise ConfigError if none begins."""
-    maker = {"textarena": TextArena, "gymnasium": GymnasiumText}[kind]
+    makers: dict[str, Callable[[str], Game]] = {
+        "textarena": TextArena,
+        "gymnasium": GymnasiumText,
+    }
+    maker = makers[kind]
     games = TextGames(f"{kind}:{name}", lambda: maker(name), deadline_s)
     try:
         games.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import uvicorn
 from fastmcp import FastMCP
@@ -29,11 +30,11 @@ class Guessing(Environment):
         super().__init__()
         self.secret = self.guesses = 0
 
-    def reset(self, seed=None, episode_id=None, **kwargs):
+    def reset(self, seed: int | None = None, **kwargs: Any) -> Hint:
         self.secret, self.guesses = (seed or 0) % 10, 0
         return Hint(hint="Guess a digit.")
 
-    def step(self, action, timeout_s=None, **kwargs):
+    def step(self, action: Guess, **kwargs: Any) -> Hint:
         self.guesses += 1
         right = int(action.text) == self.secret
         more = "higher" if int(action.text) < self.secret else "lower"
@@ -45,7 +46,7 @@ class Guessing(Environment):
         )
 
     @property
-    def state(self):
+    def state(self) -> State:
         return State(step_count=self.guesses, secret=self.secret)
 
 
@@ -64,14 +65,14 @@ class Calculator(MCPEnvironment):
 
         super().__init__(server)
 
-    def reset(self, seed=None, episode_id=None, **kwargs):
+    def reset(self, seed: int | None = None, **kwargs: Any) -> Observation:
         return Observation(metadata={})
 
-    def _step_impl(self, action, timeout_s=None, **kwargs):
+    def _step_impl(self, action: Action, **kwargs: Any) -> Observation:
         raise ValueError("only tools")
 
     @property
-    def state(self):
+    def state(self) -> State:
         return State()
 
 

@@ -6,11 +6,13 @@ The endpoint is scripted. The program and its tool server are real, in the envir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +26,32 @@ from tests.environments.servers import PEERS, ROOT, needs_peers, run
 PROGRAM = ROOT / "examples" / "verifiers" / "verifiers_agent.py"
 
 
-def answer(body: dict[str, Any], diligent: bool) -> dict[str, Any]:
-    """Follow the table with the tool, or answer at once."""
+def answer(body: dict[str, Any]) -> dict[str, Any]:
+    """Follow the table with the tool."""
     messages = body["messages"]
     found = [m["content"] for m in messages if m["role"] == "tool"]
     hops, seed = map(int, re.findall(r"\d+", messages[0]["content"])[:2])
-    if not diligent or len(found) == hops:
-        return {"role": "assistant", "content": found[-1] if found else "x"}
+    if len(found) == hops:
+        return {"role": "assistant", "content": found[-1]}
     arguments = json.dumps({"seed": seed, "place": int(found[-1]) if found else 7})
     name = body["tools"][0]["function"]["name"]
-    call = {"id": f"c{len(found)}", "type": "function"}
-    call["function"] = {"name": name, "arguments": arguments}
+    function = {"name": name, "arguments": arguments}
+    call = {"id": f"c{len(found)}", "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-async def episode(tmp_path: Path, kind: str) -> tuple[int, str, str, list[dict[str, Any]]]:
-    """Play one task. Return the exit status, the output, the errors and the requests."""
-    asked: list[dict[str, Any]] = []
+@contextlib.asynccontextmanager
+async def endpoint(asked: dict[str, list[dict[str, Any]]]) -> AsyncIterator[str]:
+    """Serve chats. The key of an episode says how the policy behaves."""
 
     async def chat(request: web.Request) -> web.Response:
-        assert request.headers["authorization"] == "Bearer a-key"
-        asked.append(await request.json())
-        code = {"limit": "max_turns_reached", "failed": "episode_failed"}.get(kind)
-        if code and len(asked) > 1:
+        key = request.headers["authorization"].removeprefix("Bearer ")
+        asked.setdefault(key, []).append(await request.json())
+        code = {"limit": "max_turns_reached", "failed": "episode_failed"}.get(key)
+        if code and len(asked[key]) > 1:
             error = {"message": "no", "type": "invalid_request_error", "code": code}
             return web.json_response({"error": error}, status=400)
-        message = answer(asked[-1], kind != "lazy")
+        message = answer(asked[key][-1])
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         choice = {"index": 0, "message": message, "finish_reason": finish}
@@ -64,47 +66,72 @@ async def episode(tmp_path: Path, kind: str) -> tuple[int, str, str, list[dict[s
     app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models)])
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    task = tmp_path / "task.json"
-    row = {"verifiers": {"taskset": "chase_taskset", "index": 1}}
-    task.write_text(json.dumps({"extra_info": row}))
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "OPENAI_BASE_URL": f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
-        "OPENAI_API_KEY": "a-key",
-        "MILLRACE_TASK": str(task),
-    }
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+async def peer(folder: Path, *arguments: str, **more: str) -> tuple[int | None, str, str]:
+    """Run a Python program in the environment of verifiers."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **more}
     process = await asyncio.create_subprocess_exec(
-        PEERS, PROGRAM, "play", env=environment, stdout=-1, stderr=-1, cwd=tmp_path
+        PEERS, *arguments, env=environment, stdout=-1, stderr=-1, cwd=folder
     )
     out, errors = await process.communicate()
-    await runner.cleanup()
-    return process.returncode or 0, out.decode(), errors.decode(), asked
+    return process.returncode, out.decode(), errors.decode()
 
 
-def check(kind: str, status: int, out: str, errors: str, asked: list[dict[str, Any]]) -> None:
-    if kind == "failed":  # an error of the machinery, so there is no score
-        assert status == 1 and not out and "episode_failed" in errors
-        return
-    assert status == 0, errors
-    reward = json.loads(out.splitlines()[-1])["reward"]
-    assert reward == (1.0 if kind == "diligent" else 0.0)
-    assert len(asked) == {"diligent": 3, "lazy": 1, "limit": 2}[kind]
-    assert {body["model"] for body in asked} == {"policy"}
-    # The history is sent back as it came, so each episode is one thread.
-    for before, after in itertools.pairwise(asked):
-        assert after["messages"][: len(before["messages"])] == before["messages"]
+ROW = {"extra_info": {"verifiers": {"taskset": "chase_taskset", "index": 1}}}
 
 
 @needs_peers
 def test_a_task_with_a_tool_is_played(tmp_path: Path) -> None:
+    (tmp_path / "task.json").write_text(json.dumps(ROW))
+    asked: dict[str, list[dict[str, Any]]] = {}
+
     async def work() -> None:
-        kinds = ("diligent", "lazy", "limit", "failed")
-        for kind, played in zip(
-            kinds, await asyncio.gather(*(episode(tmp_path, k) for k in kinds)), strict=True
-        ):
-            check(kind, *played)
+        async with endpoint(asked) as url:
+            more = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "diligent"}
+            task = str(tmp_path / "task.json")
+            status, out, errors = await peer(
+                tmp_path, str(PROGRAM), "play", MILLRACE_TASK=task, **more
+            )
+        assert status == 0, errors
+        assert json.loads(out.splitlines()[-1]) == {"reward": 1.0}
+        chats = asked["diligent"]
+        assert len(chats) == 3 and {body["model"] for body in chats} == {"policy"}
+        # The history is sent back as it came, so each episode is one thread.
+        for before, after in itertools.pairwise(chats):
+            assert after["messages"][: len(before["messages"])] == before["messages"]
+
+    run(work)
+
+
+SEVERAL = f"""
+import asyncio, sys
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import verifiers_agent
+verifiers_agent.prepare()
+
+async def work():
+    task = verifiers_agent.find({ROW!r})
+    plays = [verifiers_agent.play(task, sys.argv[1], key, "policy") for key in ("limit", "failed")]
+    limit, failed = await asyncio.gather(*plays, return_exceptions=True)
+    print(limit, type(failed).__name__, "episode_failed" in str(failed))
+
+asyncio.run(work())
+"""
+
+
+@needs_peers
+def test_a_limit_is_scored_and_a_failure_is_not(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with endpoint({}) as url:
+            status, out, errors = await peer(tmp_path, "-c", SEVERAL, url)
+        assert status == 0, errors
+        assert out.split() == ["0.0", "RuntimeError", "True"]
 
     run(work)
 
@@ -112,10 +139,8 @@ def test_a_task_with_a_tool_is_played(tmp_path: Path) -> None:
 @needs_peers
 def test_a_taskset_becomes_rows(tmp_path: Path) -> None:
     async def work() -> None:
-        process = await asyncio.create_subprocess_exec(
-            PEERS, PROGRAM, "rows", "chase_taskset", "3", stdout=-1, cwd=tmp_path
-        )
-        out, _ = await process.communicate()
+        status, out, errors = await peer(tmp_path, str(PROGRAM), "rows", "chase_taskset", "3")
+        assert status == 0, errors
         rows = [json.loads(line) for line in out.splitlines()]
         assert [r["extra_info"]["verifiers"]["index"] for r in rows] == [0, 1, 2]
         assert rows[1]["prompt"].startswith("Look up 2 times in table 1")
