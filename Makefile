@@ -1,7 +1,8 @@
 # make run     Install the packages of a run, then train quickstart.
 #              Options: SEED=k and ARGS="--json key=value ...".
 # make test    Install the packages of the tests, then run lint, type checks and tests.
-#              The tests of vLLM's CPU build have their own environment.
+#              The tests of vLLM's CPU build have their own environment, and so have verifiers and
+#              OpenEnv.
 # make gpu     Install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu.
 #              Needs Python 3.12, Linux x86-64 and a driver for CUDA 13.
 # make docs    Build the documentation into build/docs.
@@ -16,6 +17,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 VLLM := .venv-vllm/bin
 GPU := .venv-gpu/bin
 GPU_PIP := $(GPU)/python -m pip install -qq --disable-pip-version-check -c constraints-gpu.txt
+PEERS_PIP := .venv-peers/bin/python -m pip install -qq --disable-pip-version-check -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt
 
 .PHONY: run test test-vllm gpu lint docs bench-install clean
@@ -24,10 +26,10 @@ VLLM_PIP := $(VLLM)/python -m pip install -qq --disable-pip-version-check -c con
 run: .venv/.run
 	$(BIN)/millrace train quickstart trainer.seed=$(SEED) $(ARGS)
 
-# Both environments download their packages at the same time. millrace itself is built in this
+# The environments download their packages at the same time. millrace itself is built in this
 # folder, so it is installed into one environment after the other.
 test:
-	@$(MAKE) --no-print-directory -j2 .venv/.test .venv-vllm/.vllm
+	@$(MAKE) --no-print-directory -j3 .venv/.test .venv-vllm/.vllm .venv-peers/.test
 	@$(MAKE) --no-print-directory .venv-vllm/.test lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	$(VLLM)/python -m pytest tests/vllm
@@ -54,7 +56,7 @@ lint: .venv/.test
 
 .venv/.test: .venv/.run
 	@echo "installing the packages of the tests ..."
-	@$(PIP) -e '.[test,clients,browser,wandb,mlflow,trackio,prometheus,query,serve]'
+	@$(PIP) -e '.[test,clients,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
 	@touch $@
 
 # vLLM's audio and vision packages have no CPU builds, and transformers cannot be imported with
@@ -69,6 +71,14 @@ lint: .venv/.test
 
 .venv-vllm/.test: .venv-vllm/.vllm pyproject.toml
 	@$(VLLM_PIP) -e '.[test]'
+	@touch $@
+
+# verifiers needs openai 2, and openenv-core brings many packages of its own. So both run beside
+# millrace, in processes of their own. Neither needs torch.
+.venv-peers/.test: constraints-peers.txt
+	@echo "installing verifiers and openenv-core into .venv-peers (under a minute) ..."
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@$(PEERS_PIP) verifiers openenv-core
 	@touch $@
 
 .venv-gpu/.run: pyproject.toml constraints-gpu.txt
@@ -90,4 +100,4 @@ bench-install: .venv/.test
 	@$(PIP) -e '.[bench]'
 
 clean:
-	rm -rf .venv .venv-vllm .venv-gpu runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-peers .venv-gpu runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

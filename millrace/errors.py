@@ -67,7 +67,7 @@ class CheckpointError(MillraceError):
 
 
 INSTALL = {
-    "aiohttp": "pip install 'aiohttp>=3.11'",
+    "aiohttp": "pip install 'aiohttp>=3.14'",
     "duckdb": "pip install 'duckdb>=1.1'",
     "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
     "gymnasium": "pip install 'gymnasium>=1'",

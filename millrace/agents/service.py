@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -68,11 +68,22 @@ class Answer:
     settle: Callable[[bool], None] = _nothing
 
 
+class Claims(Protocol):
+    """The routes by which remote workers claim episodes, under /episodes/."""
+
+    def authorise(self, headers: Mapping[str, str]) -> None:
+        """Raise Refusal unless the request has the run's token."""
+        ...
+
+    async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body: ...
+
+
 class Service:
     """The keys of all live episodes, and the routes."""
 
     def __init__(self, options: ServiceOptions) -> None:
         self.options = options
+        self.claims: Claims | None = None
         self._secret = secrets.token_bytes(32)
         self._live: dict[bytes, tuple[bytes, LiveEpisode]] = {}
         self._dead: OrderedDict[bytes, None] = OrderedDict()
@@ -119,6 +130,11 @@ class Service:
         """
         path_key, route = _split(path)
         try:
+            if self.claims is not None and route.startswith("/episodes/"):
+                self.claims.authorise(headers)
+                _post(method)
+                answer = await self.claims.answer(route, self._json(headers, body), headers)
+                return _answer(200, answer)
             episode = self._episode(path_key, headers)
             _known(method, route)
             if method == "GET":
@@ -258,7 +274,11 @@ def _known(method: str, route: str) -> None:
     gets = route == "/v1/models" or route.startswith("/v1/models/")
     if route not in POSTS and not gets:
         raise Refusal("no such route", status=404, code="not_found")
-    if method != ("GET" if gets else "POST"):
+    _post(method, "GET" if gets else "POST")
+
+
+def _post(method: str, wanted: str = "POST") -> None:
+    if method != wanted:
         raise Refusal("no such method here", status=405, code="method_not_allowed")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from millrace.config.agent_keys import AgentConfig
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
 from millrace.config.model_keys import ModelConfig, SftConfig
@@ -61,6 +62,8 @@ class Config(Section):
     """Problems to train and validate on."""
     reward: RewardConfig = RewardConfig()
     """Reward functions."""
+    agents: AgentConfig = AgentConfig()
+    """Who plays an episode with the policy: environments, tools, or any agent program."""
     model: ModelConfig = ModelConfig()
     """The policy."""
     sft: SftConfig = SftConfig()

@@ -157,16 +157,17 @@ class OpenEnvironment:
         seen, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(seen, dict) or not isinstance(done, bool):
             raise self._failure("environment_garbage", f"no observation: {_shown(data)}")
+        number = isinstance(reward, int | float) and math.isfinite(reward)
+        if reward is not None and not number:
+            raise self._failure("environment_garbage", f"the reward is {reward!r}")
+        field = self._fields.observation
+        if field is not None and field not in seen:
+            raise self._failure("environment_garbage", f"no field {field!r}: {_shown(seen)}")
         if reward is not None:
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise self._failure("environment_garbage", f"the reward is {reward!r}")
             self._reward = (self._reward or 0.0) + float(reward)
         self._done = self._done or done
-        field = self._fields.observation
         if field is None:
             return json.dumps(seen, ensure_ascii=False) if seen else ""
-        if field not in seen:
-            raise self._failure("environment_garbage", f"no field {field!r}: {_shown(seen)}")
         value = seen[field]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -312,7 +313,7 @@ def _fields(options: OpenEnvOptions, schema: Mapping[str, Any]) -> _Fields:
     if options.action is not None:
         return _Fields(options.action, observation)
     if {"tool_name", "arguments"} <= properties("action").keys():
-        return _Fields(None, observation)
+        return _Fields(None, options.observation)
     if len(text("action")) != 1:
         raise ConfigError(
             f"agents.environment = 'openenv:{options.url}': its actions have the fields "

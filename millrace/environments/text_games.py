@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from millrace.environments.chat import Start, Step
@@ -43,24 +45,29 @@ class TextGames:
         self.name = name
         self.deadline_s = deadline_s
         self._make = make
-        self._thread = ThreadPoolExecutor(1, "text-games")
+        self._thread: _Thread | None = None
 
     def make(self) -> TextGame:
         return TextGame(self, self._make)
 
     async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """Run a call of a game in the thread. Raise EpisodeError if it fails or never ends."""
-        loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = _Thread()
         thread = self._thread
         try:
             async with asyncio.timeout(self.deadline_s):
-                return await loop.run_in_executor(thread, call, *arguments)
+                return await thread.run(lambda: call(*arguments))
         except TimeoutError:
             if thread is self._thread:  # the thread cannot be stopped: the next games get another
-                self._thread = ThreadPoolExecutor(1, "text-games")
-                thread.shutdown(wait=False, cancel_futures=True)
+                await self.close()
             detail = f"{self.name}: a step took over {self.deadline_s:g} s"
             raise EpisodeError("environment_deadline", detail) from None
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._thread.calls.put(None)
+            self._thread = None
 
     def check(self) -> str:
         """Begin one game, and return its first observation. Raise what it raises."""
@@ -69,9 +76,6 @@ class TextGames:
             text = game.reset(0)
             game.close()
         return text
-
-    async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class TextGame:
@@ -121,6 +125,47 @@ class TextGame:
             except Exception as error:
                 detail = f"{self._games.name}: {type(error).__name__}: {error}"
                 raise EpisodeError("environment_error", detail) from error
+
+
+class _Thread:
+    """A thread that runs calls in order. A call that never ends does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="text-games", daemon=True).start()
+
+    async def run(self, call: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
+
+        def work() -> None:
+            if ended.cancelled():
+                return
+            try:
+                result = call()
+            except (EpisodeError, MissingDependency) as error:
+                settle = functools.partial(_fail, ended, error)
+            else:
+                settle = functools.partial(_succeed, ended, result)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        self.calls.put(work)
+        return await ended
+
+    def _serve(self) -> None:
+        while (work := self.calls.get()) is not None:
+            work()
+
+
+def _succeed(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 @contextlib.contextmanager
@@ -211,7 +256,11 @@ def _number(reward: Any) -> float:
 
 def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
     """Return the games of a kind ("textarena" or "gymnasium"). Raise ConfigError if none begins."""
-    maker = {"textarena": TextArena, "gymnasium": GymnasiumText}[kind]
+    makers: dict[str, Callable[[str], Game]] = {
+        "textarena": TextArena,
+        "gymnasium": GymnasiumText,
+    }
+    maker = makers[kind]
     games = TextGames(f"{kind}:{name}", lambda: maker(name), deadline_s)
     try:
         games.check()

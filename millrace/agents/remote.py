@@ -1,0 +1,153 @@
+"""Agent programs elsewhere: workers claim episodes at the endpoint, and send their rewards.
+
+| route | body | answer |
+|---|---|---|
+| POST /episodes/claim | {"wait_s": 20} | {"episode", "task", "base_url", "api_key", "lease_s"}; "episode" is null if there is none |
+| POST /episodes/heartbeat | {"api_key"} | {"ok": true} |
+| POST /episodes/finish | {"api_key", "reward"} or {"api_key", "error"} | {"ok": true} |
+
+Each request has the run's token as its bearer. A worker that is silent for `lease_s` loses its
+episode: later calls are refused, and the episode begins again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.agents.programs import Task
+from millrace.agents.wire import Body, Refusal, wrong
+from millrace.errors import EpisodeError
+
+TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
+FILE = "agents.json"
+"""RUN/agents.json has the address and the token. Only the user may read it."""
+_MOST_WAIT_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    task: Task
+    result: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+
+
+class RemoteProgram:
+    """The episodes that wait for workers, and those that are leased."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+        self._lease_s = lease_s
+        self._waiting: deque[_Episode] = deque()
+        self._leased: dict[str, _Episode] = {}
+        self._more = asyncio.Event()
+
+    async def start(self) -> None:
+        return None
+
+    def publish(self, folder: Path, url: str) -> Path:
+        """Write the address and the token for workers, and return the file."""
+        path, new = folder / FILE, folder / f".{FILE}"
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps({"url": url, "token": self.token}) + "\n")
+        new.replace(path)
+        return path
+
+    async def run(self, task: Task) -> Any:
+        episode = _Episode(task, asyncio.get_running_loop().create_future())
+        self._waiting.append(episode)
+        self._more.set()
+        try:
+            return await episode.result
+        finally:
+            if episode.timer is not None:
+                episode.timer.cancel()
+            self._leased.pop(task.key, None)
+            with suppress(ValueError):
+                self._waiting.remove(episode)
+
+    async def close(self) -> None:
+        for episode in (*self._waiting, *self._leased.values()):
+            if not episode.result.done():
+                episode.result.set_exception(EpisodeError("agent_lost", "the run ends"))
+
+    def authorise(self, headers: Mapping[str, str]) -> None:
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if kind.lower() == "bearer" else ""
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+            raise Refusal("the token is not valid", status=401, code="invalid_token")
+
+    async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body:
+        if route == "/episodes/claim":
+            return await self._claim(body, headers)
+        if route not in ("/episodes/heartbeat", "/episodes/finish"):
+            raise Refusal("no such route", status=404, code="not_found")
+        episode = self._of(body.get("api_key"))
+        if route == "/episodes/heartbeat":
+            self._lease(episode)
+        elif "error" in body:
+            detail = f"{episode.task.name}: {body['error']}"
+            self._finish(episode, EpisodeError("agent_raised", detail[:2000]))
+        else:
+            self._finish(episode, body)
+        return {"ok": True}
+
+    async def _claim(self, body: Body, headers: Mapping[str, str]) -> Body:
+        wait_s = body.get("wait_s", 20.0)
+        if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or wait_s < 0:
+            raise wrong("wait_s", wait_s, "must be seconds")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(wait_s, _MOST_WAIT_S)):
+                while not self._waiting:
+                    self._more.clear()
+                    await self._more.wait()
+        if not self._waiting:
+            return {"episode": None}
+        episode = self._waiting.popleft()
+        self._leased[episode.task.key] = episode
+        self._lease(episode)
+        return {
+            "episode": episode.task.name,
+            "task": episode.task.data,
+            "base_url": f"http://{headers.get('host', '')}/v1",
+            "api_key": episode.task.key,
+            "lease_s": self._lease_s,
+        }
+
+    def _of(self, key: Any) -> _Episode:
+        if not isinstance(key, str):
+            raise wrong("api_key", key, "must be the key that the claim gave")
+        if (episode := self._leased.get(key)) is None:
+            raise Refusal("the lease is over: another worker has the episode", code="lease_over")
+        return episode
+
+    def _lease(self, episode: _Episode) -> None:
+        if episode.timer is not None:
+            episode.timer.cancel()
+        loop = asyncio.get_running_loop()
+        episode.timer = loop.call_later(self._lease_s, self._lose, episode)
+
+    def _lose(self, episode: _Episode) -> None:
+        text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
+        self._finish(episode, EpisodeError("agent_lost", text))
+
+    def _finish(self, episode: _Episode, result: Any) -> None:
+        self._leased.pop(episode.task.key, None)
+        if episode.result.done():
+            return
+        if isinstance(result, EpisodeError):
+            episode.result.set_exception(result)
+        else:
+            result = {name: value for name, value in result.items() if name != "api_key"}
+            episode.result.set_result(result if "reward" in result else None)

@@ -1,0 +1,105 @@
+"""The keys of agents: who plays an episode with the policy, its limits, and its endpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from millrace.config.section import Section
+from millrace.errors import bad_value
+
+Players = ("program", "command", "remote", "environment", "tools", "tool_config_path")
+"""The keys that name who plays. Without one, an episode is one prompt and one response."""
+
+
+class AgentConfig(Section):
+    program: str = ""
+    """An agent program: `path.py:function` with `async def function(client, task) -> float`.
+
+    It runs in the driver. `client` is an `openai.AsyncOpenAI`, and `task` a dict.
+    """
+    command: str = ""
+    """An agent program with a process of its own for each episode, such as `python my_agent.py`.
+
+    It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
+    MILLRACE_TASK, the path of a JSON file. Its last line of output is `{"reward": 1.0}`.
+    """
+    remote: bool = False
+    """Let workers elsewhere claim episodes at the endpoint, as docs/programs.md says."""
+    environment: str = ""
+    """An environment by name, such as `chase`, `openenv:http://HOST:PORT` or `path.py:Class`.
+
+    A class is a chat environment of millrace, or one in TRL's form.
+    """
+    tools: str = ""
+    """Function tools for the policy: a Python file, as verl's function_tool_path."""
+    tool_config_path: str = ""
+    """Tools in verl's form: a YAML file."""
+    tool_format: Literal["hermes", "json", "qwen", "line"] = "hermes"
+    """How the model writes tool calls."""
+    history: Literal["keep", "template"] = "keep"
+    """What happens where the chat template rewrites history, for example drops earlier thinking.
+
+    `keep` extends the drawn tokens as they are. `template` opens a new thread, as a server that
+    renders each request would.
+    """
+    max_turns: int = Field(0, ge=0)
+    """The policy's turns in an episode. 0 sets no limit."""
+    max_tokens_per_turn: int = Field(0, ge=0)
+    """Tokens of a turn. 0 sets no limit of its own."""
+    max_episode_tokens: int = Field(0, ge=0)
+    """Tokens that an episode draws and reads, over all threads. 0 sets no limit."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """Seconds of an episode of a program."""
+    turn_deadline_s: float = Field(580.0, gt=0)
+    """Seconds of a turn at the endpoint, syncs included. Clients wait for 600 s by default."""
+    tool_deadline_s: float = Field(60.0, gt=0)
+    """Seconds of a call of a tool, and of a step of an environment."""
+    max_tool_tokens: int = Field(1024, ge=1)
+    """Tokens of a tool's result. A longer one is cut, with a mark."""
+    max_parallel_calls: int = Field(8, ge=1)
+    """Calls of one turn that run. Each further one gets the result "too many calls"."""
+    max_concurrent: int = Field(0, ge=0)
+    """Processes of agents.command that run at once. 0 means twice the cores of the machine."""
+    host: str = "127.0.0.1"
+    """Where the endpoint listens. Another address than loopback sends prompts as plain HTTP."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the endpoint. 0 takes a free port."""
+    strict: bool = False
+    """Refuse requests with settings that training cannot honour, such as response_format.
+
+    Otherwise such a setting is ignored and counted.
+    """
+    retries: int = Field(1, ge=0)
+    """How often a failed episode begins again before its sample is dropped."""
+    retry_grace_s: float = Field(30.0, ge=0)
+    """Seconds that a turn is kept for a client that lost its connection."""
+    lease_s: float = Field(60.0, gt=0)
+    """Seconds after the last sign of life in which a remote worker loses its episode."""
+    env: tuple[str, ...] = ()
+    """Names of the user's environment variables that agents.command gets too."""
+    train_models: tuple[str, ...] = ()
+    """Model names whose turns are trained. Empty trains all. Other turns are served and counted."""
+
+    @property
+    def player(self) -> str:
+        """The key that names who plays. Empty if an episode is one prompt and one response."""
+        return next((key for key in Players if getattr(self, key)), "")
+
+    @property
+    def served(self) -> bool:
+        """Whether the endpoint serves programs."""
+        return bool(self.program or self.command or self.remote)
+
+    def check(self) -> None:
+        players = [key for key in Players[:4] if getattr(self, key)]
+        tools = [key for key in Players[4:] if getattr(self, key)]
+        both = [*players, *tools][:2]
+        if len(players) > 1 or (players and tools):
+            raise bad_value(
+                f"agents.{both[1]}",
+                getattr(self, both[1]),
+                f"agents.{both[0]} names who plays already",
+                f"only one of {', '.join(f'agents.{key}' for key in Players)}",
+            )

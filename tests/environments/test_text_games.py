@@ -1,0 +1,179 @@
+"""Games of textarena and gymnasium: whole games, seeds, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("textarena", reason="the extra games is not installed")
+import gymnasium
+
+from millrace.environments.chat import Step
+from millrace.environments.named import named_environments
+from millrace.environments.text_games import TextGames
+from millrace.errors import ConfigError, EpisodeError
+from millrace.types import Prompt, Score
+from tests.environments.servers import prompt, run
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+async def guess(games: Any, row: Prompt) -> tuple[list[str], Score | None]:
+    """Play by bisection. Return what the game said, and the score."""
+    game = games.make()
+    (first,) = (await game.reset(row)).messages
+    low, high, heard = 1, 20, [first["content"]]
+    step = Step()
+    while not step.done:
+        middle = (low + high) // 2
+        step = await game.step(said(f"I say [{middle}]."))
+        if not step.done:
+            (hint,) = step.messages
+            heard.append(hint["content"])
+            low, high = (middle + 1, high) if "higher" in heard[-1] else (low, middle - 1)
+    score = await game.score()
+    await game.close()
+    return heard, score
+
+
+def test_a_game_of_textarena_is_won() -> None:
+    async def work() -> None:
+        games = named_environments("textarena:GuessTheNumber-v0")
+        before = random.getstate()
+        played = await asyncio.gather(*(guess(games, prompt("", index=i % 5)) for i in range(10)))
+        assert random.getstate() == before
+        for heard, score in played:
+            assert "Guess The Number" in heard[0] and len(heard) <= 5
+            assert score == Score(1.0)
+            # The policy's own words are not said again.
+            assert set(heard[1:]) <= {f"The target number is {w}." for w in ("higher", "lower")}
+        assert [heard for heard, _ in played[:5]] == [heard for heard, _ in played[5:]]
+        assert len({tuple(heard) for heard, _ in played}) > 1
+        await games.close()
+
+    run(work)
+
+
+def test_a_game_that_a_limit_ends_scores_nothing() -> None:
+    async def work() -> None:
+        games = named_environments("textarena:GuessTheNumber-v0")
+        game = games.make()
+        assert await game.score() is None
+        await game.reset(prompt())
+        assert await game.score() == Score(0.0)
+        await game.close()
+        await games.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("textarena:NoSuchGame-v0", "not found in registry"),
+        ("textarena:TicTacToe-v0", "number of players"),
+        ("gymnasium:NoSuchGame-v0", "doesn't exist"),
+        ("gymnasium:CartPole-v1", "its observation_space is Box.* must be text"),
+        ("gymnasium:no_such_module:Game-v0", "No module named"),
+    ],
+)
+def test_a_game_that_cannot_begin_is_refused(name: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as caught:
+        named_environments(name)
+    assert f"agents.environment = '{name}'" in str(caught.value)
+    assert "Fix: " in str(caught.value)
+
+
+class Echo(gymnasium.Env[str, str]):
+    """Answers with the words of the policy. "stop" ends the game, and three words cut it off."""
+
+    observation_space = action_space = gymnasium.spaces.Text(100)
+
+    def __init__(self) -> None:
+        self.words = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return f"Say a word. Your number is {self.np_random.integers(1000)}.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.words += 1
+        if action == "raise":
+            raise ZeroDivisionError("a bug of the game")
+        if action == "hang":
+            time.sleep(1.0)
+        reward = float("nan") if action == "nan" else 0.5
+        return f"You said {action}.", reward, action == "stop", self.words == 3, {}
+
+
+gymnasium.register("Echo-v0", Echo)
+
+
+def test_an_environment_of_gymnasium() -> None:
+    async def work() -> None:
+        games = named_environments("gymnasium:Echo-v0")
+        first, second, other = games.make(), games.make(), games.make()
+        starts = [await g.reset(prompt(index=i)) for g, i in ((first, 1), (second, 1), (other, 2))]
+        assert starts[0] == starts[1] != starts[2]
+        assert "Your number is" in starts[0].messages[0]["content"]
+        step = await first.step(said("hello"))
+        assert step.messages == ({"role": "user", "content": "You said hello."},)
+        assert (await first.step(said("stop"))).done
+        assert await first.score() == Score(1.0)
+        done = [(await second.step(said(str(i)))).done for i in range(3)]
+        assert done == [False, False, True]
+        assert await second.score() == Score(1.5)
+        for game in (first, second, other):
+            await game.close()
+        await games.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("word", ["raise", "nan", "hang"])
+def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
+    async def work() -> None:
+        games = named_environments("gymnasium:Echo-v0", deadline_s=0.2)
+        assert isinstance(games, TextGames)
+        game, other = games.make(), games.make()
+        await game.reset(prompt())
+        await other.reset(prompt())
+        with pytest.raises(EpisodeError) as caught:
+            await game.step(said(word))
+        reason = "environment_deadline" if word == "hang" else "environment_error"
+        assert caught.value.reason == reason
+        assert not (await other.step(said("hello"))).done
+        await game.close()
+        await other.close()
+        await games.close()
+
+    run(work)
+
+
+def test_an_endless_game_does_not_keep_the_process_alive() -> None:
+    code = """
+import asyncio
+from millrace.environments.text_games import TextGames
+
+def endless():
+    while True:
+        pass
+
+async def work():
+    try:
+        await TextGames("endless", endless, deadline_s=0.1).run(endless)
+    finally:
+        print("late")
+
+asyncio.run(work())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "late" and "environment_deadline" in done.stderr
