@@ -23,11 +23,10 @@ U, A, V = "\ue002u", "\ue002a", "\ue002v"
 """Contents of probes. No template and no message has them."""
 USER: Message = {"role": "user", "content": U}
 ANSWER: Message = {"role": "assistant", "content": A}
-CALL_NAME = "probe"
 CALL: dict[str, Any] = {
     "id": "abcdefghi",
     "type": "function",
-    "function": {"name": CALL_NAME, "arguments": "{}"},
+    "function": {"name": "probe", "arguments": f'{{"key": "{A}"}}'},
 }
 
 
@@ -113,8 +112,8 @@ class Renderer:
         return self._text([USER], (), head=True).rstrip().endswith("<think>")
 
     @cached_property
-    def shown(self) -> frozenset[str]:
-        """The roles whose text the template writes. Some templates drop messages silently."""
+    def refused(self) -> dict[str, str]:
+        """The roles that the template refuses or drops silently, each with the reason."""
         call: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         probes: dict[str, list[Message]] = {
             "system": [{"role": "system", "content": V}, USER],
@@ -122,7 +121,14 @@ class Renderer:
             "assistant": [USER, {"role": "assistant", "content": V}],
             "tool": [USER, call, {"role": "tool", "content": V, "tool_call_id": CALL["id"]}],
         }
-        return frozenset(role for role, messages in probes.items() if self.shows(messages, V))
+        found: dict[str, str] = {}
+        for role, messages in probes.items():
+            try:
+                if V not in self._text(messages, (), head=False):
+                    found[role] = "the chat template drops the text of such messages"
+            except RequestError as error:
+                found[role] = str(error)
+        return found
 
     def shows(self, messages: Messages, text: str, tools: Sequence[ToolSchema] = ()) -> bool:
         """Whether the template writes `text`, which is in `messages` or `tools`."""
@@ -133,8 +139,9 @@ class Renderer:
 
     def _check(self, messages: Messages) -> None:
         """Raise RequestError if the template would drop or refuse the text of a role."""
-        for role in sorted({m["role"] for m in messages} - self.shown):
-            raise RequestError(f"the chat template has no place for messages of role {role!r}")
+        for message in messages:
+            if why := self.refused.get(message["role"]):
+                raise RequestError(f"a message of role {message['role']!r}: {why}")
 
     def _difference(
         self, known: Messages, new: Messages, tools: Sequence[ToolSchema], ended: str | None
@@ -169,7 +176,7 @@ class Renderer:
             _, mark, rest = self._text([USER, ANSWER, *new], (), head=True).partition(A)
         except RequestError:
             return None
-        return self._open(rest, ended) if mark else None
+        return self._open(rest, ended) if mark and U not in rest else None
 
     def _closing(self, text: str) -> str:
         """Return what the template writes at the end of an answer."""
