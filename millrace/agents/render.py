@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,15 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe", "arguments": f'{{"key": "{A}"}}'},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """The tokens between a drawn answer and the next one."""
+
+    tokens: Tokens
+    exact: bool
+    """False: the template rewrites history, so a short history stood in for the true one."""
 
 
 class Renderer:
@@ -68,7 +79,7 @@ class Renderer:
         *,
         ended: str | None,
         keep: bool = True,
-    ) -> Tokens | None:
+    ) -> Extension | None:
         """Return the tokens that follow the drawn answer, which is the last message of `known`.
 
         `ended` is the text of the token that ended the answer. None: a limit or a stop string
@@ -82,9 +93,15 @@ class Renderer:
         suffix = self._difference(known, new, tools, ended)
         if suffix is not None and not keep and self._forgets(known, tools):
             suffix = None
+        exact = suffix is not None
         if suffix is None and keep:
             suffix = self._after_short(known[-1], new, ended)
-        return None if suffix is None else self._tokens(suffix, after=ended)
+        return None if suffix is None else Extension(self._tokens(suffix, after=ended), exact)
+
+    @cached_property
+    def twin(self) -> Renderer:
+        """A copy for other threads. A tokenizer has settings that each call may change."""
+        return Renderer(deepcopy(self.tokenizer), self._options)
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of plain text. The text of a control token stays text."""

@@ -142,11 +142,8 @@ def _thinking(renderer: Renderer) -> Literal["none", "kept", "dropped"]:
 
 
 def _bridge(renderer: Renderer, known: Messages, new: Messages) -> Bridge:
-    for keep, name in ((False, "exact"), (True, "short")):
-        try:
-            found = renderer.bridge(known, new, ended=None, keep=keep)
-        except RequestError:
-            return "none"
-        if found is not None:
-            return "exact" if name == "exact" else "short"
-    return "none"
+    try:
+        found = renderer.bridge(known, new, ended=None)
+    except RequestError:
+        return "none"
+    return "none" if found is None else "exact" if found.exact else "short"

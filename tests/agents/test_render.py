@@ -97,7 +97,7 @@ def test_canonical_answers_give_the_tokens_of_a_whole_rendering(name: str) -> No
         table = Table.laid(name, 0, texts=tuple(before + a + after for a in answers))
         tokenizer = table.engine.tokenizer
         if name in CLOSE:
-            table.engine.ends = [tokenizer.convert_tokens_to_ids(CLOSE[name])]
+            table.engine.ends = [tokenizer.added_tokens_encoder[CLOSE[name]]]
         messages: list[Message] = [USER]
         for n in range(3):
             turn = await table.ask(*messages, tools=())
@@ -154,8 +154,9 @@ def test_an_answer_that_ended_keeps_its_own_mark() -> None:
     known = [USER, {"role": "assistant", "content": "so"}]
     after = "<|start|>user<|message|>hello<|end|><|start|>assistant"
     for ended, text in (("<|return|>", after), (None, "<|end|>" + after)):
-        tokens = renderer.bridge(known, [USER], ended=ended)
-        assert tokens is not None and renderer.tokenizer.decode(tokens.tolist()) == text
+        found = renderer.bridge(known, [USER], ended=ended)
+        assert found is not None and found.exact
+        assert renderer.tokenizer.decode(list(found.tokens)) == text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -183,10 +184,9 @@ def test_no_text_of_others_becomes_a_control_token(name: str) -> None:
             answer = {"role": "assistant", "content": "so"}
         more = renderer.bridge([*messages, answer], new, tools, ended=family.eos)
         assert more is not None
-        ids = tokenizer.convert_tokens_to_ids(controls)
-        return Counter(t for t in whole + more if t in ids), tokenizer.decode(
-            (whole + more).tolist()
-        )
+        ids = {tokenizer.added_tokens_encoder[c] for c in controls}
+        tokens = whole + more.tokens
+        return Counter(t for t in tokens if t in ids), renderer.decode(tokens, controls)
 
     found, text = rendered(attack, schema)
     assert found == rendered("a", TOOLS[0])[0]
