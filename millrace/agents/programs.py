@@ -120,7 +120,9 @@ def score_of(value: Any) -> Score | None:
     extra: dict[str, float] = {}
     if isinstance(value, Mapping):
         if "reward" not in value:
-            raise EpisodeError("bad_reward", f'the program returned a dict without "reward": {value}')
+            raise EpisodeError(
+                "bad_reward", f'the program returned a dict without "reward": {value}'
+            )
         extra = {
             str(name): float(one)
             for name, one in value.items()

@@ -4,6 +4,7 @@
 overrides.
 """
 
+from millrace.config.agent_keys import AgentConfig
 from millrace.config.algorithm_keys import (
     ActorConfig,
     AlgorithmConfig,
@@ -29,6 +30,7 @@ from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "AsyncConfig",
     "Config",

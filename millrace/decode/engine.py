@@ -348,5 +348,5 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEn
         deterministic=trainer.deterministic,
         kv_on_swap=rollout.kv_on_swap,
         kept_slots=rollout.session_kv_slots,
-        decode=text_of(model_folder, trust) if rollout.stop else None,
+        decode=text_of(model_folder, trust),
     )

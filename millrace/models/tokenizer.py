@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,10 @@ def load_tokenizer(
 
 
 def text_of(folder: str | Path, trust_remote_code: bool) -> Callable[[Tokens], str]:
-    """Return a function from tokens to text, with the tokenizer in `folder`."""
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    """Return a function from tokens to text. Its first call loads the tokenizer in `folder`."""
+    tokenizer = cache(partial(load_tokenizer, folder, trust_remote_code=trust_remote_code))
 
     def decode(tokens: Tokens) -> str:
-        return str(tokenizer.decode(tokens.tolist()))
+        return str(tokenizer().decode(tokens.tolist()))
 
     return decode

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from millrace.agents.conversation import Conversation
+    from millrace.agents.endpoint import Endpoint
     from millrace.agents.programs import Program
     from millrace.agents.service import Service
 
 MODEL = "policy"
 """The policy's name at the endpoint."""
+
+OWN = ("chase",)
+"""Environments of the package, which generated tasks belong to."""
 
 Note = Callable[[str], None]
 
@@ -63,7 +67,7 @@ async def open_agent(
     from millrace.agents.template import check_template
 
     report = check_template(tokenizer)
-    if not agents.served and agents.environment not in ("",):
+    if agents.tools or agents.tool_config_path or agents.environment in OWN:
         report.require_tools()
     for line in report.refusals:
         note(f"chat template: {line}")
@@ -99,7 +103,7 @@ async def _play(
         return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     options = ChatOptions(
-        CallLimits(agents.max_parallel_calls, agents.tool_deadline_s),
+        CallLimits(agents.tool_deadline_s, agents.max_parallel_calls),
         Cut(encode, decode, agents.max_tool_tokens),
         agents.tool_deadline_s,
     )
@@ -127,7 +131,9 @@ def _environments(
     if agents.tool_config_path or agents.tools:
         of_row = load_tool_config(agents.tool_config_path) if agents.tool_config_path else None
         shared = load_function_tools(agents.tools, "agents.tools") if agents.tools else []
-        return lambda _: TaskWithTools(lambda p: [*(of_row(p) if of_row else ()), *shared]), _nothing
+        return lambda _: TaskWithTools(
+            lambda p: [*(of_row(p) if of_row else ()), *shared]
+        ), _nothing
     name = agents.environment
     if name == "chase":
         return lambda _: Chase(), _nothing
@@ -138,7 +144,10 @@ def _environments(
         return lambda _: named.make(), named.close
     if ":" not in name:
         raise bad_value(
-            key, name, "is not the name of an environment", f"chase, path.py:Class, {', '.join(KINDS)}"
+            key,
+            name,
+            "is not the name of an environment",
+            f"chase, path.py:Class, {', '.join(KINDS)}",
         )
     return _of_class(key, name), _nothing
 
@@ -151,8 +160,7 @@ def _of_class(key: str, name: str) -> Callable[[Prompt], ChatEnvironment]:
     kind = load(key, name, kind="class")
     if callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None)):
         return lambda _: kind()  # type: ignore[no-any-return]
-    factory = TrlFactory(kind)
-    return lambda _: factory()
+    return TrlFactory(kind)
 
 
 @asynccontextmanager
@@ -167,6 +175,7 @@ async def _serve(
     """Yield the agent of a program, and serve it for as long."""
     from millrace.agents.endpoint import Endpoint
     from millrace.agents.programs import ProgramAgent
+    from millrace.agents.remote import RemoteProgram
     from millrace.agents.service import Service, ServiceOptions
     from millrace.agents.wire import Sampling
 
@@ -185,8 +194,9 @@ async def _serve(
     if not agents.program:
         await endpoint.start()
         note(f"endpoint: {endpoint.url}/v1")
-        if agents.remote:
-            note(f"workers: the address and the token are in {_publish(program, folder, endpoint)}")
+    if isinstance(program, RemoteProgram):
+        path = program.publish(folder, endpoint.url)
+        note(f"workers find the address and the token in {path}")
     try:
         await program.start()
         yield ProgramAgent(program, service, converse, agents.deadline_s)
@@ -195,9 +205,7 @@ async def _serve(
         await endpoint.close()
 
 
-def _program(
-    agents: AgentConfig, service: Service, endpoint: Endpoint, note: Note
-) -> Program:
+def _program(agents: AgentConfig, service: Service, endpoint: Endpoint, note: Note) -> Program:
     from millrace.agents.command import CommandProgram
     from millrace.agents.function import FunctionProgram
     from millrace.agents.remote import RemoteProgram

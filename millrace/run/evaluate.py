@@ -12,6 +12,7 @@ from millrace.observe.watch import UNWATCHED, Watch
 from millrace.observe.watched import WatchedReward
 from millrace.pipeline.validation import Validator
 from millrace.ports import RolloutEngine
+from millrace.run.agents import limits_of
 from millrace.run.folder import open_eval_dir
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -41,6 +42,8 @@ def make_validator(s: Session, pool: RolloutEngine, watch: Watch = UNWATCHED) ->
         s.config.trainer.seed,
         s.config.reward.max_error_share,
         s.reward.whole_group,
+        s.agent,
+        limits_of(s.config.agents, rollout),
     )
 
 

@@ -61,7 +61,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
         check_rows,
         prompt_key=data.prompt_key,
         need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
-        refusal=refusal if scored and "" in functions else None,
+        refusal=refusal if scored and "" in functions and not config.agents.player else None,
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -107,6 +107,17 @@ class Problems:
             for d in chosen
         ]
 
+    def scripts(self, start: int, count: int) -> list[tuple[Prompt, tuple[str, ...]]]:
+        """Return demonstrations start .. start + count: a prompt, and the policy's turns."""
+        found = []
+        for i in range(start, start + count):
+            d = self.demonstrations[i]
+            text, tokens = self.chat.render(d.problem)
+            p = d.problem
+            prompt = Prompt(i, tokens, text, p.data_source, p.ground_truth, p.extra_info, p.columns)
+            found.append((prompt, d.turns))
+        return found
+
 
 def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     """Return the prompt streams, and write the model folder if it is missing.
@@ -116,7 +127,9 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
     tokenizer = (
-        _load_tokenizer(model, str(model_folder)) if made else _tokenizer(model, sources, key)
+        _load_tokenizer(model, str(model_folder))
+        if made
+        else _tokenizer(model, sources, key, roles=bool(config.agents.player))
     )
     chat = Chat(tokenizer)
     opened = partial(
@@ -289,15 +302,17 @@ def _check_overrides(model: ModelConfig) -> None:
         raise error
 
 
-def _tokenizer(model: ModelConfig, sources: Sources, prompt_key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.path, or a new one made of the texts."""
+def _tokenizer(
+    model: ModelConfig, sources: Sources, prompt_key: str, *, roles: bool
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of model.path, or a new one made of the texts, with marks of `roles`."""
     if model.path:
         return _load_tokenizer(model, model.path)
     from millrace.data.tokenizer import make_tokenizer
 
     rows = [sources.train, sources.sft, *([sources.val] if sources.val is not None else [])]
     corpus = (t for part in rows for t in texts(part, prompt_key=prompt_key))
-    tokenizer = make_tokenizer(model.tokenizer, corpus, model.tokenizer_vocab_size)
+    tokenizer = make_tokenizer(model.tokenizer, corpus, model.tokenizer_vocab_size, roles=roles)
     size = model.shape.vocab_size
     if size and size < len(tokenizer):
         rule = f"the tokenizer made of the data has {len(tokenizer)} tokens"

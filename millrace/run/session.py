@@ -9,7 +9,7 @@ from pathlib import Path
 
 from millrace.config import Config
 from millrace.config.keys import NOTHING, Derived, Trained
-from millrace.errors import ConfigError, MillraceError, bad_value
+from millrace.errors import ConfigError, MillraceError, MissingDependency, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
@@ -18,6 +18,7 @@ from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
 from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
+from millrace.run.agents import open_agent
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.problems import Problems
@@ -109,17 +110,26 @@ async def open_session(
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and trains and rollout:
             progress.note(end)
-        progress.phase("starting engines")
         async with AsyncExitStack() as stack:
             try:
+                agent = await stack.enter_async_context(
+                    open_agent(
+                        config.agents,
+                        config.rollout,
+                        problems.chat.tokenizer,
+                        run.path,
+                        progress.note,
+                    )
+                )
+                progress.phase("starting engines")
                 runtime = await stack.enter_async_context(
                     open_runtime(config, run, rollout=rollout)
                 )
-            except ConfigError:  # the machine lacks the devices
+            except (ConfigError, MissingDependency):  # such as a machine without the devices
                 run.discard()
                 raise
             engines = await build_engines(runtime, config, run, rollout=rollout)
-            yield Session(config, run, problems, engines, reward, progress)
+            yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
         await reward.close()
         if run is not None:

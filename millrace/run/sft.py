@@ -10,26 +10,40 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
+from millrace.rollout.episode import SingleTurn
 from millrace.run.session import Session, open_session
+from millrace.types import Tokens, tokens_of
 
 
 async def warm_up(s: Session) -> float:
     """Run the supervised steps on demonstrations. Returns the loss of the last step."""
     steps, size = s.config.sft.steps, s.config.sft.batch_size
     await s.engines.train.begin("sft", steps)
-    loss, examples = float("nan"), s.problems.examples(0, size)
+    loss, examples = float("nan"), await _examples(s, 0, size)
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
-        # A thread makes the next batch meanwhile. The event loop still has to send this one.
+        # The next batch is made meanwhile. The event loop still has to send this one.
         try:
-            examples = await asyncio.to_thread(
-                s.problems.examples, (k + 1) * size, size if k + 1 < steps else 0
-            )
+            examples = await _examples(s, (k + 1) * size, size if k + 1 < steps else 0)
             loss = (await step).metrics["sft/loss"]
         finally:
             step.cancel()
         s.progress.phase("supervised warm-up", k + 1, steps, f"loss {loss:.3f}")
     return loss
+
+
+async def _examples(s: Session, start: int, count: int) -> list[tuple[Tokens, ...]]:
+    """Return demonstrations as tokens. With an agent, it plays each one with a script."""
+    if isinstance(s.agent, SingleTurn):
+        return [*await asyncio.to_thread(s.problems.examples, start, count)]
+    from millrace.agents.scripted import demonstration
+
+    chat = s.problems.chat
+    eos = tokens_of(chat.eos_ids[:1])
+    return [
+        await demonstration(s.agent, prompt, turns, chat.encode, eos)
+        for prompt, turns in await asyncio.to_thread(s.problems.scripts, start, count)
+    ]
 
 
 async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
+from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
 from millrace.run.session import Session, open_session
@@ -318,6 +319,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         params,
         rollout.n,
         c.trainer.seed,
+        limits=limits_of(c.agents, c.rollout),
         overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor)
         if overlong.enable
         else None,

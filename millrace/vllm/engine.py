@@ -395,5 +395,5 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> VllmRolloutEng
         max_len=arguments["max_model_len"],
         kv_on_swap=rollout.kv_on_swap,
         can_sleep=arguments["enable_sleep_mode"],
-        decode=text_of(model_folder, trust) if rollout.stop else None,
+        decode=text_of(model_folder, trust),
     )
