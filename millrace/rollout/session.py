@@ -168,7 +168,8 @@ class Session:
         if self._plain and ending is not None and len(self._turns) == 1 and not self._dead:
             (turn,) = self._turns.values()  # One prompt and one response need no tree.
             return Trajectory((Thread(turn.segments),), ending.score, ending.reason)
-        turns = {n: t for n, t in self._turns.items() if not over or n not in self._running}
+        running = self._running if over else ()
+        turns = {n: t for n, t in self._turns.items() if t.segments and n not in running}
         extended = extended_by(turns, self._dead)
         replaced = superseded(turns, self._dead, extended) if over else set[int]()
         gone = {n for n in self._turns if n not in turns or n in replaced}

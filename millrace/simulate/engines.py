@@ -279,7 +279,11 @@ class SimTrainEngine:
 
     async def step(self, batch: TrainBatch) -> StepReport:
         tokens = sum(
-            len(s.prompt.tokens) + t.num_tokens for s in batch.samples for t in s.trajectories
+            len(s.prompt.tokens if thread.opening is None else thread.opening)
+            + sum(len(segment.tokens) for segment in thread.segments)
+            for s in batch.samples
+            for t in s.trajectories
+            for thread in t.threads
         )
         cost = self._cost
         seconds = {
@@ -293,7 +297,7 @@ class SimTrainEngine:
         return StepReport(1, {"train/tokens": float(tokens)}, seconds=ran)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        return [[-0.5] * t.num_tokens for s in samples for t in s.trajectories]
+        return [[-0.5] * t.num_policy_tokens for s in samples for t in s.trajectories]
 
     async def save(self, folder: str, staged: bool = False) -> None:
         return None

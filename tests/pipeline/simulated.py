@@ -16,7 +16,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.ports import StepReport
+from millrace.ports import Agent, StepReport
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
@@ -125,6 +125,8 @@ class Record:
             self.validation = asyncio.ensure_future(asyncio.sleep(self.validation_s))
 
 
+SINGLE_TURN = SingleTurn()
+
 Watchers = Callable[[float, Ledger], Sequence[Watcher]]
 """Makes the watchers of a run from the time and its ledger."""
 
@@ -156,7 +158,7 @@ class Outcome:
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
                     greedy: bool, save_s: float, validation_s: float, watchers: Watchers,
-                    saving: Callable[[LedgerSnapshot], None]) -> Outcome:  # fmt: skip
+                    saving: Callable[[LedgerSnapshot], None], agent: Agent) -> Outcome:  # fmt: skip
     loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     watch = Watch(loop.time, watchers(loop.time(), ledger))
@@ -168,7 +170,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     params = SamplingParams(max_tokens=1000)
     reward = WatchedReward(SimReward(cost, chance) if chance else SimReward(cost), watch)
     roller = SampleRoller(
-        SingleTurn(),
+        agent,
         reward,
         lambda tokens: str(tokens[:9]),
         params,
@@ -203,6 +205,7 @@ def simulate(
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
     save_s: float = 0.0, validation_s: float = 0.0, watchers: Watchers = lambda now, ledger: (),
     saving: Callable[[LedgerSnapshot], None] = lambda snapshot: None,
+    agent: Agent = SINGLE_TURN,
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -226,5 +229,6 @@ def simulate(
             validation_s,
             watchers,
             saving,
+            agent,
         )
     )
