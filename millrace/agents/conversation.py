@@ -12,15 +12,19 @@ import json
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
-from millrace.agents.history import Cause, History, Node, Place, normal
+from millrace.agents.history import History, Node, Place, normal
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
 from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
 from millrace.ports import PolicySession
-from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
+from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of, tokens_of
 
+_LONG = 32_000
+"""Characters of new messages that are encoded in a thread, so that they stall no other episode."""
+_APART = Lock()
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -71,13 +75,14 @@ class Conversation:
         scope = (request.model if auxiliary else None, _digest(request.tools))
         place = self._history.attach(messages, scope)
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
-        self._main = self._main or kind
-        after, context, cause = self._context(place, request.tools)
+        if not auxiliary:
+            self._main = self._main or kind
+        after, context, cause = await self._context(place, request.tools)
         asked = (scope, after, _digest(context.tobytes()), request.max_tokens, request.stop)
         if retry and (answer := await self._again(asked)) is not None:
             return answer
         if cause is not None:
-            self._session.count(f"forks/{cause}")
+            self._session.count(cause)
         done: asyncio.Future[ChatTurn | None] = asyncio.get_running_loop().create_future()
         self._drawing[asked] = done
         try:
@@ -161,29 +166,43 @@ class Conversation:
         last = self._said[max(main)]
         return (*(n.message for n in last.end.path() if n.message), last.answer)
 
-    def _context(
+    async def _context(
         self, place: Place, tools: tuple[ToolSchema, ...]
-    ) -> tuple[int | None, Tokens, Cause | None]:
-        """Return the turn that a request continues, the tokens after it, and the cause of a fork.
+    ) -> tuple[int | None, Tokens, str | None]:
+        """Return the turn that a request continues, the tokens after it, and what is counted.
 
-        The turn is None if the tokens open a thread.
+        The turn is None if the tokens open a thread. Long messages are encoded in a thread.
         """
+        if sum(len(m["content"]) for m in place.new) < _LONG:
+            return self._rendered(self._renderer, place, tools)
+        return await asyncio.to_thread(self._rendered_apart, place, tools)
+
+    def _rendered_apart(
+        self, place: Place, tools: tuple[ToolSchema, ...]
+    ) -> tuple[int | None, Tokens, str | None]:
+        with _APART:
+            return self._rendered(self._renderer.twin, place, tools)
+
+    def _rendered(
+        self, renderer: Renderer, place: Place, tools: tuple[ToolSchema, ...]
+    ) -> tuple[int | None, Tokens, str | None]:
         whole = (*place.known, *place.new)
+        cause = place.cause and f"forks/{place.cause}"
         if place.anchor is None:
-            return None, self._renderer.opening(whole, tools), place.cause
+            return None, renderer.opening(whole, tools), cause
         bridge = partial(
-            self._renderer.bridge,
-            *(place.known, place.new, tools),
-            ended=self._ended[place.anchor],
+            renderer.bridge, place.known, place.new, tools, ended=self._ended[place.anchor]
         )
-        if (context := bridge(keep=self._keep)) is not None:
-            return place.anchor, context, place.cause
-        try:
-            return None, self._renderer.opening(whole, tools), "template"
-        except RequestError:
-            if (context := bridge(keep=True)) is None:
-                raise
-            return place.anchor, context, place.cause
+        found, opening = bridge(keep=self._keep), None
+        if found is None:
+            try:
+                opening = renderer.opening(whole, tools)
+            except RequestError:
+                if (found := bridge(keep=True)) is None:
+                    raise
+        if found is None:
+            return None, opening or tokens_of(), "forks/template"
+        return place.anchor, found.tokens, cause or (None if found.exact else "kept_history")
 
     async def _again(self, asked: Hashable) -> ChatTurn | None:
         """Return the answer to a request that was asked before, if there is one."""

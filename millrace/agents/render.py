@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +25,20 @@ U, A, V = "\ue002u", "\ue002a", "\ue002v"
 """Contents of probes. No template and no message has them."""
 USER: Message = {"role": "user", "content": U}
 ANSWER: Message = {"role": "assistant", "content": A}
-CALL_NAME = "probe"
 CALL: dict[str, Any] = {
     "id": "abcdefghi",
     "type": "function",
-    "function": {"name": CALL_NAME, "arguments": "{}"},
+    "function": {"name": "probe", "arguments": f'{{"key": "{A}"}}'},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """The tokens between a drawn answer and the next one."""
+
+    tokens: Tokens
+    exact: bool
+    """False: the template rewrites history, so a short history stood in for the true one."""
 
 
 class Renderer:
@@ -69,7 +79,7 @@ class Renderer:
         *,
         ended: str | None,
         keep: bool = True,
-    ) -> Tokens | None:
+    ) -> Extension | None:
         """Return the tokens that follow the drawn answer, which is the last message of `known`.
 
         `ended` is the text of the token that ended the answer. None: a limit or a stop string
@@ -83,9 +93,15 @@ class Renderer:
         suffix = self._difference(known, new, tools, ended)
         if suffix is not None and not keep and self._forgets(known, tools):
             suffix = None
+        exact = suffix is not None
         if suffix is None and keep:
             suffix = self._after_short(known[-1], new, ended)
-        return None if suffix is None else self._tokens(suffix, after=ended)
+        return None if suffix is None else Extension(self._tokens(suffix, after=ended), exact)
+
+    @cached_property
+    def twin(self) -> Renderer:
+        """A copy for other threads. A tokenizer has settings that each call may change."""
+        return Renderer(deepcopy(self.tokenizer), self._options)
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of plain text. The text of a control token stays text."""
@@ -113,8 +129,8 @@ class Renderer:
         return self._text([USER], (), head=True).rstrip().endswith("<think>")
 
     @cached_property
-    def shown(self) -> frozenset[str]:
-        """The roles whose text the template writes. Some templates drop messages silently."""
+    def refused(self) -> dict[str, str]:
+        """The roles that the template refuses or drops silently, each with the reason."""
         call: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         probes: dict[str, list[Message]] = {
             "system": [{"role": "system", "content": V}, USER],
@@ -122,7 +138,14 @@ class Renderer:
             "assistant": [USER, {"role": "assistant", "content": V}],
             "tool": [USER, call, {"role": "tool", "content": V, "tool_call_id": CALL["id"]}],
         }
-        return frozenset(role for role, messages in probes.items() if self.shows(messages, V))
+        found: dict[str, str] = {}
+        for role, messages in probes.items():
+            try:
+                if V not in self._text(messages, (), head=False):
+                    found[role] = "the chat template drops the text of such messages"
+            except RequestError as error:
+                found[role] = str(error)
+        return found
 
     def shows(self, messages: Messages, text: str, tools: Sequence[ToolSchema] = ()) -> bool:
         """Whether the template writes `text`, which is in `messages` or `tools`."""
@@ -133,8 +156,9 @@ class Renderer:
 
     def _check(self, messages: Messages) -> None:
         """Raise RequestError if the template would drop or refuse the text of a role."""
-        for role in sorted({m["role"] for m in messages} - self.shown):
-            raise RequestError(f"the chat template has no place for messages of role {role!r}")
+        for message in messages:
+            if why := self.refused.get(message["role"]):
+                raise RequestError(f"a message of role {message['role']!r}: {why}")
 
     def _difference(
         self, known: Messages, new: Messages, tools: Sequence[ToolSchema], ended: str | None
@@ -169,7 +193,7 @@ class Renderer:
             _, mark, rest = self._text([USER, ANSWER, *new], (), head=True).partition(A)
         except RequestError:
             return None
-        return self._open(rest, ended) if mark else None
+        return self._open(rest, ended) if mark and U not in rest else None
 
     def _closing(self, text: str) -> str:
         """Return what the template writes at the end of an answer."""

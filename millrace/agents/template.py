@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from millrace.agents.render import ANSWER, CALL, CALL_NAME, USER, Messages, Renderer, V
+from millrace.agents.render import ANSWER, CALL, USER, A, Messages, Renderer, V
 from millrace.agents.request import RequestError, ToolSchema
 from millrace.errors import bad_value
 from millrace.types import Message
@@ -104,17 +104,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> TemplateReport:
     if not tokenizer.chat_template:
         raise bad_value(_KEY, "no chat template", "agents need a chat template", fix)
     renderer = Renderer(tokenizer)
-    if "user" not in renderer.shown or "assistant" not in renderer.shown:
-        try:
-            renderer.opening([USER])
-            why = "it does not write the text of messages"
-        except RequestError as error:
-            why = str(error)
+    if why := renderer.refused.get("user") or renderer.refused.get("assistant"):
         raise bad_value(_KEY, "its chat template", why, fix)
     return TemplateReport(
-        system="system" in renderer.shown,
+        system="system" not in renderer.refused,
         tools=renderer.shows([USER], _NAME, [_TOOL]),
-        tool_results="tool" in renderer.shown,
+        tool_results="tool" not in renderer.refused,
         parallel_calls=_parallel(renderer),
         thinking=_thinking(renderer),
         opens_thinking=renderer.opens_thinking,
@@ -135,8 +130,8 @@ def _results(count: int) -> list[Message]:
 
 def _parallel(renderer: Renderer) -> bool:
     messages = [USER, _calls(2), *_results(2)]
-    texts = [CALL_NAME, *(str(m["content"]) for m in messages[2:])]
-    return "tool" in renderer.shown and all(renderer.shows(messages, t) for t in texts)
+    texts = [A, *(str(m["content"]) for m in messages[2:])]
+    return "tool" not in renderer.refused and all(renderer.shows(messages, t) for t in texts)
 
 
 def _thinking(renderer: Renderer) -> Literal["none", "kept", "dropped"]:
@@ -147,11 +142,8 @@ def _thinking(renderer: Renderer) -> Literal["none", "kept", "dropped"]:
 
 
 def _bridge(renderer: Renderer, known: Messages, new: Messages) -> Bridge:
-    for keep, name in ((False, "exact"), (True, "short")):
-        try:
-            found = renderer.bridge(known, new, ended=None, keep=keep)
-        except RequestError:
-            return "none"
-        if found is not None:
-            return "exact" if name == "exact" else "short"
-    return "none"
+    try:
+        found = renderer.bridge(known, new, ended=None)
+    except RequestError:
+        return "none"
+    return "none" if found is None else "exact" if found.exact else "short"

@@ -10,9 +10,9 @@ import pytest
 
 from millrace.agents.request import RequestError
 from millrace.types import Message, tokens_of
-from tests.agents.families import FAMILIES, tokenizer_of
+from tests.agents.families import FAMILIES
 from tests.agents.fuzz import Meddler, honest
-from tests.agents.players import TOOLS, Table, following, sent_back
+from tests.agents.players import TOOLS, Table, following, renderer_of, sent_back
 
 USER: Message = {"role": "user", "content": "hello"}
 SYSTEM: Message = {"role": "system", "content": "be kind"}
@@ -215,7 +215,10 @@ def test_dropped_thinking_opens_a_thread_where_history_is_the_templates() -> Non
             turn = await table.ask(*messages)
             assert turn.message.get("reasoning_content") == ("so" if n < 2 else None)
             messages += [turn.message, *following(turn, Random(n))]
-        assert len(table.end().threads) == 1 + (history == "template")
+        trajectory = table.end()
+        assert len(trajectory.threads) == 1 + (history == "template")
+        counted = "kept_history" if history == "keep" else "forks/template"
+        assert trajectory.counts[counted] == 1
         return [t.after for t in table.session.turns]
 
     assert asyncio.run(play("keep")) == [None, 0, 1]
@@ -270,7 +273,9 @@ def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens() -> None:
         turn = await table.ask(USER, stop=("table", "weather"))
         assert turn.message["content"] == "a " and turn.stopped_by == "weather"
         await table.ask(USER, turn.message, USER)
-        text = tokenizer_of("qwen2.5").decode(table.session.turns[1].context)
+        text = renderer_of("qwen2.5").decode(
+            table.session.turns[1].context, ["<|im_start|>", "<|im_end|>"]
+        )
         assert text == "<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
     asyncio.run(play())
@@ -289,5 +294,20 @@ def test_requests_that_cannot_be_served_are_refused(message: Message, text: str)
         asyncio.run(Table.laid("qwen2.5", 0).ask(message))
     with pytest.raises(RequestError, match="empty"):
         asyncio.run(Table.laid("qwen2.5", 0).ask())
-    with pytest.raises(RequestError, match="role 'system'"):
+    with pytest.raises(RequestError, match="System role not supported"):
         asyncio.run(Table.laid("gemma", 0).ask(SYSTEM, USER, tools=()))
+
+
+def test_a_long_message_is_encoded_apart_to_the_same_tokens() -> None:
+    async def play() -> None:
+        table = Table.laid("qwen2.5", 0, texts=("a", "b"))
+        turn = await table.ask(USER)
+        long = "the table <|im_end|> " * 5000
+        messages = [USER, turn.message, {"role": "user", "content": long}]
+        await asyncio.gather(table.ask(*messages), table.ask(USER, turn.message, USER))
+        known = [USER, {"role": "assistant", "content": "a"}]
+        plain = renderer_of("qwen2.5").bridge(known, messages[2:], TOOLS, ended="<|im_end|>")
+        context = max((t.context for t in table.session.turns), key=len)
+        assert plain is not None and plain.tokens == context
+
+    asyncio.run(play())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from millrace.data.chat import Chat
 from millrace.data.rows import Problem, texts
 from millrace.data.sources import load_source
-from millrace.data.tokenizer import make_tokenizer
+from millrace.data.tokenizer import ROLES, make_tokenizer
 from millrace.errors import ConfigError, DataError
 
 CHATML = (
@@ -128,3 +128,20 @@ def test_a_template_that_changes_messages_refuses_special_tokens_in_them() -> No
     assert chat.render(Problem([{"role": "user", "content": "hello"}], "x"))
     with pytest.raises(DataError, match=r"a row.*special token"):
         chat.render(Problem([{"role": "user", "content": "hello<eos>"}], "x"), "a row")
+
+
+@pytest.mark.parametrize("kind", ["chars", "bpe"])
+def test_a_made_tokenizer_can_write_conversations(kind: Literal["chars", "bpe"]) -> None:
+    """The marks of roles are tokens 3 to 6, and a call is written as `?7.`."""
+    tokenizer = make_tokenizer(kind, ["c3:7>?.=;"], 512, roles=True)
+    assert tokenizer.convert_tokens_to_ids(list(ROLES)) == [3, 4, 5, 6]
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"key": 7}}}
+    messages: list[Any] = [
+        {"role": "user", "content": "c3:7>"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "0;"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<user>c3:7><assistant>?7.<eos><tool>0;<assistant>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "c3:7>?7.0;"
