@@ -158,7 +158,11 @@ class LiveEpisode:
                 if len(draw.turns) == 1:
                     await self._turn(draw, 0)
                 else:
-                    await asyncio.gather(*(self._turn(draw, k) for k in range(len(draw.turns))))
+                    async with asyncio.TaskGroup() as tasks:
+                        for k in range(len(draw.turns)):
+                            tasks.create_task(self._turn(draw, k), name=f"{draw.nonce}/{k}")
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         except TimeoutError:
             raise EpisodeError(
                 "turn_deadline",

@@ -239,7 +239,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     return "".join(parts)
 
 
-def call_of(number: str, name: Any, arguments: Any, where: str) -> Body:
+def call_of(number: Any, name: Any, arguments: Any, where: str) -> Body:
     """Return a tool call in OpenAI's form."""
     if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(number, str):
         raise wrong(where, (number, name, arguments), "needs an id, a name and arguments as text")

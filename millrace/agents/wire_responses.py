@@ -188,7 +188,7 @@ def _items(drawn: Drawn) -> list[Body]:
     calls = calls_of(turn.message)
     text = turn.message.get("content") or ""
     if text or not calls:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        part: Body = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         items.append(
             {
                 "id": f"msg_{drawn.nonce}",
@@ -228,7 +228,7 @@ def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
         else:
             part = item["content"][0]
             kind, at = part["type"], {**at, "content_index": 0}
-            more = {"logprobs": []} if kind == "output_text" else {}
+            more: Body = {"logprobs": []} if kind == "output_text" else {}
             yield event("content_part.added", **at, part={**part, "text": ""})
             if part["text"]:
                 yield event(f"{kind}.delta", **at, delta=part["text"], **more)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
@@ -57,6 +58,8 @@ async def openai_sdk(url: str, key: str, stream: bool) -> None:
 
 async def chat_with(client: Any, stream: bool) -> None:
     """Play an episode with an openai client."""
+    import openai
+
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": QUESTION},
@@ -69,7 +72,9 @@ async def chat_with(client: Any, stream: bool) -> None:
             ) as events:
                 async for _event in events:
                     pass
-                answer = await events.get_final_completion()
+                with suppress(openai.LengthFinishReasonError):  # The helper refuses cut answers.
+                    await events.get_final_completion()
+                answer = events.current_completion_snapshot
         else:
             answer = await client.chat.completions.create(**asked)
         message = answer.choices[0].message
@@ -77,6 +82,7 @@ async def chat_with(client: Any, stream: bool) -> None:
         messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
         for call in messages[-1].get("tool_calls", ()):
             call["function"].pop("parsed_arguments", None)
+            call.pop("index", None)
             text = result_of(call["function"]["arguments"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         if not message.tool_calls:

@@ -17,11 +17,11 @@ from millrace.types import Message, Tokens, Turn, floats_of, tokens_of
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in an event loop of its own."""
+    """Run an async test in an event loop of its own, for a minute at most."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 

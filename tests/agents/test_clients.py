@@ -20,7 +20,7 @@ from tests.agents.talks import in_loop, options
 
 EPISODES = 8
 PACKAGES = {"openai-agents": "agents", "openai-agents-responses": "agents"}
-CUT = {"LengthFinishReasonError", "ModelBehaviorError", "UnexpectedModelBehavior"}
+CUT = {"ModelBehaviorError", "UnexpectedModelBehavior"}
 """What clients raise if a limit cut the policy's turn, or if it is empty."""
 
 

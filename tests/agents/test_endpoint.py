@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from millrace.agents.request import ChatRequest
+from millrace.errors import MissingDependency
 from millrace.types import Message
 from tests import listening
 from tests.agents.talks import CHAT, USER, Desk, in_loop, said
@@ -122,6 +124,13 @@ async def test_another_host_is_named_in_a_warning(caplog: pytest.LogCaptureFixtu
     await endpoint.start()
     await endpoint.close()
     assert "agents.host = 0.0.0.0" in caplog.text and "plain HTTP" in caplog.text
+
+
+@in_loop
+async def test_without_aiohttp_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(MissingDependency, match="pip install 'aiohttp"):
+        await Endpoint(Desk(hello).service, "127.0.0.1", 0).start()
 
 
 @in_loop

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.agents.request import ChatRequest, RequestError
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError
 from millrace.agents.service import Answer
 from millrace.errors import EpisodeError, LimitReached
 from tests.agents.talks import CHAT, USER, Desk, called, in_loop, said
@@ -156,6 +156,26 @@ async def test_a_turn_that_misses_its_deadline_fails_the_episode() -> None:
     assert code_of(await desk.post(CHAT, BODY)) == (400, "episode_failed")
     assert isinstance(desk.episode.error, EpisodeError)
     assert desk.episode.error.reason == "turn_deadline" and desk.talk.cancelled == 1
+
+
+@in_loop
+async def test_one_choice_that_fails_ends_the_others() -> None:
+    desk = Desk(hello)
+    rest = asyncio.Event()
+
+    async def draw(request: ChatRequest) -> ChatTurn:
+        desk.talk.requests.append(request)
+        if len(desk.talk.requests) < 3:
+            try:
+                await rest.wait()
+            except asyncio.CancelledError:
+                desk.talk.cancelled += 1
+                raise
+        raise LimitReached("tokens", "no room")
+
+    desk.talk.chat = draw  # type: ignore[method-assign]
+    answer = await desk.post(CHAT, {**BODY, "n": 3})
+    assert code_of(answer) == (400, "max_episode_tokens_reached") and desk.talk.cancelled == 2
 
 
 @in_loop
