@@ -104,7 +104,9 @@ class PythonTool:
         if self._running is None:
             self._running = await self._open(limits)
         try:
-            return await asyncio.wait_for(_exchange(self._running, code, limits.output), limits.wall_s)
+            return await asyncio.wait_for(
+                _exchange(self._running, code, limits.output), limits.wall_s
+            )
         except TimeoutError:
             reason = "wall"
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):

@@ -28,7 +28,9 @@ from millrace.types import (
     tokens_of,
 )
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!=>_{}[]()'\"\\/<|+-*`\n"
+LETTERS = (
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!=>_{}[]()'\"\\/<|+-*`\n"
+)
 TOKENIZER = make_tokenizer("chars", [LETTERS], 0, roles=True)
 CHAT = Chat(TOKENIZER)
 EOS = tokens_of(CHAT.eos_ids[:1])
@@ -40,7 +42,9 @@ def prompt_of(content: str, **values: Any) -> Prompt:
 
 
 def agent_of(
-    make: Callable[[Prompt], ChatEnvironment], options: ChatOptions | None = None, form: str = "line"
+    make: Callable[[Prompt], ChatEnvironment],
+    options: ChatOptions | None = None,
+    form: str = "line",
 ) -> ChatAgent:
     return ChatAgent(
         make,

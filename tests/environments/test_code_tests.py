@@ -34,7 +34,7 @@ def agent() -> ChatAgent:
         ("def f(x): return", 0.0),
         ("def f(x):", 0.0),
         ("while True: pass", 0.0),
-        ("import os\nprint('[\"4\", \"25\"]', flush=True)\nos._exit(0)", 2 / 3),
+        ('import os\nprint(\'["4", "25"]\', flush=True)\nos._exit(0)', 2 / 3),
         ("print('[[[')\nraise SystemExit", 0.0),
         ("", 0.0),
     ],

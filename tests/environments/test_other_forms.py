@@ -17,7 +17,7 @@ from millrace.types import Score
 from tests.agents.scripts import agent_of, play, prompt_of
 from tests.agents.test_chat_agent import add, call, results
 
-VERL = '''
+VERL = """
 from typing import Any, Optional
 from uuid import uuid4
 
@@ -50,7 +50,7 @@ class Guess(BaseTool):
     async def release(self, instance_id: str, **kwargs):
         del self.tries[instance_id]
         LOG.append("release")
-'''
+"""
 YAML = """
 tools:
   - class_name: {module}.Guess

@@ -68,7 +68,9 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> Non
 
 
 def test_right_arguments_call_the_function_and_results_become_text() -> None:
-    assert asyncio.run(FunctionTool(search).call({"query": "a", "top": 2})) == '["a-fast", "a-fast"]'
+    assert (
+        asyncio.run(FunctionTool(search).call({"query": "a", "top": 2})) == '["a-fast", "a-fast"]'
+    )
     assert text_of("as it is") == "as it is"
     assert text_of({"ü": 1}) == '{"ü": 1}'
     assert text_of({1, 1}) == "{1}"

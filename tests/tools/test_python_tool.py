@@ -32,7 +32,9 @@ def test_without_a_state_each_call_is_a_program() -> None:
         assert "NameError: name 'x' is not defined" in await call("print(x)")
         assert await call("raise SystemExit(3)") == "\n[exit code 3]"
         assert await call("while True: pass") == "\n[stopped: it ran longer than 2 s]"
-        assert (await call("print('y' * 10**6)")).endswith("[stopped: it wrote more than 8000 bytes]")
+        assert (await call("print('y' * 10**6)")).endswith(
+            "[stopped: it wrote more than 8000 bytes]"
+        )
 
     with_tool(work, state=False)
 

@@ -70,7 +70,9 @@ def secret(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_program_runs_with_its_input_and_its_files() -> None:
-    source = "import sys; print(sys.stdin.read().upper()); print('to err', file=sys.stderr); exit(3)"
+    source = (
+        "import sys; print(sys.stdin.read().upper()); print('to err', file=sys.stderr); exit(3)"
+    )
     result = run(source, stdin="hello ünïcode")
     assert result.stdout == "HELLO ÜNÏCODE\n" and result.stderr == "to err\n"
     assert (result.status, result.reason) == (3, "exit") and result.seconds > 0
@@ -174,6 +176,7 @@ BOMBS = {
         "wall",
     ),
 }
+
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_at_the_limit_that_is_named(bomb: str) -> None:
@@ -321,6 +324,8 @@ def test_the_level_process_limits_and_cleans_up_but_hides_nothing() -> None:
     refused = run("import socket; socket.socket()", **level)
     assert "Address family not supported" in refused.stderr
     mark = "600.14142"
-    source = f"import subprocess; subprocess.Popen(['/bin/sleep', '{mark}'], start_new_session=True)"
+    source = (
+        f"import subprocess; subprocess.Popen(['/bin/sleep', '{mark}'], start_new_session=True)"
+    )
     assert run(source, **level).reason == "exit"
     assert not any(mark in line for line in processes())
