@@ -176,9 +176,7 @@ class TrainEngine(Protocol):
         ...
 
     async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
-        """Take one supervised step on (prompt, response, context, response, ...).
-
-        Most examples are a prompt and a response.
+        """Take one supervised step. An example is (prompt, response, context, response, ...).
 
         The report has at least the metric sft/loss.
         """

@@ -26,8 +26,9 @@ ARROWS: dict[str, set[str]] = {
     "ports": set(),
     "schedule": set(),
     "algorithms": set(),
-    "environments": set(),
-    "agents": {"ports"},
+    "environments": {"data"},
+    "tools": {"environments"},
+    "agents": {"data", "environments", "ports"},
     "simulate": {"ports"},
     "testing": {"ports"},
     "config": {"algorithms", "schedule"},
@@ -54,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
 """The imports of each room. A room imports nothing else."""
 
 OPTIONAL: dict[str, set[str]] = {
+    "tools": set(),
     "simulate": set(),
     "testing": set(),
     "bench": {"cli"},

@@ -37,7 +37,7 @@ EOS = tokens_of(CHAT.eos_ids[:1])
 
 
 def prompt_of(content: str, **values: Any) -> Prompt:
-    text, tokens = CHAT.render(Problem([{"role": "user", "content": content}], "test"))
+    _, tokens = CHAT.render(Problem([{"role": "user", "content": content}], "test"))
     return Prompt(0, tokens, content, "test", **values)
 
 

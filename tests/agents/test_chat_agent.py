@@ -56,7 +56,7 @@ def test_an_episode_of_chase_has_one_thread_and_only_the_policy_s_tokens_are_its
     done = play(agent_of(lambda _: Chase()), prompt, ["?7.", "?1.", "?4.", "=0"])
     assert done.score == Score(1.0, answer="0") and done.ended == "done"
     assert len(done.threads) == 1
-    texts = [(s.author, CHAT.tokenizer.decode(s.tokens)) for s in done.segments]
+    texts = [(s.author, str(CHAT.tokenizer.decode(s.tokens.tolist()))) for s in done.segments]
     assert texts == [
         (Author.POLICY, "?7.<eos>"),
         (Author.ENVIRONMENT, "<tool>1<assistant>"),
@@ -161,7 +161,7 @@ def test_a_long_result_is_cut_by_tokens_with_a_mark() -> None:
         """
         return "a" * n + "z" * n
 
-    cut = Cut(CHAT.encode, lambda t: CHAT.tokenizer.decode(t), 20)
+    cut = Cut(CHAT.encode, lambda t: str(CHAT.tokenizer.decode(t)), 20)
     said = [call("long", n=100), call("long", n=10), "end"]
     done = play(tools_agent(long, cut=cut), prompt_of("x"), said)
     assert results(done)[0] == "a" * 10 + "[... 180 characters cut ...]" + "z" * 10

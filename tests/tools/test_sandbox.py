@@ -268,7 +268,7 @@ def test_many_run_at_once_and_each_has_its_own_folder() -> None:
 
 
 def test_a_program_that_cannot_start_is_no_result_of_the_program() -> None:
-    with pytest.raises(EpisodeError, match="cannot start.*no-such-program"):
+    with pytest.raises(EpisodeError, match=r"cannot start.*no-such-program"):
         run(["/no-such-program"])
 
 

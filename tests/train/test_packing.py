@@ -173,6 +173,12 @@ def test_demonstrations_train_the_response_alone() -> None:
     assert rows.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert rows.trained.tolist() == [False, False, True, True, False, True]
     assert rows.inputs.tolist() == [3, 1]
+    talk = [tokens_of(part) for part in ([1], [2, 3], [4], [5], [6])]
+    rows = rows_of_examples([tuple(talk), (tokens_of([7]), tokens_of([8])), tuple(talk[:4])])
+    assert rows.lengths.tolist() == [6, 2, 5]
+    trained = [[False, True, True, False, True, False], [False, True], [False, True, True]]
+    assert rows.trained.tolist() == [*trained[0], *trained[1], *trained[2], False, True]
+    assert rows.inputs.tolist() == [4, 1, 4] and rows.trained_tokens.tolist() == [3, 1, 3]
     with pytest.raises(ValueError, match="prompt has no tokens"):
         rows_of_examples([(tokens_of(), tokens_of([1]))])
     with pytest.raises(ValueError, match="prompt of sample 7"):
