@@ -22,6 +22,16 @@ from millrace.cli.console import (
 )
 from millrace.observe.progress import Progress
 
+_Splits = Annotated[
+    str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
+]
+_Skip = Annotated[
+    int,
+    typer.Option(
+        min=0, help="First optimizer steps to leave out. The end of a run is always left out."
+    ),
+]
+
 bench = typer.Typer(
     no_args_is_help=True,
     help="Measure the modes, the training or the weight sync of a recipe on these devices.\n\n"
@@ -121,9 +131,7 @@ def bench_modes(
     modes: Annotated[
         str, typer.Option(help="Modes to measure, separated by commas.")
     ] = "colocate_sync,colocate_partial,one_step_off,async_partial",
-    splits: Annotated[
-        str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
-    ] = "1+1",
+    splits: _Splits = "1+1",
     uniform: Annotated[
         str, typer.Option(help="Modes to repeat with all responses at the mean length.")
     ] = "",
@@ -133,12 +141,7 @@ def bench_modes(
             min=1, help="Runs of each mode and split. Runs on the same devices alternate."
         ),
     ] = 1,
-    skip: Annotated[
-        int,
-        typer.Option(
-            min=0, help="First optimizer steps to leave out. The end of a run is always left out."
-        ),
-    ] = 1,
+    skip: _Skip = 1,
     folder: Annotated[Path, typer.Option(help="New folder for the runs.")] = Path(
         "runs/bench-modes"
     ),
@@ -173,10 +176,15 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            from millrace.bench.table import remarks, table
+            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
 
-            lines = [table(figures), *remarks(figures)]
-            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
+
+def _report_modes(
+    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
+) -> None:
+    from millrace.bench.table import remarks, table
+
+    _report_runs(json_, folder, figures, [table(figures), *remarks(figures)], planned=planned)
 
 
 def _report_runs(
@@ -197,9 +205,7 @@ def bench_agents(
     modes: Annotated[
         str, typer.Option(help="Modes to measure, separated by commas.")
     ] = "colocate_sync,one_step_off,async_staleness,async_partial,async_swap,colocate_partial",
-    splits: Annotated[
-        str, typer.Option(help="TRAINERS+ROLLOUTS devices, such as 1+1,2+6, separated by commas.")
-    ] = "1+1",
+    splits: _Splits = "1+1",
     staleness: Annotated[
         str,
         typer.Option(
@@ -217,12 +223,7 @@ def bench_agents(
         str, typer.Option(help="Tokens of a tool's result, MEDIAN,SIGMA,CUT.")
     ] = "16,0.5,64",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 1,
-    skip: Annotated[
-        int,
-        typer.Option(
-            min=0, help="First optimizer steps to leave out. The end of a run is always left out."
-        ),
-    ] = 1,
+    skip: _Skip = 1,
     folder: Annotated[Path, typer.Option(help="New folder for the runs.")] = Path(
         "runs/bench-agents"
     ),

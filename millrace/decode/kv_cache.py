@@ -261,9 +261,8 @@ def _extension_attention(
         for t in (keys, values)
     )
     padded = q.index_select(0, e.padded_from).view(len(e.slots), e.longest, *q.shape[1:])
-    out = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (padded, k, v)), attn_mask=e.mask, scale=scaling
-    )
+    q, k, v = (t.transpose(1, 2) for t in (padded, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=e.mask, scale=scaling)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, e.packed_from)
 
 
