@@ -140,7 +140,9 @@ async def main(count: int) -> None:
         counts.update((await meddler.play(3)).counts)
         did += meddler.did
     wall, cpu = time.perf_counter() - start, time.process_time() - used
-    sys.stdout.write(f"{count} episodes in {wall:.1f} s, {cpu:.1f} s of one core\n{dict(did)}\n{dict(counts)}\n")
+    sys.stdout.write(
+        f"{count} episodes in {wall:.1f} s, {cpu:.1f} s of one core\n{dict(did)}\n{dict(counts)}\n"
+    )
 
 
 if __name__ == "__main__":
