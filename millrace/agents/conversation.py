@@ -20,7 +20,7 @@ from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
 from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
 from millrace.ports import PolicySession
-from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of, tokens_of
+from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
 
 _LONG = 32_000
 """Characters of new messages that are encoded in a thread, so that they stall no other episode."""
@@ -77,21 +77,21 @@ class Conversation:
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
         if not auxiliary:
             self._main = self._main or kind
-        after, context, cause = await self._context(place, request.tools)
-        asked = (scope, after, _digest(context.tobytes()), request.max_tokens, request.stop)
+        asked = (place.end, request.max_tokens, request.stop)
         if retry and (answer := await self._again(asked)) is not None:
             return answer
-        if cause is not None:
-            self._session.count(cause)
         done: asyncio.Future[ChatTurn | None] = asyncio.get_running_loop().create_future()
         self._drawing[asked] = done
         try:
+            after, context, cause = await self._context(place, request.tools)
+            if cause is not None:
+                self._session.count(cause)
             turn = await self._session.draw(
                 context, after=after, max_tokens=request.max_tokens, stop=request.stop
             )
             answer = self._answer(turn, request)
             message = normal(answer.message)
-            self._history.add(place, turn.number, message, asked[1:3])
+            self._history.add(place, turn.number, message, (after, _digest(context.tobytes())))
             self._said[turn.number] = _Said(place.end, message, kind)
             self._answers[asked] = answer
             if auxiliary:
@@ -193,15 +193,13 @@ class Conversation:
         bridge = partial(
             renderer.bridge, place.known, place.new, tools, ended=self._ended[place.anchor]
         )
-        found, opening = bridge(keep=self._keep), None
+        found = bridge(keep=self._keep)
         if found is None:
             try:
-                opening = renderer.opening(whole, tools)
+                return None, renderer.opening(whole, tools), "forks/template"
             except RequestError:
                 if (found := bridge(keep=True)) is None:
                     raise
-        if found is None:
-            return None, opening or tokens_of(), "forks/template"
         return place.anchor, found.tokens, cause or (None if found.exact else "kept_history")
 
     async def _again(self, asked: Hashable) -> ChatTurn | None:

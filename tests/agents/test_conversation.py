@@ -311,3 +311,29 @@ def test_a_long_message_is_encoded_apart_to_the_same_tokens() -> None:
         assert plain is not None and plain.tokens == context
 
     asyncio.run(play())
+
+
+def test_a_template_that_hides_thinking_from_the_start_is_noticed() -> None:
+    async def play(history: str) -> int | None:
+        texts = ("so\n</think>\n\na", "b")
+        table = Table.laid("deepseek-r1", 0, texts=texts, history=history)
+        turn = await table.ask(USER)
+        await table.ask(USER, turn.message, USER)
+        return table.session.turns[1].after
+
+    assert asyncio.run(play("keep")) == 0
+    assert asyncio.run(play("template")) is None
+
+
+def test_a_sibling_that_continues_in_another_thread_lives() -> None:
+    async def play() -> None:
+        texts = tuple(f"<think>\nso\n</think>\n\n{a}" for a in "abc")
+        table = Table.laid("qwen3", 0, texts=texts, history="template")
+        first = await table.ask(USER)
+        await table.ask(USER)
+        await table.ask(USER, first.message, USER)
+        trajectory = table.end()
+        assert len(trajectory.threads) == 2
+        assert trajectory.dead_tokens == len(table.engine.log[1][1])
+
+    asyncio.run(play())

@@ -234,3 +234,19 @@ def test_plain_text_survives_and_only_named_marks_are_decoded() -> None:
     marks = renderer.tokenizer.encode("[TOOL_CALLS]</s>", add_special_tokens=False)
     drawn = tokens + tokens_of(marks)
     assert renderer.decode(drawn, ["[TOOL_CALLS]"]) == text + "[TOOL_CALLS]"
+
+
+def test_a_tokenizer_that_writes_a_blank_first_writes_none_in_a_bridge() -> None:
+    from tokenizers import decoders, pre_tokenizers
+
+    tokenizer = make_tokenizer("chars", ["▁[INST]/helo "], 0)
+    backend = tokenizer.backend_tokenizer
+    split = backend.pre_tokenizer
+    first = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([first, split])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer.chat_template = (FOLDER / "vicuna.jinja").read_text().replace("USER: ", "[INST]")
+    known = [USER, {"role": "assistant", "content": "hello"}]
+    found = Renderer(tokenizer).bridge(known, [USER], ended="<eos>")
+    assert found is not None
+    assert tokenizer.convert_ids_to_tokens(list(found.tokens))[:3] == ["<unk>", "[", "I"]
