@@ -58,24 +58,36 @@ class McpServers:
         return McpEnvironment(self)
 
     async def connect(self) -> McpConnection:
-        """Return a live connection. A shared one that failed is replaced."""
+        """Return a connection. A shared one that failed is replaced.
+
+        Its episodes keep the old one until they end: one slow call fails one episode.
+        """
         if not self.options.shared:
-            return await McpConnection.open(self.options)
-        async with self._starting:
-            if self._shared is not None and self._shared.lost:
-                old, self._shared = self._shared, None
-                await old.close()
-            if self._shared is None:
-                self._shared = await McpConnection.open(self.options)
-            return self._shared
+            connection = await McpConnection.open(self.options)
+        else:
+            async with self._starting:
+                await self._drop(late=True)
+                if self._shared is None:
+                    self._shared = await McpConnection.open(self.options)
+                connection = self._shared
+        connection.users += 1
+        return connection
 
     async def release(self, connection: McpConnection) -> None:
-        if connection is not self._shared:
+        connection.users -= 1
+        if connection is not self._shared and not connection.users:
             await connection.close()
 
     async def close(self) -> None:
-        if self._shared is not None:
-            await self._shared.close()
+        await self._drop(late=False)
+
+    async def _drop(self, late: bool) -> None:
+        """Forget the shared connection, or only one that is late or lost."""
+        old = self._shared
+        if old is not None and (not late or old.late or old.lost):
+            self._shared = None
+            if not old.users or not late:
+                await old.close()
 
 
 class McpEnvironment:
@@ -114,7 +126,11 @@ class McpConnection:
     def __init__(self, options: McpOptions) -> None:
         self.options = options
         self.tools: tuple[McpTool, ...] = ()
+        self.users = 0
+        self.late = False
+        """Whether a call missed its deadline."""
         self.lost = False
+        """Whether no call is possible any more."""
         self._session: Any = None
         self._failed: EpisodeError | None = None
         self._said = _Tail()
@@ -149,7 +165,7 @@ class McpConnection:
             async with asyncio.timeout(options.deadline_s):
                 result = await self._session.call_tool(name, dict(arguments))
         except TimeoutError:
-            self.lost = True
+            self.late = True
             detail = f"{name}: no answer within {options.deadline_s:g} s"
             raise self._failure("tool_deadline", detail) from None
         except mcp.MCPError as error:

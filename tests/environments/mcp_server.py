@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -52,6 +53,13 @@ def sleep(seconds: float) -> str:
     """Block the whole server."""
     time.sleep(seconds)
     return "awake"
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Wait, while other calls are served."""
+    await asyncio.sleep(seconds)
+    return "done"
 
 
 @server.tool()

@@ -98,6 +98,27 @@ def test_a_killed_server_fails_its_episodes_and_the_next_one_has_another() -> No
     run(work)
 
 
+def test_a_slow_call_fails_its_own_episode_alone() -> None:
+    async def work() -> None:
+        servers = stdio(shared=True, deadline_s=3.0)
+        first, tools = await reset(servers)
+        second, others = await reset(servers)
+        pid = await tools["pid"].call({})
+        with pytest.raises(EpisodeError) as caught:
+            await tools["wait"].call({"seconds": 60})
+        assert caught.value.reason == "tool_deadline"
+        third, new = await reset(servers)  # a server that may hang is for no new episode
+        assert await others["pid"].call({}) == pid != await new["pid"].call({})
+        await first.close()
+        assert await others["add"].call({"a": 1, "b": 1}) == "2"
+        await second.close()
+        assert not psutil.pid_exists(int(pid))
+        await third.close()
+        await servers.close()
+
+    run(work)
+
+
 def test_the_last_words_of_a_server_are_in_the_error() -> None:
     async def work() -> None:
         environment, tools = await reset(stdio())
@@ -150,7 +171,8 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
 )
 def test_a_server_that_does_not_come_up(command: tuple[str, ...], reason: str) -> None:
     async def work() -> None:
-        servers = McpServers(McpOptions(command, start_deadline_s=0.5))
+        seconds = 0.5 if reason == "deadline" else 30.0
+        servers = McpServers(McpOptions(command, start_deadline_s=seconds))
         environment = servers.make()
         with pytest.raises(EpisodeError) as caught:
             await environment.reset(prompt())

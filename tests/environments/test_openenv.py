@@ -181,7 +181,7 @@ def test_a_failure_is_an_error_with_a_reason_and_no_score(what: str) -> None:
 
     async def work() -> None:
         async with wire_server(step=answer) as url:
-            environment = make(url, deadline_s=0.5 if reason == "deadline" else 20.0)
+            environment = make(url, deadline_s=2.0 if reason == "deadline" else 20.0)
             await environment.reset(prompt())
             with pytest.raises(EpisodeError) as caught:
                 await environment.step(said("1"))

@@ -109,7 +109,7 @@ class Echo(gymnasium.Env[str, str]):
         if action == "raise":
             raise ZeroDivisionError("a bug of the game")
         if action == "hang":
-            time.sleep(1.0)
+            time.sleep(10.0)
         reward = float("nan") if action == "nan" else 0.5
         return f"You said {action}.", reward, action == "stop", self.words == 3, {}
 
@@ -141,7 +141,7 @@ def test_an_environment_of_gymnasium() -> None:
 @pytest.mark.parametrize("word", ["raise", "nan", "hang"])
 def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
     async def work() -> None:
-        games = named_environments("gymnasium:Echo-v0", deadline_s=0.2)
+        games = named_environments("gymnasium:Echo-v0", deadline_s=2.0 if word == "hang" else 60.0)
         assert isinstance(games, TextGames)
         game, other = games.make(), games.make()
         await game.reset(prompt())
