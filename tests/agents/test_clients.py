@@ -114,6 +114,7 @@ async def test_parallel_sub_agents_have_a_thread_each(order: int) -> None:
     session, talk = episode_of(engine, "0/0", 1)
     live = service.open(talk, session)
     rng = random.Random(order)
+    tools: Any = [TOOL]
 
     async def sub_agent(name: str) -> None:
         client = client_of(service, live.key)
@@ -125,7 +126,7 @@ async def test_parallel_sub_agents_have_a_thread_each(order: int) -> None:
             for _ in range(rng.randrange(5)):
                 await asyncio.sleep(0)
             answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[TOOL]
+                model="policy", messages=messages, tools=tools
             )
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
