@@ -45,8 +45,8 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
     "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
-        *("config", "data", "models", "observe", "pipeline", "ports", "report"),
-        *("rewards", "rollout", "runtime", "schedule", "sync", "train"),
+        *("agents", "config", "data", "environments", "models", "observe", "pipeline", "ports"),
+        *("report", "rewards", "rollout", "runtime", "schedule", "sync", "train"),
     },
     "bench": {"config", "observe", "ports", "report", "rollout", "run", "schedule", "train"},
     "cli": {"bench", "config", "observe", "pipeline", "report", "run"},
@@ -55,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
 """The imports of each room. A room imports nothing else."""
 
 OPTIONAL: dict[str, set[str]] = {
+    "agents": {"run"},
     "tools": set(),
     "simulate": set(),
     "testing": set(),

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from millrace.agents.conversation import Conversation
 from millrace.agents.live import LiveEpisode
 from millrace.agents.service import Service
-from millrace.environments.task_tools import messages_of
+from millrace.environments.prompts import messages_of
 from millrace.errors import EpisodeError, SampleError
 from millrace.ports import PolicySession
 from millrace.types import Ending, Prompt, Score

@@ -197,6 +197,15 @@ def _report_runs(
     report(json_, result, "\n".join(lines) + note)
 
 
+_Staleness = Annotated[
+    str,
+    typer.Option(
+        help="Values of async_training.staleness_threshold, separated by commas. More staleness "
+        "is more sessions at once. Empty: the recipe's value."
+    ),
+]
+
+
 @bench.command(name="agents")
 def bench_agents(
     path: Recipe = None,
@@ -206,13 +215,7 @@ def bench_agents(
         str, typer.Option(help="Modes to measure, separated by commas.")
     ] = "colocate_sync,one_step_off,async_staleness,async_partial,async_swap,colocate_partial",
     splits: _Splits = "1+1",
-    staleness: Annotated[
-        str,
-        typer.Option(
-            help="Values of async_training.staleness_threshold, separated by commas. More staleness "
-            "is more sessions at once. Empty: the recipe's value."
-        ),
-    ] = "",
+    staleness: _Staleness = "",
     tool: Annotated[
         list[str] | None,
         typer.Option(help="Seconds of a tool's call, MEDIAN,SIGMA,CUT. Repeat it."),

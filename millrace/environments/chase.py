@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.environments.chat import Start, Step, ToolError
-from millrace.environments.task_tools import messages_of
+from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
 from millrace.types import Message, Prompt, Score
 

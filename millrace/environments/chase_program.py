@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from millrace.environments.chase import Lookup
@@ -50,8 +51,7 @@ async def main() -> None:
     """Play the episode of MILLRACE_TASK. The last line of output has the reward."""
     import openai
 
-    with open(os.environ["MILLRACE_TASK"]) as file:
-        task = json.load(file)
+    task = json.loads(Path(os.environ["MILLRACE_TASK"]).read_text())
     async with openai.AsyncOpenAI() as client:  # it reads OPENAI_BASE_URL and OPENAI_API_KEY
         reward = await play(client, task)
     print(json.dumps({"reward": reward}))  # noqa: T201 - this line is the result

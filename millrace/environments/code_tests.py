@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from millrace.environments.chat import Start, Step, Tool
-from millrace.environments.task_tools import messages_of
+from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
 from millrace.types import Message, Prompt, Score
 

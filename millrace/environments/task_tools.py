@@ -6,19 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.environments.chat import Start, Step, Tool
+from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
 from millrace.types import Message, Prompt, Score
 
 _AGENTS = {"tool_agent": True, "single_turn_agent": False}
 """verl's agents, and whether they have tools."""
-
-
-def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """Return the messages of a prompt. A prompt of plain text is one message of the user."""
-    messages = prompt.columns.get("prompt")
-    if isinstance(messages, list):
-        return tuple(dict(m) for m in messages)
-    return ({"role": "user", "content": prompt.text},)
 
 
 def column(prompt: Prompt, name: str) -> Any:

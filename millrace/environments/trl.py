@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.environments.chat import Start, Step, Tool
-from millrace.environments.task_tools import messages_of, selected
+from millrace.environments.prompts import messages_of
+from millrace.environments.task_tools import selected
 from millrace.environments.tools import FunctionTool, schema_of
 from millrace.errors import EpisodeError, bad_value
 from millrace.types import Message, Prompt, Score
