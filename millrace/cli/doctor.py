@@ -50,15 +50,19 @@ _NEEDED = {
 }
 """The packages that pyproject.toml requires, with the oldest version."""
 _OPTIONAL = {
+    "aiohttp": ("3.14", INSTALL["aiohttp"], "agents.command, agents.remote, OpenEnv"),
     "alembic": ("1.13", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
     "duckdb": ("1.1", INSTALL["duckdb"], "millrace query"),
     "fastapi": ("0.115", INSTALL["fastapi"], "millrace serve"),
+    "gymnasium": ("1", INSTALL["gymnasium"], "agents.environment=gymnasium:NAME"),
+    "mcp": ("2", INSTALL["mcp"], "agents.environment=mcp:COMMAND"),
     "mlflow-skinny": ("3", INSTALL["mlflow-skinny"], "trainer.logger=mlflow"),
-    "openai": ("3", INSTALL["openai"], "reward.judge"),
+    "openai": ("3", INSTALL["openai"], "reward.judge, agents.program"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "prometheus_client": ("0.20", INSTALL["prometheus_client"], "trainer.logger=prometheus"),
     "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
     "sqlalchemy": ("2", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
+    "textarena": ("0.7.4", INSTALL["textarena"], "agents.environment=textarena:NAME"),
     "trackio": ("0.43", INSTALL["trackio"], "trainer.logger=trackio"),
     "uvicorn": ("0.30", INSTALL["fastapi"], "millrace serve"),
     "vllm": ("0.26", INSTALL["vllm"], "rollout.engine=vllm"),

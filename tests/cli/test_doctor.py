@@ -24,6 +24,6 @@ def test_the_packages_that_a_run_needs_are_those_of_pyproject() -> None:
 
 def test_the_optional_packages_are_those_of_the_extras() -> None:
     extras = PROJECT["optional-dependencies"]
-    ours = extras.keys() - {"docs", "bench", "browser", "test"}
+    ours = extras.keys() - {"docs", "bench", "browser", "clients", "test"}
     wanted = least([line for name in ours for line in extras[name]])
     assert wanted == {name: version for name, (version, *_) in checkup._OPTIONAL.items()}
