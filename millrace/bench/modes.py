@@ -95,8 +95,11 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
         if mode not in MODES:
             raise bad_value("--modes", mode, "no such mode", f"one of {', '.join(MODES)}")
         for split in splits:
-            sides = split.split("+")
-            if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
+            sides, shared = split.split("+"), MODES[mode].colocated
+            needed = sides[:1] if shared else sides  # "1+0" is one device for a colocated mode
+            if len(sides) != 2 or not (
+                all(side.isdigit() for side in sides) and all(int(side) for side in needed)
+            ):
                 raise bad_value(
                     "--splits",
                     split,
@@ -104,7 +107,7 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
                     "--splits 1+1",
                 )
             t, r = map(int, sides)
-            arm = Arm(mode, t + r, t + r) if MODES[mode].colocated else Arm(mode, t, r)
+            arm = Arm(mode, t + r, t + r) if shared else Arm(mode, t, r)
             arms += [] if arm in arms else [arm]
     return [
         *(a for a in arms if a.mode in modes),

@@ -61,8 +61,7 @@ class Recorder:
 
         `decode` is called in a thread. `note` gets one line for each problem of a watcher.
         """
-        slots = ledger.snapshot().slots
-        lines = earlier(run_dir)
+        slots, lines = ledger.snapshot().slots, earlier(run_dir)
         generated = lines[-1].generated if lines else 0
         counts = counts_at_stop(lines, ledger.version, slots) or counts
         tokens = TokenAccount(counts, slots, generated)
