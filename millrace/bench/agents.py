@@ -23,8 +23,8 @@ from millrace.run.session import Session
 from millrace.schedule.modes import MODES
 from millrace.types import Ending, Score, Tokens, tokens_of
 
-LONG_TURN = ["rollout.ignore_eos=true"]
-"""Turns have their drawn lengths."""
+OWN_LENGTHS = ["rollout.ignore_eos=true", "rollout.drawn_lengths.enable=false"]
+"""The agent draws the length of each turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,16 @@ def drawn_of(option: str, value: str, scale: float = 1.0) -> DrawnLengths:
     return DrawnLengths(median * scale, sigma, round(cut * scale))
 
 
+def _number(option: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise bad_value(option, value, "must be numbers from 0 between commas", f"{option} 1,4")
+    return number
+
+
 def workloads_of(turns: str, draw: str, result: str, tools: Sequence[str]) -> list[Workload]:
     """Return a workload for each distribution of a tool's seconds."""
     lengths = drawn_of("--turns", turns), drawn_of("--draw", draw), drawn_of("--result", result)
@@ -122,18 +132,20 @@ def workloads_of(turns: str, draw: str, result: str, tools: Sequence[str]) -> li
 def agent_arms(
     modes: Sequence[str],
     splits: Sequence[str],
-    staleness: Sequence[float],
+    staleness: str,
     workloads: Sequence[Workload],
 ) -> dict[Arm, Workload]:
     """Return an arm for each mode, split, staleness and workload, with its workload.
 
-    A mode that fixes its staleness has one arm for all values of it.
+    `staleness` has values between commas. A mode that fixes its staleness has one arm for all of
+    them.
     """
     arms: dict[Arm, Workload] = {}
+    values = [_number("--staleness", value) for value in staleness.split(",") if value]
     for workload in workloads:
         for arm in arms_of(modes, splits):
             free = MODES[arm.mode].staleness_threshold is None
-            for value in staleness if free and staleness else [None]:
+            for value in values if free and values else [None]:
                 arms[replace(arm, staleness=value, note=str(workload))] = workload
     return arms
 
@@ -161,7 +173,7 @@ async def bench_agents(
 
     await run_arms(
         path,
-        [*overrides, *LONG_TURN],
+        [*overrides, *OWN_LENGTHS],
         list(arms),
         folder,
         progress,

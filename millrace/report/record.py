@@ -61,8 +61,8 @@ class Recorder:
 
         `decode` is called in a thread. `note` gets one line for each problem of a watcher.
         """
-        slots = ledger.snapshot().slots
-        generated = lines[-1].generated if (lines := earlier(run_dir)) else 0
+        slots, lines = ledger.snapshot().slots, earlier(run_dir)
+        generated = lines[-1].generated if lines else 0
         counts = counts_at_stop(lines, ledger.version, slots) or counts
         tokens = TokenAccount(counts, slots, generated)
         self._saved: LedgerSnapshot | None = None
@@ -101,8 +101,8 @@ class Recorder:
             from millrace.report.samples.store import SampleStore  # imports pyarrow
 
             share, limit = options.samples, options.samples_mb
-            start = (run_dir, attempt, ledger.version)
-            store = SampleStore(*start, decode, note, share=share, max_mb=limit)
+            start = ledger.version
+            store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
             self._files.append(store)
         self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts, *self._files])
 

@@ -68,7 +68,7 @@ def test_an_episode_that_a_limit_ends_is_counted() -> None:
 
 
 def test_a_mode_that_fixes_its_staleness_has_one_arm() -> None:
-    arms = agent_arms(["colocate_sync", "async_swap"], ["1+1"], [1.0, 4.0], WORKLOADS)
+    arms = agent_arms(["colocate_sync", "async_swap"], ["1+1"], "1,4", WORKLOADS)
     note = "tool 0.5 s"
     assert list(arms) == [
         Arm("colocate_sync", 2, 2, note=note),
@@ -76,7 +76,9 @@ def test_a_mode_that_fixes_its_staleness_has_one_arm() -> None:
         Arm("async_swap", 1, 1, staleness=4.0, note=note),
     ]
     assert [str(arm) for arm in arms][1] == "async_swap 1+1, staleness 1, tool 0.5 s"
-    assert len(agent_arms(["async_swap"], ["1+1"], [], WORKLOADS)) == 1
+    assert len(agent_arms(["async_swap"], ["1+1"], "", WORKLOADS)) == 1
+    with pytest.raises(ConfigError, match="--staleness"):
+        agent_arms(["async_swap"], ["1+1"], "1,x", WORKLOADS)
 
 
 @pytest.mark.parametrize("value", ["4", "4,1", "4,1,2", "0,1,2", "a,b,c", "4,-1,9", "4,nan,9"])

@@ -82,7 +82,8 @@ def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
     ]
     with pytest.raises(ConfigError, match="--modes = 'fast'"):
         arms_of(["fast"], ["1+1"])
-    for wrong in ("2", "0+2", "1+x", "1+1+1"):
+    assert arms_of(["colocate_sync"], ["1+0"]) == [Arm("colocate_sync", 1, 1)], "one device"
+    for wrong in ("2", "0+2", "2+0", "1+x", "1+1+1"):
         with pytest.raises(ConfigError, match="--splits"):
             arms_of(["async_swap"], [wrong])
 
