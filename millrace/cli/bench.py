@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,15 +198,6 @@ def _report_runs(
     report(json_, result, "\n".join(lines) + note)
 
 
-_Staleness = Annotated[
-    str,
-    typer.Option(
-        help="Values of async_training.staleness_threshold, separated by commas. More staleness "
-        "is more sessions at once. Empty: the recipe's value."
-    ),
-]
-
-
 @bench.command(name="agents")
 def bench_agents(
     path: Recipe = None,
@@ -215,7 +207,13 @@ def bench_agents(
         str, typer.Option(help="Modes to measure, separated by commas.")
     ] = "colocate_sync,one_step_off,async_staleness,async_partial,async_swap,colocate_partial",
     splits: _Splits = "1+1",
-    staleness: _Staleness = "",
+    staleness: Annotated[
+        str,
+        typer.Option(
+            help="Values of async_training.staleness_threshold, separated by commas: more of it is "
+            "more sessions at once. Empty: the recipe's value."
+        ),
+    ] = "",
     tool: Annotated[
         list[str] | None,
         typer.Option(help="Seconds of a tool's call, MEDIAN,SIGMA,CUT. Repeat it."),
@@ -236,7 +234,7 @@ def bench_agents(
 ) -> None:
     """Compare modes and numbers of sessions, for episodes of several turns with slow tools.
 
-    Turns, lengths and delays come from log-normal distributions, the same ones in every mode.
+    Turns, lengths and delays are drawn, the same ones in every mode.
 
     Example: millrace bench agents quickstart --tool 0.1,1,2 --tool 1,1,10 --staleness 1,4
     """
@@ -249,18 +247,14 @@ def bench_agents(
     if folder.exists():
         raise bad_value("--folder", str(folder), "already exists", "another folder, or delete it")
     workloads = work.workloads_of(turns, draw, result, tool or ["1,1,10"])
-    values = [float(value) for value in staleness.split(",") if value]
-    arms = work.agent_arms(modes.split(","), splits.split(","), values, workloads)
+    arms = work.agent_arms(modes.split(","), splits.split(","), staleness, workloads)
     figures: list[dict[str, Any]] = []
 
-    def measure(progress: Progress) -> Coroutine[Any, Any, None]:
-        return work.bench_agents(
-            Path(path), overrides, arms, folder, progress, figures, skip=skip, repeats=repeats
-        )
-
+    run = partial(work.bench_agents, Path(path), overrides, arms, folder, skip=skip)
     try:
-        run_async(json_, config.name, "bench agents", measure, lambda: False)
+        work_on = partial(run, figures=figures, repeats=repeats)
+        run_async(json_, config.name, "bench agents", work_on, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            lines = [work.agents_table(figures)]
-            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
+            table = work.agents_table(figures)
+            _report_runs(json_, folder, figures, [table], planned=len(arms) * repeats)
