@@ -92,6 +92,11 @@ class AgentConfig(Section):
         """Whether the endpoint serves programs."""
         return bool(self.program or self.command or self.remote)
 
+    @property
+    def tries(self) -> int:
+        """How often a failed episode begins again: never without an agent."""
+        return self.retries if self.player else 0
+
     def check(self) -> None:
         players = [key for key in Players[:4] if getattr(self, key)]
         tools = [key for key in Players[4:] if getattr(self, key)]

@@ -191,13 +191,13 @@ async def _serve(
     )
     endpoint = Endpoint(service, agents.host, agents.port)
     program = _program(agents, service, endpoint, note)
-    if not agents.program:
-        await endpoint.start()
-        note(f"endpoint: {endpoint.url}/v1")
-    if isinstance(program, RemoteProgram):
-        path = program.publish(folder, endpoint.url)
-        note(f"workers find the address and the token in {path}")
     try:
+        if not agents.program:
+            await endpoint.start()
+            note(f"endpoint: {endpoint.url}/v1")
+        if isinstance(program, RemoteProgram):
+            path = program.publish(folder, endpoint.url)
+            note(f"workers find the address and the token in {path}")
         await program.start()
         yield ProgramAgent(program, service, converse, agents.deadline_s)
     finally:
