@@ -131,6 +131,7 @@ class CommandProgram:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         try:
+            await _ended(process)
             await asyncio.wait({reader}, timeout=_DRAIN_S)
             if not reader.done():  # A process in another session holds the pipe.
                 await asyncio.to_thread(watcher.kill_marked, f"OPENAI_API_KEY={task.key}")

@@ -38,7 +38,7 @@ class FunctionProgram:
                 "the function must be `async def`: a plain one stops syncs and all other episodes",
                 "async def, or agents.command for a program with a process of its own",
             )
-        client_of(service, "")
+        client_of(service, "none")  # It fails here rather than in an episode.
         self._function: Callable[..., Any] = function
         self._spec = spec
         self._service = service

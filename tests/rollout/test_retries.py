@@ -98,7 +98,7 @@ def test_a_turn_that_a_failure_cuts_is_dead_and_the_next_try_starts_anew() -> No
             "0/0",  # type: ignore[arg-type]
             retries=2,
             on_progress=seen.append,
-        )  # fmt: skip
+        )
     )
     drawn = [sum(len(t.tokens) for t in log.values()) for log in engine.log.values()]
     assert len(drawn) == 3 and len(set(drawn)) == 1  # equal seeds
