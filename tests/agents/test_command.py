@@ -204,8 +204,7 @@ def test_children_do_not_outlive_the_run(tmp_path: Path, how: str) -> None:
 def test_a_cancelled_episode_leaves_nothing(tmp_path: Path) -> None:
     async def check(at: Table) -> None:
         playing = asyncio.create_task(at.play())
-        while not running(str(tmp_path)):
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for, lambda: running(str(tmp_path)))
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
