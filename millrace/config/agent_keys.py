@@ -121,9 +121,9 @@ class AgentConfig(Section):
         readers = {key: players for keys, players in READ for key in keys.split()}
         for key, field in type(self).model_fields.items():
             players = readers.get(key, Players)
-            if key not in Players and self.player not in players:
-                if getattr(self, key) != field.default:
-                    found[key] = players
+            read = key in Players or self.player in players
+            if not read and getattr(self, key) != field.default:
+                found[key] = players
         return found
 
     def check(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from millrace.config import Config
 from millrace.config.keys import NOTHING, Derived, Trained
@@ -24,6 +25,9 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.sync.background import abandonable
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +114,36 @@ async def open_session(
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and trains and rollout:
             progress.note(end)
+        tokenizer, note = problems.chat.tokenizer, progress.note
+        parts = (
+            open_agent(config.agents, config.rollout, tokenizer, run.path, note),
+            open_runtime(config, run, rollout=rollout),
+        )
         async with AsyncExitStack() as stack:
-            try:
-                agent = await stack.enter_async_context(
-                    open_agent(
-                        config.agents,
-                        config.rollout,
-                        problems.chat.tokenizer,
-                        run.path,
-                        progress.note,
-                    )
-                )
-                progress.phase("starting engines")
-                runtime = await stack.enter_async_context(
-                    open_runtime(config, run, rollout=rollout)
-                )
-            except (ConfigError, MissingDependency):  # such as a machine without the devices
-                run.discard()
-                raise
+            agent, runtime = await _enter(stack, *parts, run, progress)
             engines = await build_engines(runtime, config, run, rollout=rollout)
             yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
         await reward.close()
         if run is not None:
             release(run.path)
+
+
+async def _enter(
+    stack: AsyncExitStack,
+    agent: AbstractAsyncContextManager[Agent],
+    runtime: AbstractAsyncContextManager[R],
+    run: RunDir,
+    progress: Progress,
+) -> tuple[Agent, R]:
+    """Start the agent and the runtime. A run that cannot start leaves no folder."""
+    try:
+        player = await stack.enter_async_context(agent)
+        progress.phase("starting engines")
+        return player, await stack.enter_async_context(runtime)
+    except (ConfigError, MissingDependency):  # such as a machine without the devices
+        run.discard()
+        raise
 
 
 def trained_by(checkpoint: Path | None) -> Trained:
