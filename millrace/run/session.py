@@ -26,7 +26,6 @@ from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.sync.background import abandonable
 
-
 R = TypeVar("R")
 
 
