@@ -67,21 +67,23 @@ class CommandProgram:
         self._names = (*PASSED, *env)
         self._room = asyncio.Semaphore(concurrent)
         self._mark = secrets.token_hex(8)
+        self._folder = ""
         self._watcher: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        self._watcher = watcher.start(self._mark)
+        self._folder = tempfile.mkdtemp(prefix="millrace-agents-")
+        self._watcher = watcher.start(self._mark, self._folder)
 
     async def run(self, task: Task) -> Any:
         async with self._room:
             task.begin()
-            with tempfile.TemporaryDirectory(prefix="millrace-agent-") as folder:
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
                 path = Path(folder, "task.json")
                 path.write_text(json.dumps(task.data, default=str))
                 return await self._run(task, path)
 
     async def close(self) -> None:
-        """End the watcher, and with it every process that a program left."""
+        """End the watcher, and with it every process and file that is left."""
         if self._watcher is not None:
             running, self._watcher = self._watcher, None
             await asyncio.to_thread(running.communicate, timeout=_CLOSE_S)

@@ -1,13 +1,15 @@
 """A process that outlives the driver, and ends the programs that the driver leaves.
 
 It waits for the end of its input, which a dead driver cannot hold open. Then it kills each process
-whose environment has the run's mark, in whatever process group or session.
+whose environment has the run's mark, in whatever process group or session, and removes the folder
+of their tasks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,10 +44,10 @@ def kill_marked(text: str) -> None:
         time.sleep(0.01)
 
 
-def start(mark: str) -> subprocess.Popen[bytes]:
-    """Start the watcher. Close its stdin to end it, and the programs with it."""
+def start(mark: str, folder: str) -> subprocess.Popen[bytes]:
+    """Start the watcher. Close its stdin to end it, and the programs and the folder with it."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, mark],
+        [sys.executable, "-I", "-S", __file__, mark, folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -59,3 +61,4 @@ if __name__ == "__main__":
     for _ in range(2):  # One may just have started.
         kill_marked(f"{MARK}={sys.argv[1]}")
         time.sleep(0.02)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

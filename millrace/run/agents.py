@@ -52,6 +52,19 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
     return [f"chat template: {line}" for line in report.refusals]
 
 
+def described(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return who plays, the limits of an episode, and what the chat template supports."""
+    from millrace.agents.template import check_template
+
+    names = ["max_turns", "max_tokens_per_turn", "max_episode_tokens"]
+    seconds = ["deadline_s", "turn_deadline_s"] if agents.served else ["tool_deadline_s"]
+    found = [(f"agents.{agents.player}", str(getattr(agents, agents.player)))]
+    found += [(f"agents.{name}", str(getattr(agents, name) or "no limit")) for name in names]
+    found += [(f"agents.{name}", f"{getattr(agents, name):g}") for name in seconds]
+    found += [("agents.retries", str(agents.retries))]
+    return found + [("chat template", line) for line in check_template(tokenizer).lines()]
+
+
 @asynccontextmanager
 async def open_agent(
     agents: AgentConfig,

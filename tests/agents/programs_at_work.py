@@ -131,7 +131,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
     try:
         yield
         assert os.getpid() == before
-        assert not list(folder.glob("millrace-agent-*"))
+        assert not list(folder.glob("millrace-agents-*"))
         assert not running(mark)
         assert me.num_fds() <= files
     finally:
