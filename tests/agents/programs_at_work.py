@@ -132,18 +132,19 @@ def nothing_left(folder: Path) -> Iterator[None]:
         yield
         assert os.getpid() == before
         assert not list(folder.glob("millrace-agents-*"))
-        assert not running(mark)
+        assert not running(mark) and not me.children(recursive=True)
         assert me.num_fds() <= files
     finally:
         tempfile.tempdir = temporary
 
 
 def running(mark: str) -> list[str]:
-    """Return the commands of live processes that name `mark`, which a zombie does not."""
+    """Return the commands of live processes that name `mark`, without the watcher's."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if process.pid != os.getpid() and any(mark in word for word in words):
+        watches = any(word.endswith("agents/watcher.py") for word in words)
+        if process.pid != os.getpid() and not watches and any(mark in word for word in words):
             found.append(" ".join(words))
     return found
 
