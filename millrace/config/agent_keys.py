@@ -117,7 +117,7 @@ class AgentConfig(Section):
 
     def unread(self) -> dict[str, tuple[str, ...]]:
         """Return each key that is set and that the player ignores, with the players to read it."""
-        found = {}
+        found: dict[str, tuple[str, ...]] = {}
         readers = {key: players for keys, players in READ for key in keys.split()}
         for key, field in type(self).model_fields.items():
             players = readers.get(key, Players)

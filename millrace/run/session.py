@@ -113,9 +113,9 @@ async def open_session(
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and trains and rollout:
             progress.note(end)
-        tokenizer, note = problems.chat.tokenizer, progress.note
+        tokenizer = problems.chat.tokenizer
         parts = (
-            open_agent(config.agents, config.rollout, tokenizer, run.path, note),
+            open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note),
             open_runtime(config, run, rollout=rollout),
         )
         async with AsyncExitStack() as stack:

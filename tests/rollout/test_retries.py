@@ -10,7 +10,16 @@ from millrace.errors import EpisodeError
 from millrace.ports import PolicySession
 from millrace.rollout.episode import run_episode
 from millrace.simulate.cost import CostModel
-from millrace.types import Ending, Prompt, SamplingParams, Score, Tokens, Trajectory, tokens_of
+from millrace.types import (
+    Ending,
+    Prompt,
+    SamplingParams,
+    Score,
+    Segment,
+    Tokens,
+    Trajectory,
+    tokens_of,
+)
 from tests.agents.adversary import Engine
 from tests.pipeline.simulated import RUNS, schedule_of
 from tests.report.accounts_cases import Accounts, run
@@ -84,7 +93,7 @@ def test_a_turn_that_a_failure_cuts_is_dead_and_the_next_try_starts_anew() -> No
 
         async def close(self) -> None: ...
 
-    async def draw(tokens: Tokens, params: SamplingParams, name: str) -> object:
+    async def draw(tokens: Tokens, params: SamplingParams, name: str) -> tuple[Segment, ...]:
         return await engine.draw(tokens, params, f"{name}/{agent.tries}")
 
     agent = Cut()
@@ -95,7 +104,7 @@ def test_a_turn_that_a_failure_cuts_is_dead_and_the_next_try_starts_anew() -> No
             agent,
             prompt,
             SamplingParams(64, seed=3),
-            "0/0",  # type: ignore[arg-type]
+            "0/0",
             retries=2,
             on_progress=seen.append,
         )
