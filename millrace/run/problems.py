@@ -33,6 +33,8 @@ from millrace.types import Prompt, Tokens, tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Inspect = Callable[["PreTrainedTokenizerBase"], None] | None
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -152,12 +154,7 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     )
 
 
-def prompts_of_an_epoch(
-    config: Config,
-    *,
-    scored: bool = True,
-    inspect: Callable[[PreTrainedTokenizerBase], None] | None = None,
-) -> int:
+def prompts_of_an_epoch(config: Config, *, scored: bool = True, inspect: Inspect = None) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
     Prompts that a run leaves out do not count. A model's own tokenizer must read every row.
