@@ -157,15 +157,14 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
 def prompts_of_an_epoch(config: Config, *, scored: bool = True, inspect: Inspect = None) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
-    Prompts that a run leaves out do not count. A model's own tokenizer must read every row.
-    `inspect` gets the tokenizer.
+    Prompts that a run leaves out do not count. `inspect` gets the tokenizer.
     """
     sources = load(config, scored=scored)
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
         return len(sources.train)
     with TemporaryDirectory() as folder:
         prepared = prepare(config, sources, Path(folder) / "model")
-    if inspect is not None:
+    if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
 
