@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
         *("agents", "config", "data", "environments", "models", "observe", "pipeline", "ports"),
-        *("report", "rewards", "rollout", "runtime", "schedule", "sync", "train"),
+        *("report", "rewards", "rollout", "runtime", "schedule", "sync", "tools", "train"),
     },
     "bench": {"config", "observe", "ports", "report", "rollout", "run", "schedule", "train"},
     "cli": {"bench", "config", "observe", "pipeline", "report", "run"},
@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
 
 OPTIONAL: dict[str, set[str]] = {
     "agents": {"run"},
-    "tools": set(),
+    "tools": {"run"},
     "simulate": set(),
     "testing": set(),
     "bench": {"cli"},

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.agents import watcher
 from millrace.agents.programs import Task
 from millrace.errors import EpisodeError, bad_value
 
@@ -31,12 +32,12 @@ PASSED = (
 """The variables of the user that every program gets."""
 
 MOST_LINE = 64 * 2**10
-"""Bytes of one line of output that are read. The rest of a longer line is left out."""
+"""Bytes of one line of output. A longer line is left out, with a mark."""
 _LAST_LINES = 20
-_DRAIN_S = 2.0
+_DRAIN_S = 1.0
 """Seconds for what is left of the output, after the program has ended."""
-_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_CLOSE_S = 30.0
+_POLL_S = 0.2
 
 
 class CommandProgram:
@@ -65,19 +66,27 @@ class CommandProgram:
         self._url = url
         self._names = (*PASSED, *env)
         self._room = asyncio.Semaphore(concurrent)
+        self._mark = secrets.token_hex(8)
+        self._folder = ""
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        return None
+        self._folder = tempfile.mkdtemp(prefix="millrace-agents-")
+        self._watcher = watcher.start(self._mark, self._folder)
 
     async def run(self, task: Task) -> Any:
         async with self._room:
-            with tempfile.TemporaryDirectory(prefix="millrace-agent-") as folder:
+            task.begin()
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
                 path = Path(folder, "task.json")
                 path.write_text(json.dumps(task.data, default=str))
                 return await self._run(task, path)
 
     async def close(self) -> None:
-        return None
+        """End the watcher, and with it every process and file that is left."""
+        if self._watcher is not None:
+            running, self._watcher = self._watcher, None
+            await asyncio.to_thread(running.communicate, timeout=_CLOSE_S)
 
     def _environment(self, task: Task, path: Path) -> dict[str, str]:
         url = self._url()
@@ -88,6 +97,7 @@ class CommandProgram:
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": task.key,
             "MILLRACE_TASK": str(path),
+            watcher.MARK: self._mark,
         }
 
     async def _run(self, task: Task, path: Path) -> Any:
@@ -100,7 +110,6 @@ class CommandProgram:
                 env=self._environment(task, path),
                 start_new_session=True,
                 limit=MOST_LINE,
-                preexec_fn=_die_with_parent,
             )
         except OSError as error:
             raise EpisodeError("agent_start", f"{self._argv[0]}: {error}") from error
@@ -108,35 +117,62 @@ class CommandProgram:
         last: deque[str] = deque(maxlen=_LAST_LINES)
         reader = asyncio.get_running_loop().create_task(_read(process.stdout, last))
         try:
-            code = await process.wait()
+            code = await _ended(process)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            # A child in another session may hold the pipe open.
-            await asyncio.wait({reader}, timeout=_DRAIN_S)
-            reader.cancel()
+            await self._end(process, reader, task)
         if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             shown = " | ".join(last) or "no output"
             raise EpisodeError("agent_exit", f"{task.name}: {how}: {shown[-1000:]}")
         return _reward_of(last[-1] if last else "")
 
+    async def _end(
+        self, process: asyncio.subprocess.Process, reader: asyncio.Task[None], task: Task
+    ) -> None:
+        """Kill the group, and read the rest of the output."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            await _ended(process)
+            await asyncio.wait({reader}, timeout=_DRAIN_S)
+            if not reader.done():  # A process in another session holds the pipe.
+                await asyncio.to_thread(watcher.kill_marked, f"OPENAI_API_KEY={task.key}")
+                await asyncio.wait({reader}, timeout=_DRAIN_S)
+        finally:
+            reader.cancel()
+            process._transport.close()  # type: ignore[attr-defined]  # the pipe may be open
+        await process.wait()
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """Wait for the process itself: its children may hold its pipe for longer."""
+    while process.returncode is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S):
+                return await process.wait()
+    return process.returncode
+
 
 async def _read(stream: asyncio.StreamReader, last: deque[str]) -> None:
-    """Keep the last lines of the output."""
+    """Keep the last lines of the output. Of a line that is too long, nothing is kept."""
+    whole = True
     while True:
         try:
             line = await stream.readuntil()
         except asyncio.IncompleteReadError as error:
             line = error.partial
-            if not line:
-                return
         except asyncio.LimitOverrunError as error:
             await stream.readexactly(error.consumed)
+            whole = False
             continue
-        if text := line.decode(errors="replace").strip():
-            last.append(text[:MOST_LINE])
+        if not line and whole:
+            return
+        text = line.decode(errors="replace").strip() if whole else f"[over {MOST_LINE} bytes]"
+        if text:
+            last.append(text)
+        if not line.endswith(b"\n"):
+            return
+        whole = True
 
 
 def _reward_of(line: str) -> Any:
@@ -146,8 +182,3 @@ def _reward_of(line: str) -> Any:
         if isinstance(value, dict) and "reward" in value:
             return value
     return None
-
-
-def _die_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,13 +19,15 @@ from millrace.errors import EpisodeError, bad_value
 STALL_S = 1.0
 """The event loop must never stand still for longer: syncs and all episodes wait for it."""
 _BEAT_S = 0.25
+_GRACE_S = 5.0
+"""Seconds for a function that is cancelled."""
 
 
 class FunctionProgram:
     """Runs `path.py:function` for each episode, with an OpenAI client in this process."""
 
     def __init__(self, spec: str, service: Service, note: Callable[[str], None]) -> None:
-        """Import the function. Raises ConfigError."""
+        """Import the function. Raises ConfigError, or MissingDependency without openai."""
         function = load("agents.program", spec)
         if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
@@ -34,43 +38,66 @@ class FunctionProgram:
                 "the function must be `async def`: a plain one stops syncs and all other episodes",
                 "async def, or agents.command for a program with a process of its own",
             )
+        client_of(service, "none")  # It fails here rather than in an episode.
         self._function: Callable[..., Any] = function
         self._spec = spec
         self._service = service
         self._note = note
         self._heart: asyncio.Task[None] | None = None
-        self._stalled = 0.0
+        self._beat_at = 0.0
+        self._over = threading.Event()
 
     async def start(self) -> None:
+        self._beat_at = time.monotonic()
         self._heart = asyncio.get_running_loop().create_task(self._beat(), name="agents.program")
+        threading.Thread(target=self._watch, name="agents.program", daemon=True).start()
 
     async def run(self, task: Task) -> Any:
+        task.begin()
         client = client_of(self._service, task.key)
+        running = asyncio.get_running_loop().create_task(
+            self._called(client, task), name=f"{self._spec} {task.name}"
+        )
         try:
-            return await self._function(client, task.data)
-        except (EpisodeError, asyncio.CancelledError):
+            await asyncio.wait({running})
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.wait({running}, timeout=_GRACE_S)
+            if not running.done():
+                self._note(f"warning: {self._spec} ignores its cancellation and still runs.")
             raise
-        except Exception as error:
-            raise EpisodeError("agent_raised", failure(error)) from error
         finally:
             await client.close()
+        if running.cancelled():
+            raise EpisodeError("agent_raised", f"{task.name}: the function cancelled itself")
+        return running.result()
+
+    async def _called(self, client: Any, task: Task) -> Any:
+        try:
+            return await self._function(client, task.data)
+        except EpisodeError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise EpisodeError("agent_raised", f"{task.name}: {failure(error)}") from error
 
     async def close(self) -> None:
+        self._over.set()
         if self._heart is not None:
             self._heart.cancel()
             with suppress(asyncio.CancelledError):
                 await self._heart
 
     async def _beat(self) -> None:
-        """Say once that the function blocks the event loop."""
-        loop = asyncio.get_running_loop()
         while True:
-            before = loop.time()
+            self._beat_at = time.monotonic()
             await asyncio.sleep(_BEAT_S)
-            late = loop.time() - before - _BEAT_S
-            if late > STALL_S and not self._stalled:
-                self._stalled = late
+
+    def _watch(self) -> None:
+        """Say once that the event loop stands still. It runs in a thread: the loop cannot."""
+        while not self._over.wait(_BEAT_S):
+            if time.monotonic() - self._beat_at > STALL_S:
                 self._note(
-                    f"warning: the event loop stood still for {late:.1f} s. If "
+                    f"warning: the event loop stands still for over {STALL_S:g} s. If "
                     f"{self._spec} computes or waits without `await`, use agents.command instead."
                 )
+                return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,9 @@ LIMIT_CODES = {
     "tokens": "max_episode_tokens_reached",
 }
 """The code of each limit of an episode."""
+
+MOST_REFUSED = 100
+"""Requests after a limit. A program that asks more often ignores the limit: its episode fails."""
 
 
 class Talk(Protocol):
@@ -84,6 +87,8 @@ class LiveEpisode:
         self.talk = talk
         self.session = session
         self.error: BaseException | None = None
+        self.on_error: Callable[[], None] | None = None
+        """Called when `error` is set: the program should end."""
         self.limit: LimitReached | None = None
         self.reward: float | None = None
         self.over = False
@@ -96,6 +101,12 @@ class LiveEpisode:
         self._numbers: dict[str, list[int]] = {}
         """The turns behind each response's nonce."""
         self._in_flight = 0
+        self._refused = 0
+        self._last = time.monotonic()
+
+    def quiet_s(self) -> float:
+        """Return the seconds since the last request or answer. 0 while a request waits."""
+        return 0.0 if self._in_flight else time.monotonic() - self._last
 
     def join(self, digest: bytes, retry: bool, asked: Asked) -> Draw:
         """Return the draw that answers a request: a running or recorded one, or a new one.
@@ -216,18 +227,28 @@ class LiveEpisode:
             return Refusal(str(error), code="invalid_request")
         if isinstance(error, LimitReached):
             self.limit = self.limit or error
+            self._refused += 1
+            if self._refused > MOST_REFUSED:
+                text = f"the program made {MOST_REFUSED} requests after the limit: {error}"
+                self._fail(EpisodeError("limit_ignored", text))
             return Refusal(str(error), code=LIMIT_CODES[error.limit])
-        self.error = self.error or error
+        self._fail(error)
         if isinstance(error, SampleError):
             return Refusal(str(error), code="episode_failed")
         return Refusal(
             f"millrace failed: {type(error).__name__}", status=500, code="internal_error"
         )
 
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        if self.on_error is not None:
+            self.on_error()
+
     def leave(self, draw: Draw, delivered: bool) -> None:
         """Note that a client got the answer of a draw, or that it is gone without it."""
         draw.waiters -= 1
         self._in_flight -= 1
+        self._last = time.monotonic()
         if delivered:
             self._deliver(draw)
         elif not draw.waiters and not draw.delivered:

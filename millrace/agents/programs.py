@@ -1,7 +1,8 @@
 """The agent of programs: any agent program plays an episode through the endpoint.
 
-The program sees an OpenAI server, and nothing of syncs and interruptions. What it raises, or does
-not answer in time, is an EpisodeError, unless a limit of the episode had ended its requests.
+The program sees an OpenAI server, and nothing of syncs and interruptions. Its error is an
+EpisodeError, unless a limit of the episode had ended its requests. A program that is late is always
+one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from millrace.agents.conversation import Conversation
 from millrace.agents.live import LiveEpisode
 from millrace.agents.service import Service
 from millrace.environments.prompts import messages_of
-from millrace.errors import EpisodeError, SampleError
+from millrace.errors import EpisodeError
 from millrace.ports import PolicySession
 from millrace.types import Ending, Prompt, Score
+
+
+def _nothing() -> None:
+    return None
+
+
+def _never_quiet() -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,10 @@ class Task:
     """The episode's API key."""
     data: dict[str, Any]
     """What the program reads: the row, with the names of the episode and of the model."""
+    begin: Callable[[], None] = _nothing
+    """Starts the deadline. The time in which an episode waits for a free place is not in it."""
+    quiet_s: Callable[[], float] = _never_quiet
+    """Return the seconds since the program's last request. 0 while the policy draws for it."""
 
 
 class Program(Protocol):
@@ -43,7 +57,8 @@ class Program(Protocol):
     async def run(self, task: Task) -> Any:
         """Run one episode, and return its reward: a number, a dict with "reward", or None.
 
-        Raises EpisodeError if the program fails. Any other exception is the program's own.
+        Call `task.begin` once the program starts. A cancelled call must end the program. Raises
+        EpisodeError if the program fails.
         """
         ...
 
@@ -71,22 +86,44 @@ class ProgramAgent:
         failure: EpisodeError | None = None
         value: Any = None
         try:
-            model = self._service.options.model
-            task = Task(session.name, episode.key, data_of(session.prompt, session.name, model))
-            async with asyncio.timeout(self._deadline_s):
-                value = await self._program.run(task)
-        except TimeoutError:
-            failure = EpisodeError(
-                "agent_deadline",
-                f"episode {session.name} took over {self._deadline_s:g} s. Fix: raise "
-                "agents.deadline_s, or lower agents.max_turns",
-            )
+            value = await self._run(episode, session)
         except EpisodeError as error:
             failure = error
         finally:
             await self._service.end(episode)
         conversation.settle()
         return _ending(episode, conversation, value, failure)
+
+    async def _run(self, episode: LiveEpisode, session: PolicySession) -> Any:
+        """Run the program up to its deadline, or up to an error of the episode itself."""
+        loop = asyncio.get_running_loop()
+        model = self._service.options.model
+
+        def end_in(seconds: float) -> None:
+            if not timer.expired():
+                timer.reschedule(loop.time() + seconds)
+
+        try:
+            async with asyncio.timeout(None) as timer:
+                task = Task(
+                    session.name,
+                    episode.key,
+                    data_of(session.prompt, session.name, model),
+                    begin=partial(end_in, self._deadline_s),
+                    quiet_s=episode.quiet_s,
+                )
+                # Such as a dead engine: the program might go on for ever.
+                episode.on_error = partial(end_in, 0.0)
+                try:
+                    return await self._program.run(task)
+                finally:
+                    episode.on_error = None
+        except TimeoutError:
+            raise EpisodeError(
+                "agent_deadline",
+                f"episode {session.name} took over {self._deadline_s:g} s. Fix: raise "
+                "agents.deadline_s, or lower agents.max_turns",
+            ) from None
 
     async def close(self) -> None:
         await self._program.close()
@@ -96,11 +133,9 @@ def _ending(
     episode: LiveEpisode, conversation: Conversation, value: Any, failure: EpisodeError | None
 ) -> Ending:
     """Return how an episode ended. Raises EpisodeError if something but the policy failed."""
-    if isinstance(episode.error, SampleError):
+    if episode.error is not None:  # A failed turn, or a fault of millrace such as a dead engine.
         raise episode.error
-    if episode.error is not None:  # A fault of millrace, such as a dead engine.
-        raise episode.error
-    if failure is not None and episode.limit is None:
+    if failure is not None and (episode.limit is None or failure.reason == "agent_deadline"):
         raise failure
     if not episode.session.turns:
         raise EpisodeError(
@@ -116,31 +151,40 @@ def _ending(
 
 
 def score_of(value: Any) -> Score | None:
-    """Return the score that a program returned, or None. Raises EpisodeError for anything else."""
+    """Return the score that a program returned, or None. Raises EpisodeError for anything else.
+
+    The other numbers of a dict become components of the score.
+    """
     extra: dict[str, float] = {}
     if isinstance(value, Mapping):
         if "reward" not in value:
+            shown = repr(dict(value))[:200]
             raise EpisodeError(
-                "bad_reward", f'the program returned a dict without "reward": {value}'
+                "bad_reward", f'the program returned a dict without "reward": {shown}'
             )
         extra = {
-            str(name): float(one)
+            str(name): _finite(one)
             for name, one in value.items()
             if name != "reward" and isinstance(one, int | float)
         }
         value = value["reward"]
-    if value is None:
-        return None
-    if not isinstance(value, int | float):
-        try:
-            value = float(value)  # NumPy's and torch's numbers
-        except (TypeError, ValueError):
-            kind = type(value).__name__
-            text = f"the program returned a {kind}; a reward is a number, a dict or None"
-            raise EpisodeError("bad_reward", text) from None
-    if not math.isfinite(value):
-        raise EpisodeError("bad_reward", f"the program returned {value}: a reward is finite")
-    return Score(float(value), extra)
+    return None if value is None else Score(_finite(value), extra)
+
+
+def _finite(value: Any) -> float:
+    """Return a number of Python, NumPy or torch as a float. Raises EpisodeError."""
+    text = f"the program returned a {type(value).__name__}; a reward is a number, a dict or None"
+    if isinstance(value, str | bytes):
+        raise EpisodeError("bad_reward", text)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        raise EpisodeError("bad_reward", text) from None
+    if not math.isfinite(found):
+        raise EpisodeError("bad_reward", f"the program returned {found}: a reward is finite")
+    return found
 
 
 def data_of(prompt: Prompt, name: str, model: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@
 | POST /episodes/finish | {"api_key", "reward"} or {"api_key", "error"} | {"ok": true} |
 
 Each request has the run's token as its bearer. A worker that is silent for `lease_s` loses its
-episode: later calls are refused, and the episode begins again elsewhere.
+episode: later calls are refused, and the episode begins again elsewhere. Requests to the policy are
+signs of life too, so a worker without slow tools needs no heartbeat.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hmac
 import json
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +34,8 @@ TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
 FILE = "agents.json"
 """RUN/agents.json has the address and the token. Only the user may read it."""
 _MOST_WAIT_S = 30.0
+_TICK_S = 0.01
+"""A timer may come early by as much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,8 @@ class _Episode:
     task: Task
     result: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
+    signed_at: float = 0.0
+    """The time of the last sign of life at the routes of claims."""
 
 
 class RemoteProgram:
@@ -50,6 +56,7 @@ class RemoteProgram:
         self._waiting: deque[_Episode] = deque()
         self._leased: dict[str, _Episode] = {}
         self._more = asyncio.Event()
+        self._file: Path | None = None
 
     async def start(self) -> None:
         return None
@@ -62,6 +69,7 @@ class RemoteProgram:
         with os.fdopen(descriptor, "w") as file:
             file.write(json.dumps({"url": url, "token": self.token}) + "\n")
         new.replace(path)
+        self._file = path
         return path
 
     async def run(self, task: Task) -> Any:
@@ -78,6 +86,9 @@ class RemoteProgram:
                 self._waiting.remove(episode)
 
     async def close(self) -> None:
+        """End what still waits, and remove the file: its token is of no use any more."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
         for episode in (*self._waiting, *self._leased.values()):
             if not episode.result.done():
                 episode.result.set_exception(EpisodeError("agent_lost", "the run ends"))
@@ -116,6 +127,7 @@ class RemoteProgram:
             return {"episode": None}
         episode = self._waiting.popleft()
         self._leased[episode.task.key] = episode
+        episode.task.begin()
         self._lease(episode)
         return {
             "episode": episode.task.name,
@@ -132,13 +144,19 @@ class RemoteProgram:
             raise Refusal("the lease is over: another worker has the episode", code="lease_over")
         return episode
 
-    def _lease(self, episode: _Episode) -> None:
+    def _lease(self, episode: _Episode, quiet_s: float = 0.0) -> None:
         if episode.timer is not None:
             episode.timer.cancel()
-        loop = asyncio.get_running_loop()
-        episode.timer = loop.call_later(self._lease_s, self._lose, episode)
+        left = self._lease_s - quiet_s
+        episode.timer = asyncio.get_running_loop().call_later(left, self._lose, episode)
+        episode.signed_at = time.monotonic() - quiet_s
 
     def _lose(self, episode: _Episode) -> None:
+        """Take the episode from its worker, unless the policy heard of the worker since then."""
+        quiet_s = min(episode.task.quiet_s(), time.monotonic() - episode.signed_at)
+        if quiet_s < self._lease_s - _TICK_S:
+            self._lease(episode, quiet_s)
+            return
         text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
         self._finish(episode, EpisodeError("agent_lost", text))
 

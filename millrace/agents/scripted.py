@@ -5,6 +5,7 @@ The tokens are therefore those of a rollout, whatever the agent, its tools and t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from millrace.errors import DataError, LimitReached, bad_row
@@ -28,6 +29,8 @@ class ScriptedSession:
         self._encode = encode
         self._eos = eos
         self.turns: list[Turn] = []
+        self.told = asyncio.Event()
+        """The script is at its end. What follows, such as a score, is no part of an example."""
 
     async def draw(
         self,
@@ -46,6 +49,9 @@ class ScriptedSession:
         drawn = Segment(tokens, version=0, log_probs=floats_of([0.0] * len(tokens)), stop=Stop.EOS)
         turn = Turn(number, after, context, (drawn,))
         self.turns.append(turn)
+        if len(self.turns) == len(self._script):
+            self.told.set()
+            await asyncio.Event().wait()  # until the demonstration cancels its agent
         return turn
 
     def tokens(self, turn: int) -> Tokens:
@@ -83,5 +89,15 @@ async def demonstration(
     Raises DataError if the agent does not use every turn of the script.
     """
     session = ScriptedSession(prompt, script, encode, eos)
-    await agent.play(session)
+    play = asyncio.ensure_future(agent.play(session))
+    told = asyncio.ensure_future(session.told.wait())
+    try:
+        await asyncio.wait({play, told}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not play.done():
+            play.cancel()
+        told.cancel()
+        await asyncio.wait({play, told})
+    if not play.cancelled() and (error := play.exception()) is not None:
+        raise error
     return session.example()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ def client_of(service: Service, key: str) -> openai.AsyncOpenAI:
             path = request.url.raw_path.decode("ascii").partition("?")[0]
             body = await request.aread()
             answer = await service.handle(request.method, path, headers, body)
+            if answer.status >= 400:  # A program that ignores errors must not stop the event loop.
+                await asyncio.sleep(0)
             if answer.chunks is not None:
                 stream = Stream(answer)
                 return httpx2.Response(answer.status, headers=answer.headers, stream=stream)

@@ -203,17 +203,27 @@ def configure(
             typer.echo(f"note: {note}", err=True)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
+        from millrace.run.agents import described
+
+        lines: list[tuple[str, str]] = []
+        agents = config.agents
         # The warm-up alone scores nothing.
-        rows = problems.prompts_of_an_epoch(config, scored=not keep_warm_up)
-        _print_dry_run(config, rows, json_)
+        rows = problems.prompts_of_an_epoch(
+            config,
+            scored=not keep_warm_up,
+            inspect=(lambda t: lines.extend(described(agents, t))) if agents.player else None,
+        )
+        _print_dry_run(config, rows, json_, lines)
         raise typer.Exit
     return config
 
 
-def _print_dry_run(config: Config, rows: int, json_: bool) -> None:
+def _print_dry_run(
+    config: Config, rows: int, json_: bool, agents: Sequence[tuple[str, str]]
+) -> None:
     """Print the configuration, the numbers that follow from it, and the memory of each device.
 
-    `rows` is the number of training prompts.
+    `rows` is the number of training prompts, and `agents` describes who plays.
     """
     from millrace.run.memory import estimate, size_of
 
@@ -223,6 +233,7 @@ def _print_dry_run(config: Config, rows: int, json_: bool) -> None:
     if json_:
         whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}
         whole["limits"] = limits
+        whole["agents"] = dict(agents)
         print_json({**whole, "translated": list(config.translated)})
         return
     typer.echo(recipe.dump(config))
@@ -235,6 +246,8 @@ def _print_dry_run(config: Config, rows: int, json_: bool) -> None:
     for side, parts in memory.items():
         for name, count in {**parts, "sum": sum(parts.values())}.items():
             table.add_row(f"{side} GiB a device, estimate: {name}", f"{count / 2**30:,.1f}")
+    for name, text in agents:
+        table.add_row(name, text)
     Console().print(table)
 
 

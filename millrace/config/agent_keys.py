@@ -9,6 +9,19 @@ from pydantic import Field
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
+READ = (
+    # keys, and the players that read them
+    ("max_tool_tokens max_parallel_calls", ("environment", "tools", "tool_config_path")),
+    ("tool_deadline_s", ("environment", "tools", "tool_config_path")),
+    ("env max_concurrent", ("command",)),
+    ("host port", ("command", "remote")),
+    ("lease_s", ("remote",)),
+    ("deadline_s turn_deadline_s retry_grace_s strict", ("program", "command", "remote")),
+    ("train_models", ("program", "command", "remote")),
+    ("sandbox", ("environment",)),
+)
+"""Any other key is read by all of them."""
+
 Players = ("program", "command", "remote", "environment", "tools", "tool_config_path")
 """The keys that name who plays. Without one, an episode is one prompt and one response."""
 
@@ -31,6 +44,11 @@ class AgentConfig(Section):
     """An environment by name, such as `chase`, `openenv:http://HOST:PORT` or `path.py:Class`.
 
     A class is a chat environment of millrace, or one in TRL's form.
+    """
+    sandbox: Literal["namespaces", "process"] = "namespaces"
+    """How the environment `fill_in` isolates the programs that the policy writes.
+
+    `process` sets limits alone. It guards against accidents, and is no boundary.
     """
     tools: str = ""
     """Function tools for the policy: a Python file, as verl's function_tool_path."""
@@ -91,6 +109,22 @@ class AgentConfig(Section):
     def served(self) -> bool:
         """Whether the endpoint serves programs."""
         return bool(self.program or self.command or self.remote)
+
+    @property
+    def tries(self) -> int:
+        """How often a failed episode begins again: never without an agent."""
+        return self.retries if self.player else 0
+
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        """Return each key that is set and that the player ignores, with the players to read it."""
+        found: dict[str, tuple[str, ...]] = {}
+        readers = {key: players for keys, players in READ for key in keys.split()}
+        for key, field in type(self).model_fields.items():
+            players = readers.get(key, Players)
+            read = key in Players or self.player in players
+            if not read and getattr(self, key) != field.default:
+                found[key] = players
+        return found
 
     def check(self) -> None:
         players = [key for key in Players[:4] if getattr(self, key)]

@@ -169,7 +169,17 @@ class Config(Section):
     @property
     def sides(self) -> Sides:
         """The devices of both sides."""
-        return Sides(self.trainer, self.rollout, self.async_training.colocated)
+        return Sides(self.trainer, self._rollout, self.async_training.colocated)
+
+    @property
+    def _rollout(self) -> RolloutConfig:
+        """The rollout section, with the default that depends on who plays."""
+        rollout = self.rollout
+        if rollout.session_kv_slots is not None:
+            return rollout
+        keeps = self.agents.player and rollout.engine == "torch" and not self.trainer.deterministic
+        slots = rollout.max_num_seqs if keeps else 0
+        return rollout.model_copy(update={"session_kv_slots": slots})
 
     def value_of(self, key: str) -> Any:
         """Return the value of a dotted key."""

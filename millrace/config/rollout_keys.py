@@ -114,11 +114,11 @@ class RolloutConfig(Section):
     keep keeps them. recompute computes them again with the new weights. After an interruption they
     are always computed again.
     """
-    session_kv_slots: int = Field(0, ge=0)
+    session_kv_slots: int | None = Field(None, ge=0)
     """torch: memory for the KV of sessions that wait for a tool, in full sequences of max_len.
 
     Their next turn then reads only its new tokens. The KV used least recently makes room. 0 keeps
-    none, and so does trainer.deterministic=true.
+    none, and so does trainer.deterministic=true. Unset, it is max_num_seqs where agents play.
     """
     val_kwargs: ValidationConfig = ValidationConfig()
     """Sampling in validation."""

@@ -105,6 +105,13 @@ def check_unread(value_of: Callable[[str], Any]) -> None:
     for key, rule, (other, values) in unread(value_of):
         fix = f"{other}={' or '.join(map(shown, values))}, or {example(key)}"
         errors.append(str(bad_value(key, value_of(key), rule, fix)))
+    agents = value_of("agents")
+    for name, players in agents.unread().items():
+        reads = " or ".join(f"agents.{player}" for player in players)
+        who = f"agents.{agents.player}" if agents.player else "an episode without an agent"
+        key = f"agents.{name}"
+        fix = f"{reads}, or {example(key)}"
+        errors.append(str(bad_value(key, value_of(key), f"{who} does not read it", fix)))
     if errors:
         raise ConfigError("\n".join(errors))
 

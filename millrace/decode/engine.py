@@ -347,6 +347,6 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEn
         max_len=rollout.max_len,
         deterministic=trainer.deterministic,
         kv_on_swap=rollout.kv_on_swap,
-        kept_slots=rollout.session_kv_slots,
+        kept_slots=rollout.session_kv_slots or 0,
         decode=text_of(model_folder, trust),
     )

@@ -1,17 +1,24 @@
-"""Environments by name: the values of agents.environment."""
+"""Environments by name: every value of agents.environment is read here."""
 
 from __future__ import annotations
 
 import difflib
 import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from millrace.environments.chat import ChatEnvironment
+from millrace.data.user_code import load
+from millrace.environments.chase import Chase
+from millrace.environments.chat import ChatEnvironment, Tool
+from millrace.environments.code_tests import CodeTests, Runner
 from millrace.environments.mcp_tools import McpOptions, McpServers
 from millrace.environments.openenv import OpenEnvOptions, OpenEnvServer
 from millrace.environments.text_games import text_games
+from millrace.environments.trl import TrlFactory
 from millrace.errors import ConfigError, bad_value
+from millrace.types import Prompt
 
 KINDS = {
     "openenv": "openenv:http://HOST:PORT",
@@ -22,6 +29,15 @@ KINDS = {
 }
 """The kinds of names, each with its form."""
 
+OWN = {
+    "chase": "the task chase: a hidden table, and a tool that reads it",
+    "fill_in": "the task fill_in: hidden tests judge an expression in the sandbox",
+    "code_tests": "rows with tests for code, and a Python tool in the sandbox",
+}
+"""Environments of the package."""
+SANDBOXED = ("fill_in", "code_tests")
+"""They run what the policy wrote."""
+
 
 class Environments(Protocol):
     """The environments of a run. It makes one for each episode."""
@@ -29,6 +45,51 @@ class Environments(Protocol):
     def make(self) -> ChatEnvironment: ...
 
     async def close(self) -> None: ...
+
+
+async def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes the environment of each episode."""
+
+    make: Callable[[Prompt], ChatEnvironment]
+    close: Callable[[], Awaitable[None]] = _nothing
+
+
+def environment_maker(
+    value: str,
+    *,
+    deadline_s: float,
+    runner: Callable[[], tuple[Runner, Callable[[], Tool]]],
+) -> Maker:
+    """Return the maker of the environments that `value` names. Raise ConfigError if it names none.
+
+    `deadline_s` bounds each step and each call. `runner` returns a sandbox, and what makes a tool
+    on it.
+    """
+    if value == "chase":
+        return Maker(lambda _: Chase())
+    if value in SANDBOXED:
+        sandbox, tool = runner()
+        if value == "fill_in":
+            return Maker(lambda _: CodeTests(sandbox))
+        return Maker(lambda _: CodeTests(sandbox, [tool()]))
+    if value.partition(":")[0] in KINDS:
+        named = named_environments(value, deadline_s=deadline_s, tool_deadline_s=deadline_s)
+        return Maker(lambda _: named.make(), named.close)
+    if ":" not in value:
+        near = difflib.get_close_matches(value, [*OWN, *KINDS], 1)
+        forms = near[0] if near else ", ".join([*OWN, "path.py:Class", *KINDS.values()])
+        raise _bad(value, "is not the name of an environment", forms)
+    if not value.rpartition(":")[0].endswith(".py") and "." not in value:  # such as opnenv:...
+        named_environments(value)
+    kind = load("agents.environment", value, kind="class")
+    if callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None)):
+        return Maker(lambda _: kind())
+    return Maker(TrlFactory(kind))
 
 
 def named_environments(

@@ -121,6 +121,8 @@ class Validator:
     """Score the `n` sampled responses of a problem in one call."""
     agent: Agent = field(default_factory=SingleTurn)
     limits: Limits = NO_LIMITS
+    retries: int = 0
+    """How often a failed episode begins again before it counts as failed."""
 
     async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
         """Validate the live weights. They must stay those of `version` until this returns.
@@ -171,6 +173,7 @@ class Validator:
                 replace(params, interruptible=False),
                 f"val/{prompt.index}/{params.seed}",
                 limits=self.limits,
+                retries=self.retries,
             )
         except SampleError as error:
             return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from millrace.errors import EpisodeError, LimitReached, MillraceError
@@ -95,25 +96,57 @@ async def run_episode(
     limits: Limits = NO_LIMITS,
     so_far: Trajectory | None = None,
     on_progress: OnProgress | None = None,
+    retries: int = 0,
 ) -> Trajectory:
     """Return the finished trajectory of `prompt`, which `agent` plays.
 
     `params.max_tokens` bounds the whole thread after the prompt, including turns of others. After a
     restart, `so_far` has the turns of the attempt before. `on_progress` gets each trajectory that
-    an interruption leaves unfinished. Raises EpisodeError if the agent fails.
+    an interruption leaves unfinished.
+
+    A failed episode begins again, up to `retries` times. The tokens of a failed try are dead tokens
+    of the trajectory. Raises EpisodeError if the last try fails too.
     """
-    session = Session(
-        draw,
-        prompt,
-        params,
-        name,
-        limits,
-        so_far=so_far,
-        on_progress=on_progress,
-        plain=isinstance(agent, SingleTurn),
-    )
+    lost = 0
+
+    def progress(trajectory: Trajectory) -> None:
+        if on_progress is not None:
+            on_progress(_with_lost(trajectory, lost))
+
+    for failed in range(retries + 1):
+        session = Session(
+            draw,
+            prompt,
+            params,
+            name,
+            limits,
+            so_far=so_far,
+            on_progress=progress if failed else on_progress,
+            plain=isinstance(agent, SingleTurn),
+        )
+        try:
+            return _with_lost(await _play(agent, session), lost, failed)
+        except EpisodeError:
+            if failed == retries:
+                raise
+        drawn = session.trajectory(Ending())
+        lost += drawn.num_policy_tokens + drawn.dead_tokens
+        so_far = None
+        progress(Trajectory())
+    raise AssertionError("the last try returns or raises")
+
+
+async def _play(agent: Agent, session: Session) -> Trajectory:
     try:
         ending = await agent.play(session)
     except LimitReached as error:
         ending = Ending(error.limit)
     return session.trajectory(ending)
+
+
+def _with_lost(trajectory: Trajectory, tokens: int, failed: int = 0) -> Trajectory:
+    """Return the trajectory with the tokens and the number of its failed tries."""
+    if not tokens and not failed:
+        return trajectory
+    counts = trajectory.counts | ({"retries": float(failed)} if failed else {})
+    return replace(trajectory, dead_tokens=trajectory.dead_tokens + tokens, counts=counts)

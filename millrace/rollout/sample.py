@@ -41,6 +41,8 @@ class SampleRoller:
     """The distribution that sets the length of each response, if any."""
     whole_group: bool = False
     """Score all trajectories of a sample, the greedy one last, in one call."""
+    retries: int = 0
+    """How often a failed episode begins again before its sample fails."""
 
     @property
     def num_responses(self) -> int:
@@ -84,6 +86,7 @@ class SampleRoller:
                         limits=self.limits,
                         so_far=finished,
                         on_progress=lambda t: update(i, t),
+                        retries=self.retries,
                     )
             finally:
                 if on_drawn is not None:

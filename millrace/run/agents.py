@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, RolloutConfig
-from millrace.environments.chat import ChatEnvironment
-from millrace.errors import bad_value
+from millrace.errors import ConfigError
 from millrace.ports import Agent, PolicySession
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.session import Limits
-from millrace.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
     from millrace.agents.endpoint import Endpoint
     from millrace.agents.programs import Program
     from millrace.agents.service import Service
+    from millrace.environments.named import Maker
 
 MODEL = "policy"
 """The policy's name at the endpoint."""
-
-OWN = ("chase",)
-"""Environments of the package, which generated tasks belong to."""
 
 Note = Callable[[str], None]
 
@@ -44,6 +40,29 @@ def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
         max_tokens_per_turn=agents.max_tokens_per_turn or None,
         max_episode_tokens=agents.max_episode_tokens or None,
     )
+
+
+def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return what the chat template cannot do. Raises ConfigError if the run needs it."""
+    from millrace.agents.template import check_template
+
+    report = check_template(tokenizer)
+    if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
+        report.require_tools()
+    return [f"chat template: {line}" for line in report.refusals]
+
+
+def described(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return who plays, the limits of an episode, and what the chat template supports."""
+    from millrace.agents.template import check_template
+
+    names = ["max_turns", "max_tokens_per_turn", "max_episode_tokens"]
+    seconds = ["deadline_s", "turn_deadline_s"] if agents.served else ["tool_deadline_s"]
+    found = [(f"agents.{agents.player}", str(getattr(agents, agents.player)))]
+    found += [(f"agents.{name}", str(getattr(agents, name) or "no limit")) for name in names]
+    found += [(f"agents.{name}", f"{getattr(agents, name):g}") for name in seconds]
+    found += [("agents.retries", str(agents.retries))]
+    return found + [("chat template", line) for line in check_template(tokenizer).lines()]
 
 
 @asynccontextmanager
@@ -64,13 +83,9 @@ async def open_agent(
     from millrace.agents.conversation import Conversation
     from millrace.agents.parse import tool_format
     from millrace.agents.render import Renderer
-    from millrace.agents.template import check_template
 
-    report = check_template(tokenizer)
-    if agents.tools or agents.tool_config_path or agents.environment in OWN:
-        report.require_tools()
-    for line in report.refusals:
-        note(f"chat template: {line}")
+    for line in template_lines(agents, tokenizer):
+        note(line)
     converse = partial(
         Conversation,
         renderer=Renderer(tokenizer),
@@ -107,60 +122,38 @@ async def _play(
         Cut(encode, decode, agents.max_tool_tokens),
         agents.tool_deadline_s,
     )
-    make, close = _environments(agents)
+    maker = await _environments(agents)
     try:
-        yield ChatAgent(make, converse, options)
+        yield ChatAgent(maker.make, converse, options)
     finally:
-        await close()
+        await maker.close()
 
 
-async def _nothing() -> None:
-    return None
-
-
-def _environments(
-    agents: AgentConfig,
-) -> tuple[Callable[[Prompt], ChatEnvironment], Callable[[], Any]]:
-    """Return the maker of an episode's environment, and what closes all of them."""
-    from millrace.environments.chase import Chase
-    from millrace.environments.named import KINDS, named_environments
+async def _environments(agents: AgentConfig) -> Maker:
+    """Return the maker of an episode's environment."""
+    from millrace.environments.named import SANDBOXED, Maker, environment_maker
     from millrace.environments.task_tools import TaskWithTools
     from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
-    key = "agents.environment"
     if agents.tool_config_path or agents.tools:
         of_row = load_tool_config(agents.tool_config_path) if agents.tool_config_path else None
         shared = load_function_tools(agents.tools, "agents.tools") if agents.tools else []
-        return lambda _: TaskWithTools(
-            lambda p: [*(of_row(p) if of_row else ()), *shared]
-        ), _nothing
-    name = agents.environment
-    if name == "chase":
-        return lambda _: Chase(), _nothing
-    if name.partition(":")[0] in KINDS:
-        named = named_environments(
-            name, deadline_s=agents.tool_deadline_s, tool_deadline_s=agents.tool_deadline_s
-        )
-        return lambda _: named.make(), named.close
-    if ":" not in name:
-        raise bad_value(
-            key,
-            name,
-            "is not the name of an environment",
-            f"chase, path.py:Class, {', '.join(KINDS)}",
-        )
-    return _of_class(key, name), _nothing
+        return Maker(lambda _: TaskWithTools(lambda p: [*(of_row(p) if of_row else ()), *shared]))
+    from millrace.tools.python_tool import PythonTool
+    from millrace.tools.sandbox import Sandbox, SandboxRefused
 
-
-def _of_class(key: str, name: str) -> Callable[[Prompt], ChatEnvironment]:
-    """Return the maker of the user's own environments, in millrace's or TRL's form."""
-    from millrace.data.user_code import load
-    from millrace.environments.trl import TrlFactory
-
-    kind = load(key, name, kind="class")
-    if callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None)):
-        return lambda _: kind()  # type: ignore[no-any-return]
-    return TrlFactory(kind)
+    sandbox = Sandbox(agents.sandbox)
+    if agents.environment in SANDBOXED:
+        try:
+            await sandbox.check()
+        except SandboxRefused as refused:
+            rule = f"the environment {agents.environment} cannot run: {refused}"
+            raise ConfigError(f"agents.sandbox = {agents.sandbox!r}: {rule}") from refused
+    return environment_maker(
+        agents.environment,
+        deadline_s=agents.tool_deadline_s,
+        runner=lambda: (sandbox, lambda: PythonTool(sandbox)),
+    )
 
 
 @asynccontextmanager
@@ -191,13 +184,13 @@ async def _serve(
     )
     endpoint = Endpoint(service, agents.host, agents.port)
     program = _program(agents, service, endpoint, note)
-    if not agents.program:
-        await endpoint.start()
-        note(f"endpoint: {endpoint.url}/v1")
-    if isinstance(program, RemoteProgram):
-        path = program.publish(folder, endpoint.url)
-        note(f"workers find the address and the token in {path}")
     try:
+        if not agents.program:
+            await endpoint.start()
+            note(f"endpoint: {endpoint.url}/v1")
+        if isinstance(program, RemoteProgram):
+            path = program.publish(folder, endpoint.url)
+            note(f"workers find the address and the token in {path}")
         await program.start()
         yield ProgramAgent(program, service, converse, agents.deadline_s)
     finally:

@@ -44,6 +44,7 @@ def make_validator(s: Session, pool: RolloutEngine, watch: Watch = UNWATCHED) ->
         s.reward.whole_group,
         s.agent,
         limits_of(s.config.agents, rollout),
+        s.config.agents.tries,
     )
 
 

@@ -108,7 +108,7 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
 
 def _rollout(r: RolloutConfig, size: Size, width: int) -> dict[str, int]:
     weights = size.parameters * width // r.tensor_model_parallel_size
-    kept = r.session_kv_slots if r.engine == "torch" else 0
+    kept = (r.session_kv_slots or 0) if r.engine == "torch" else 0
     cells = (r.max_num_seqs + kept) * r.max_len * 2 * size.layers * size.kv_width
     return {
         "weights": weights,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Inspect = Callable[["PreTrainedTokenizerBase"], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +154,19 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     )
 
 
-def prompts_of_an_epoch(config: Config, *, scored: bool = True) -> int:
+def prompts_of_an_epoch(config: Config, *, scored: bool = True, inspect: Inspect = None) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
-    Prompts that a run leaves out do not count. A model's own tokenizer must read every row.
+    Prompts that a run leaves out do not count. `inspect` gets the tokenizer.
     """
     sources = load(config, scored=scored)
-    if not (config.model.path or config.data.filter_overlong_prompts):
+    if not (config.model.path or config.data.filter_overlong_prompts or inspect):
         return len(sources.train)
     with TemporaryDirectory() as folder:
-        return len(prepare(config, sources, Path(folder) / "model").train)
+        prepared = prepare(config, sources, Path(folder) / "model")
+    if inspect:
+        inspect(prepared.chat.tokenizer)
+    return len(prepared.train)
 
 
 def check_machine(config: Config) -> None:

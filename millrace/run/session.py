@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from millrace.config import Config
 from millrace.config.keys import NOTHING, Derived, Trained
@@ -24,6 +25,8 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.sync.background import abandonable
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,23 @@ async def open_session(
             run.discard()
             raise
         problems_.copy_config(config.model, run.model)
-        for note in _notes(config, problems, run, trains=trains, rollout=rollout):
-            progress.note(note)
+        if problems.train.filtered:
+            progress.note(
+                f"left out {problems.train.filtered} prompts that are longer than "
+                "rollout.max_prompt_length"
+            )
+        if trains:
+            progress.note(f"run folder: {run.path}")
+        end = config.end_note(len(problems.train), trained_by(run.resume_from))
+        if end and trains and rollout:
+            progress.note(end)
+        tokenizer = problems.chat.tokenizer
+        parts = (
+            open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note),
+            open_runtime(config, run, rollout=rollout),
+        )
         async with AsyncExitStack() as stack:
-            try:
-                agent = await stack.enter_async_context(_agent(config, problems, run, progress))
-                progress.phase("starting engines")
-                runtime = await stack.enter_async_context(
-                    open_runtime(config, run, rollout=rollout)
-                )
-            except (ConfigError, MissingDependency):  # such as a machine without the devices
-                run.discard()
-                raise
+            agent, runtime = await _enter(stack, *parts, run, progress)
             engines = await build_engines(runtime, config, run, rollout=rollout)
             yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
@@ -120,27 +128,21 @@ async def open_session(
             release(run.path)
 
 
-def _agent(
-    config: Config, problems: Problems, run: RunDir, progress: Progress
-) -> AbstractAsyncContextManager[Agent]:
-    tokenizer = problems.chat.tokenizer
-    return open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note)
-
-
-def _notes(
-    config: Config, problems: Problems, run: RunDir, *, trains: bool, rollout: bool
-) -> Iterator[str]:
-    """Yield what the user should know before the engines start."""
-    if problems.train.filtered:
-        yield (
-            f"left out {problems.train.filtered} prompts that are longer than "
-            "rollout.max_prompt_length"
-        )
-    if trains:
-        yield f"run folder: {run.path}"
-    end = config.end_note(len(problems.train), trained_by(run.resume_from))
-    if end and trains and rollout:
-        yield end
+async def _enter(
+    stack: AsyncExitStack,
+    agent: AbstractAsyncContextManager[Agent],
+    runtime: AbstractAsyncContextManager[R],
+    run: RunDir,
+    progress: Progress,
+) -> tuple[Agent, R]:
+    """Start the agent and the runtime. A run that cannot start leaves no folder."""
+    try:
+        player = await stack.enter_async_context(agent)
+        progress.phase("starting engines")
+        return player, await stack.enter_async_context(runtime)
+    except (ConfigError, MissingDependency):  # such as a machine without the devices
+        run.discard()
+        raise
 
 
 def trained_by(checkpoint: Path | None) -> Trained:

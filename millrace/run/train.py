@@ -326,6 +326,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         greedy_baseline=c.algorithm.adv_estimator == "remax",
         lengths=drawn_lengths(c.rollout),
         whole_group=s.reward.whole_group,
+        retries=c.agents.tries,
     )
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window

@@ -18,6 +18,7 @@ ROWS = [
     (f"{section}.{name}", choices) for section, names, choices in READ for name in names.split()
 ]
 OTHER: dict[str, Any] = {
+    "rollout.session_kv_slots": 2,
     "critic.loss_fn_type": "huber",
     "algorithm.f_norm": "std",
     "algorithm.kl_penalty": "k3",
@@ -84,3 +85,27 @@ def test_the_keys_of_vllm_stay_if_a_layer_chooses_torch() -> None:
     load("quickstart", keys, ["rollout.engine=torch"])
     with pytest.raises(ConfigError, match=r"(?s)gpu_memory.*\n.*max_num_batched_tokens = 64"):
         load("quickstart", keys)
+
+
+AGENTS = {
+    "max_tool_tokens": (5, {"program": "a.py:f"}, {"tools": "a.py"}),
+    "max_parallel_calls": (5, {"command": "a"}, {"environment": "chase"}),
+    "tool_deadline_s": (5.0, {"remote": True}, {"tool_config_path": "a.yaml"}),
+    "port": (5, {"program": "a.py:f"}, {"command": "a"}),
+    "env": (("A",), {"remote": True}, {"command": "a"}),
+    "lease_s": (5.0, {"command": "a"}, {"remote": True}),
+    "strict": (True, {"environment": "chase"}, {"program": "a.py:f"}),
+    "train_models": (("a",), {"tools": "a.py"}, {"remote": True}),
+    "sandbox": ("process", {"tools": "a.py"}, {"environment": "fill_in"}),
+    "max_turns": (5, {}, {"environment": "chase"}),
+    "retries": (5, {}, {"command": "a"}),
+}
+
+
+@pytest.mark.parametrize("key", AGENTS)
+def test_keys_of_agents_need_a_player_that_reads_them(key: str) -> None:
+    value, without, reads = AGENTS[key]
+    ours = {f"agents.{name}": one for name, one in {**without, key: value}.items()}
+    with pytest.raises(ConfigError, match=rf"agents\.{key} = .*does not read it\. Fix: agents\."):
+        check_unread(config_of(ours).value_of)
+    check_unread(config_of({f"agents.{n}": v for n, v in {**reads, key: value}.items()}).value_of)

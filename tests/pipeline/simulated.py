@@ -158,7 +158,8 @@ class Outcome:
 async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: int, n: int, start: LedgerSnapshot | None,
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
                     greedy: bool, save_s: float, validation_s: float, watchers: Watchers,
-                    saving: Callable[[LedgerSnapshot], None], agent: Agent) -> Outcome:  # fmt: skip
+                    saving: Callable[[LedgerSnapshot], None], agent: Agent,
+                    retries: int) -> Outcome:  # fmt: skip
     loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     watch = Watch(loop.time, watchers(loop.time(), ledger))
@@ -177,6 +178,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         n,
         seed=0,
         greedy_baseline=greedy,
+        retries=retries,
     )
     sampling = (
         DynamicSampling("score", max_num_gen_batches=most, window=schedule.window)
@@ -205,7 +207,7 @@ def simulate(
     chance: Callable[[Prompt], float] | None = None, most: int = 0, greedy: bool = False,
     save_s: float = 0.0, validation_s: float = 0.0, watchers: Watchers = lambda now, ledger: (),
     saving: Callable[[LedgerSnapshot], None] = lambda snapshot: None,
-    agent: Agent = SINGLE_TURN,
+    agent: Agent = SINGLE_TURN, retries: int = 0,
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -230,5 +232,6 @@ def simulate(
             watchers,
             saving,
             agent,
+            retries,
         )
     )

@@ -5,11 +5,7 @@ from __future__ import annotations
 from millrace.config.verl.kinds import Absent
 
 _MEGATRON = Absent("the Megatron engine", "leave the key out: the train engine is FSDP2")
-_AGENT = Absent(
-    "multi-turn rollouts with tools",
-    "leave the key out: a trajectory has one turn",
-    ("hermes", "middle", "strict", 1, 256),
-)
+_AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
 _PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
 _MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
 _MANAGER = Absent(
@@ -98,14 +94,12 @@ ABSENT: dict[str, Absent] = {
     "data.custom_cls.*": Absent(
         "a data set class of your own", "its rows as parquet or JSONL in data.train_files"
     ),
-    "data.function_tool_path": _AGENT,
     "data.datagen.*": Absent("a generator of data", "task:NAME or reasoning_gym:NAME as a source"),
     "data.sampler.*": _SAMPLER,
     "data.reward_fn_key": Absent(
         "another column for the data source", "a column data_source", ("data_source",)
     ),
     "data.tokenizer": Absent("a tokenizer of its own", "a tokenizer in the model's folder"),
-    "data.tool_config_path": _AGENT,
     "distillation.enabled": Absent("distillation from a teacher", "leave the key out"),
     "global_profiler.tool": _PROFILER,
     "model.custom_chat_template": Absent(
@@ -155,7 +149,9 @@ ABSENT: dict[str, Absent] = {
     "rollout.agent.agent_loop_config_path": _AGENT,
     "rollout.agent.custom_async_server.*": _AGENT,
     "rollout.agent.default_agent_loop": Absent(
-        "agent loops", "leave the key out: a trajectory has one turn", ("single_turn_agent",)
+        "agent loops of your own",
+        "agents.program or agents.environment=path.py:Class",
+        ("single_turn_agent", "tool_agent"),
     ),
     "rollout.checkpoint_engine.backend": Absent(
         "other backends of the weight sync", "leave the key out", ("nccl", "naive")
@@ -181,7 +177,16 @@ ABSENT: dict[str, Absent] = {
     ),
     "rollout.moe_load_balance_metrics_interval": _MOE,
     "rollout.mtp*": Absent("multi-token prediction", "leave the key out"),
-    "rollout.multi_turn.*": _AGENT,
+    "rollout.multi_turn.interaction_config_path": Absent(
+        "interactions of verl's form", "agents.environment=path.py:Class"
+    ),
+    "rollout.multi_turn.num_repeat_rollouts": Absent("repeated rollouts", "rollout.n"),
+    "rollout.multi_turn.tool_response_truncate_side": Absent(
+        "cuts at an end of a tool's result", "middle", ("middle",)
+    ),
+    "rollout.multi_turn.use_inference_chat_template": Absent(
+        "histories that are rendered anew for each turn", "agents.history=template"
+    ),
     "rollout.over_sample_rate": Absent(
         "over-sampling that drops slow samples", "async_training.staleness_threshold"
     ),

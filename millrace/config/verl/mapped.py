@@ -26,6 +26,7 @@ from millrace.config.verl.values import (
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
+_FORMAT = one_of(hermes="hermes", qwen3_coder="qwen")
 _SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb and clearml"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
@@ -132,6 +133,17 @@ MAPPED: dict[str, Mapped] = {
     ),
     "rollout.engine_kwargs.vllm": Mapped("rollout.engine_kwargs", not_none),
     "rollout.full_determinism": Mapped("trainer.deterministic"),
+    "rollout.multi_turn.format": Mapped("agents.tool_format", _FORMAT),
+    "rollout.multi_turn.max_assistant_turns": Mapped("agents.max_turns", never),
+    "rollout.multi_turn.max_parallel_calls": Mapped("agents.max_parallel_calls"),
+    "rollout.multi_turn.max_tool_response_length": Mapped(
+        "agents.max_tool_tokens", note="verl counts characters, and millrace tokens"
+    ),
+    **{
+        f"{section}.{theirs}": Mapped(f"agents.{ours}", not_none)
+        for section in ("data", "rollout.multi_turn")
+        for theirs, ours in (("function_tool_path", "tools"), ("tool_config_path",) * 2)
+    },
     "rollout.name": Mapped("rollout.engine", by_engine),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
     "rollout.response_length": Mapped("rollout.max_response_length"),
