@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ async def _examples(s: Session, start: int, count: int) -> list[tuple[Tokens, ..
     from millrace.agents.scripted import demonstration
 
     chat = s.problems.chat
-    eos = tokens_of(chat.eos_ids[:1])
-    return [
-        await demonstration(s.agent, prompt, turns, chat.encode, eos)
-        for prompt, turns in await asyncio.to_thread(s.problems.scripts, start, count)
-    ]
+    eos, encode, examples = tokens_of(chat.eos_ids[:1]), cache(chat.encode), []
+    for prompt, turns in await asyncio.to_thread(s.problems.scripts, start, count):
+        examples.append(await demonstration(s.agent, prompt, turns, encode, eos))
+        await asyncio.sleep(0)  # An agent in process may not wait, and others need the loop.
+    return examples
 
 
 async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:
