@@ -100,7 +100,7 @@ def watch_in_blocks(what: str, blocks: Blocks) -> None:
 
     record.TraceWriter = Trace  # type: ignore[misc]
     store.SampleStore = Samples  # type: ignore[misc]
-    Background.write = write  # type: ignore[method-assign]
+    Background.write = write  # type: ignore[assignment, method-assign]
 
 
 def main() -> None:

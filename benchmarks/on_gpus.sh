@@ -4,7 +4,7 @@
 #
 #     benchmarks/on_gpus.sh [OUT] [PART ...]
 #
-# The parts are tests, train, sync, vllm, modes, save and learn. The default is all of them.
+# The parts are tests, train, sync, vllm, modes, agents, save and learn. The default is all of them.
 #
 # PYTHON is the interpreter (default: python3). `learn` needs build/reasoning, which
 # benchmarks/reasoning_mix.py writes on a machine with reasoning-gym.
@@ -12,7 +12,7 @@ set -u
 cd "$(dirname "$0")/.."
 OUT=${1:-build/on_gpus}
 [ $# -gt 0 ] && shift
-PARTS=${*:-tests train sync vllm modes save learn}
+PARTS=${*:-tests train sync vllm modes agents save learn}
 PYTHON=${PYTHON:-python3}
 MILLRACE="$PYTHON -m millrace"
 GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
@@ -78,6 +78,15 @@ for one in $PARTS; do
         [ $GPUS = 4 ] && part modes-3+1 590 $MILLRACE bench modes shapes/qwen2_7b rollout.total_rollout_steps=416 \
             rollout.max_num_seqs=320 async_training.staleness_threshold=4 --splits 3+1 --skip 2 --json \
             --modes colocate_sync,async_partial,async_swap,one_step_off --folder "$OUT/modes-3-1"
+        ;;
+    agents)
+        # Episodes of several turns. Tools take 0.1 to 2 s, and 1 to 10 s.
+        both=colocate_sync,colocate_partial splits=1+0
+        [ $GPUS -gt 1 ] && both=$both,one_step_off,async_staleness,async_partial,async_swap splits=$HALF+$HALF
+        part agents 900 $MILLRACE bench agents shapes/qwen2_1.5b --splits $splits --modes $both --staleness 1,3 \
+            --tool 0.1,1,2 --tool 1,1,10 --turns 5,0.5,12 --draw 120,0.8,512 --result 60,0.8,256 --skip 1 --json \
+            rollout.enforce_eager=true rollout.max_response_length=4096 rollout.max_num_seqs=128 rollout.n=4 \
+            rollout.total_rollout_steps=128 actor.ppo_mini_batch_size=16 --folder "$OUT/agents"
         ;;
     save)
         size="hidden_size=1536 num_hidden_layers=28 num_attention_heads=12 num_key_value_heads=2 intermediate_size=8960"

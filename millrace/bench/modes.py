@@ -88,23 +88,26 @@ def arms_of(modes: Sequence[str], splits: Sequence[str], uniform: Sequence[str] 
     """Return an arm for every mode on every split TRAINERS+ROLLOUTS.
 
     The modes of `uniform` have further arms, with responses of equal lengths. A colocated mode uses
-    all devices of a split for both sides. Raises ConfigError for an unknown mode or a wrong split.
+    all devices of a split for both sides, so `1+0` is one device. Raises ConfigError for an unknown mode or a wrong split.
     """
     arms: list[Arm] = []
     for mode in [*modes, *uniform]:
         if mode not in MODES:
             raise bad_value("--modes", mode, "no such mode", f"one of {', '.join(MODES)}")
         for split in splits:
-            sides = split.split("+")
-            if len(sides) != 2 or not all(side.isdigit() and int(side) for side in sides):
+            t, plus, r = split.partition("+")
+            trainers, rollouts = (int(n) if n.isdigit() else -1 for n in (t, r))
+            colocated = MODES[mode].colocated
+            both = trainers + rollouts
+            if not plus or min(trainers, rollouts) < (0 if colocated and both else 1):
                 raise bad_value(
                     "--splits",
                     split,
-                    "must be TRAINERS+ROLLOUTS, two numbers of devices over 0",
+                    f"must be TRAINERS+ROLLOUTS, two numbers of devices, and {mode} needs "
+                    + ("one device" if colocated else "one for each side"),
                     "--splits 1+1",
                 )
-            t, r = map(int, sides)
-            arm = Arm(mode, t + r, t + r) if MODES[mode].colocated else Arm(mode, t, r)
+            arm = Arm(mode, both, both) if colocated else Arm(mode, trainers, rollouts)
             arms += [] if arm in arms else [arm]
     return [
         *(a for a in arms if a.mode in modes),

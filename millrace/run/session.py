@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,27 +100,11 @@ async def open_session(
             run.discard()
             raise
         problems_.copy_config(config.model, run.model)
-        if problems.train.filtered:
-            progress.note(
-                f"left out {problems.train.filtered} prompts that are longer than "
-                "rollout.max_prompt_length"
-            )
-        if trains:
-            progress.note(f"run folder: {run.path}")
-        end = config.end_note(len(problems.train), trained_by(run.resume_from))
-        if end and trains and rollout:
-            progress.note(end)
+        for note in _notes(config, problems, run, trains=trains, rollout=rollout):
+            progress.note(note)
         async with AsyncExitStack() as stack:
             try:
-                agent = await stack.enter_async_context(
-                    open_agent(
-                        config.agents,
-                        config.rollout,
-                        problems.chat.tokenizer,
-                        run.path,
-                        progress.note,
-                    )
-                )
+                agent = await stack.enter_async_context(_agent(config, problems, run, progress))
                 progress.phase("starting engines")
                 runtime = await stack.enter_async_context(
                     open_runtime(config, run, rollout=rollout)
@@ -134,6 +118,29 @@ async def open_session(
         await reward.close()
         if run is not None:
             release(run.path)
+
+
+def _agent(
+    config: Config, problems: Problems, run: RunDir, progress: Progress
+) -> AbstractAsyncContextManager[Agent]:
+    tokenizer = problems.chat.tokenizer
+    return open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note)
+
+
+def _notes(
+    config: Config, problems: Problems, run: RunDir, *, trains: bool, rollout: bool
+) -> Iterator[str]:
+    """Yield what the user should know before the engines start."""
+    if problems.train.filtered:
+        yield (
+            f"left out {problems.train.filtered} prompts that are longer than "
+            "rollout.max_prompt_length"
+        )
+    if trains:
+        yield f"run folder: {run.path}"
+    end = config.end_note(len(problems.train), trained_by(run.resume_from))
+    if end and trains and rollout:
+        yield end
 
 
 def trained_by(checkpoint: Path | None) -> Trained:

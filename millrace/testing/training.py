@@ -317,7 +317,7 @@ async def _a_phase_begins_with_the_current_weights(
 async def _supervised_steps_lower_their_loss(
     engine: TrainEngine, _: TrainEngine, case: TrainCase
 ) -> None:
-    examples = [
+    examples: list[tuple[Tokens, ...]] = [
         (x.prompt.tokens, x.trajectories[0].segments[-1].tokens)
         for x in train_samples(case, case.mini_batch_size)
     ]

@@ -114,7 +114,7 @@ class Echo(gymnasium.Env[str, str]):
         return f"You said {action}.", reward, action == "stop", self.words == 3, {}
 
 
-gymnasium.register("Echo-v0", Echo)
+gymnasium.register("Echo-v0", Echo)  # type: ignore[arg-type]
 
 
 def test_an_environment_of_gymnasium() -> None:

@@ -209,10 +209,10 @@ class Pool:
 
 def validator(agent: Any, reward: Any, n: int = 2, **more: Any) -> Validator:
     prompts = [Prompt(i, tokens_of([7, i]), f"p{i}", "d") for i in range(10)]
-    params = SamplingParams(200)
+    params, pool = SamplingParams(200), Pool()
     return Validator(
         prompts,
-        Pool(),
+        pool,  # type: ignore[arg-type]  # it only draws
         reward,
         decode,
         params,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,13 +78,10 @@ def agent_of(environment: Tool | None) -> Agent:
 
 
 def episode(
-    script: Script, environment: Tool | None, max_tokens: int = 10, **more: object
+    script: Script, environment: Tool | None, max_tokens: int = 10, **more: Any
 ) -> Trajectory:
-    return asyncio.run(
-        run_episode(
-            script, agent_of(environment), PROMPT, SamplingParams(max_tokens, seed=5), "3/0", **more
-        )  # type: ignore[arg-type]
-    )  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens, seed=5)
+    return asyncio.run(run_episode(script, agent_of(environment), PROMPT, params, "3/0", **more))
 
 
 def test_an_interrupted_response_goes_on_from_its_tokens_within_its_limit_in_its_random_stream() -> (

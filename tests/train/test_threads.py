@@ -128,7 +128,7 @@ def test_the_gradient_of_a_float32_model_is_the_same_within_a_millionth(folder: 
                 found[name] = p.grad.clone()
             return inner(*args)
 
-        engine.actor.optimizer.step = keep  # type: ignore[method-assign]
+        engine.actor.optimizer.step = keep  # type: ignore[assignment, method-assign]
         asyncio.run(engine.step(replace(batch, samples=batch.samples[:4])))
         gradients.append(found)
     one, other = gradients
