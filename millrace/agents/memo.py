@@ -5,7 +5,7 @@ from __future__ import annotations
 import marshal
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,7 @@ class Memo(Generic[_T]):
         self._held = 0
         self._known: OrderedDict[bytes, _T] = OrderedDict()
 
-    def __call__(self, *values: object) -> _T:
+    def __call__(self, *values: Any) -> _T:
         try:
             key = marshal.dumps(values, 2)  # Version 2 has no references, so equals are equal.
         except ValueError:  # a type of its own

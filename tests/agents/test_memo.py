@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from millrace.agents.memo import LONGEST, Memo
 
 
+def counted() -> tuple[list[Any], Callable[..., str]]:
+    """Return a function that shows its arguments, and the list of its calls."""
+    calls: list[Any] = []
+
+    def show(*values: Any) -> str:
+        calls.append(values)
+        return repr(values)
+
+    return calls, show
+
+
 def test_equal_arguments_are_computed_once() -> None:
-    seen: list[Any] = []
-    memo = Memo(lambda *a: seen.append(a) or repr(a))
+    seen, show = counted()
+    memo = Memo(show)
     for _ in range(3):
         assert memo([{"a": "x"}], None) == "([{'a': 'x'}], None)"
     assert len(seen) == 1
@@ -28,19 +40,19 @@ def test_a_value_of_an_own_type_is_computed_each_time() -> None:
     class Text(str):
         """A string of the user's own class."""
 
-    calls: list[str] = []
-    memo = Memo(lambda text: calls.append(text) or len(text))
-    assert [memo(Text("ab")), memo(Text("ab"))] == [2, 2] and len(calls) == 2
+    calls, show = counted()
+    memo = Memo(show)
+    assert memo(Text("ab")) == memo(Text("ab")) == "('ab',)" and len(calls) == 2
 
 
 def test_what_was_shown_first_is_forgotten_first() -> None:
-    calls: list[str] = []
-    memo = Memo(lambda text: calls.append(text) or len(text), most_bytes=4000)
+    calls, show = counted()
+    memo = Memo(show, most_bytes=4000)
     texts = [f"{n:0100}" for n in range(100)]
-    assert [memo(t) for t in texts] == [100] * 100
-    assert memo(texts[-1]) == 100 and len(calls) == 100
-    assert memo(texts[0]) == 100 and len(calls) == 101
-    assert memo("a" * LONGEST) == memo("a" * LONGEST) == LONGEST and len(calls) == 103
+    assert [memo(t) for t in texts] == [repr((t,)) for t in texts]
+    assert memo(texts[-1]) == repr((texts[-1],)) and len(calls) == 100
+    assert memo(texts[0]) == repr((texts[0],)) and len(calls) == 101
+    assert memo("a" * LONGEST) == memo("a" * LONGEST) and len(calls) == 103
 
 
 def test_random_arguments_give_the_function() -> None:
