@@ -147,7 +147,9 @@ class Turn:
 
     @property
     def tokens(self) -> Tokens:
-        """Return the tokens that the policy drew."""
+        """Return the tokens that the policy drew. Nobody may change them."""
+        if len(self.segments) == 1:
+            return self.segments[0].tokens
         return joined(segment.tokens for segment in self.segments)
 
     @property

@@ -110,7 +110,8 @@ class ChatAgent:
         """Wait for the environment. Raises EpisodeError if it fails or is late."""
         limit = self._options.environment_deadline_s
         try:
-            return await asyncio.wait_for(answer, limit)
+            async with asyncio.timeout(limit):
+                return await answer
         except MillraceError:
             raise
         except TimeoutError as error:

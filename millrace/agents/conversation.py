@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from millrace.agents.history import History, Node, Place, normal
+from millrace.agents.memo import Memo
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
 from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
@@ -72,7 +73,7 @@ class Conversation:
         """
         messages = [normal(m) for m in request.messages]
         auxiliary = self._is_auxiliary(request.model)
-        scope = (request.model if auxiliary else None, _digest(request.tools))
+        scope = (request.model if auxiliary else None, _digest_of_tools(request.tools))
         place = self._history.attach(messages, scope)
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
         if not auxiliary:
@@ -302,6 +303,9 @@ class _Said:
 def _digest(value: Any) -> str:
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+_digest_of_tools = Memo(_digest)
 
 
 def _short_id(seed: str) -> str:

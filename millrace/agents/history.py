@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError
 from millrace.types import Message
 
@@ -73,6 +74,9 @@ def canonical_json(text: str) -> str:
         return text
 
 
+_same_json = Memo(canonical_json)
+
+
 def _whole(value: Any) -> Any:
     """Return a JSON value in which whole floats are integers."""
     if isinstance(value, dict):
@@ -90,7 +94,7 @@ def canonical(message: Message) -> Key:
     role, text = message["role"], message["content"] or ""
     if role == "assistant":
         functions = [c["function"] for c in message.get("tool_calls", ())]
-        calls = tuple((f["name"], canonical_json(f["arguments"])) for f in functions)
+        calls = tuple((f["name"], _same_json(f["arguments"])) for f in functions)
         return (role, text.strip(), calls)
     return (role, text, message.get("tool_call_id"))
 

@@ -108,9 +108,12 @@ def _call(value: Any) -> Call:
     return _made(value["name"], arguments)
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def _made(name: str, arguments: dict[str, Any]) -> Call:
     """Return a call. Raises ValueError for infinity, NaN and broken Unicode."""
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text = _JSON.encode(arguments)
     (name + text).encode()
     return Call(name, text)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError, ToolSchema
 from millrace.types import Message, Tokens, tokens_of
 
@@ -30,6 +31,8 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe", "arguments": f'{{"key": "{A}"}}'},
 }
+_CHANGES = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
+"""What a template may write that differs from call to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,12 @@ class Renderer:
         self._any = _either(self._controls)
         self._specials = _either(["\ue000", *self.special.values()])
         self._tail = re.compile(rf"(?:{self._any.pattern})?\s*\Z")
+        self._safe = Memo(self._protected)
+        self._made = Memo(self._message)
+        self._written = self._write if _CHANGES.search(source) else Memo(self._write)
+        self._encoded = Memo(self._encode)
+        self._decoded = Memo(self._decode)
+        self._ended: dict[str, re.Pattern[str]] = {}
 
     def opening(self, messages: Messages, tools: Sequence[ToolSchema] = ()) -> Tokens:
         """Return the tokens of a whole conversation, with the head of the next answer.
@@ -109,6 +118,9 @@ class Renderer:
 
     def decode(self, tokens: Tokens, marks: Sequence[str] = ()) -> str:
         """Return the text of drawn tokens. Of the special ones, only `marks` are in it."""
+        return self._decoded(tuple(tokens), tuple(marks))
+
+    def _decode(self, tokens: Sequence[int], marks: Sequence[str]) -> str:
         kept = [t for t in tokens if t not in self.special or self.special[t] in marks]
         return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
@@ -176,8 +188,10 @@ class Renderer:
         """Return a text that begins with a closing mark, without it if the answer has its own."""
         if ended is None:
             return rest
-        marks = "|".join(re.escape(m) for m in (ended, *self._ends))
-        found = re.match(rf"\s*(?:{marks})", rest)
+        if ended not in self._ended:
+            marks = "|".join(re.escape(m) for m in (ended, *self._ends))
+            self._ended[ended] = re.compile(rf"\s*(?:{marks})")
+        found = self._ended[ended].match(rest)
         return rest[found.end() :] if found else rest
 
     def _after_short(self, answer: Message, new: Messages, ended: str | None) -> str | None:
@@ -236,10 +250,12 @@ class Renderer:
 
     def _text(self, messages: Messages, tools: Sequence[ToolSchema], *, head: bool) -> str:
         """Return the template's text. Control tokens' text in messages is replaced by marks."""
+        return self._written(list(messages), list(tools), head)
+
+    def _write(self, messages: Messages, tools: Sequence[ToolSchema], head: bool) -> str:
         names: dict[str, str] = {}
         ready = [self._ready(m, names) for m in messages]
-        safe = [self._protect(t, self._any) for t in tools]
-        return self._render(ready, safe, head=head)
+        return self._render(ready, self._safe(list(tools)) if tools else (), head=head)
 
     def _render(self, messages: Messages, tools: Sequence[ToolSchema], head: bool = False) -> str:
         from jinja2 import TemplateError
@@ -260,13 +276,17 @@ class Renderer:
 
     def _ready(self, message: Message, names: dict[str, str]) -> Message:
         """Return a message as templates want it: arguments as objects, results with a name."""
+        if calls := message.get("tool_calls"):
+            names.update({c["id"]: c["function"]["name"] for c in calls})
+        if message["role"] == "tool" and "name" not in message:
+            message = message | {"name": names.get(message.get("tool_call_id", ""), "")}
+        return self._made(message)
+
+    def _message(self, message: Message) -> Message:
         ours = message["role"] == "assistant"
         made: Message = self._protect(message, self._specials if ours else self._any)
         if calls := message.get("tool_calls"):
-            names.update({c["id"]: c["function"]["name"] for c in calls})
             made["tool_calls"] = [self._ready_call(c) for c in calls]
-        if message["role"] == "tool" and "name" not in message:
-            made["name"] = self._protect(names.get(message.get("tool_call_id", ""), ""), self._any)
         return made
 
     def _ready_call(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -278,6 +298,9 @@ class Renderer:
                 value = function["arguments"]
             function["arguments"] = value if isinstance(value, dict) else {"arguments": value}
         return dict(self._protect(call | {"function": function}, self._specials))
+
+    def _protected(self, value: Any) -> Any:
+        return self._protect(value, self._any)
 
     def _protect(self, value: Any, pattern: re.Pattern[str]) -> Any:
         """Return a value in which marks replace the text of control tokens."""
@@ -292,6 +315,9 @@ class Renderer:
 
     def _tokens(self, text: str, after: str | None = None) -> Tokens:
         """Return the tokens of a text with marks, as they are behind the control token `after`."""
+        return self._encoded(text, after)[:]
+
+    def _encode(self, text: str, after: str | None) -> Tokens:
         tokens = tokens_of()
         for n, piece in enumerate(re.split("\ue000(\\d+)\ue001", text)):
             if n % 2 == 0:

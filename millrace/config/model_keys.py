@@ -142,6 +142,11 @@ class SftConfig(Section):
     """
     batch_size: int = Field(128, ge=1)
     """Demonstrations in one step."""
+    demonstrations: int = Field(0, ge=0)
+    """Demonstrations in all. They are made once, and come again. 0 makes new ones for each step.
+
+    Every demonstration of an agent is an episode that it plays. Few of them suit a slow agent.
+    """
     lr: float = Field(5e-3, gt=0)
     """Peak learning rate. After lr_warmup_steps it falls linearly to 0."""
     lr_warmup_steps: int = Field(20, ge=0)

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+_SURELY = 4
+"""Tokens for each ASCII character that no tokenizer needs. A text that fits so is not encoded."""
 _CHARACTERS = 32
 """Characters for each token of the limit that are encoded at all. The rest is cut before."""
 
@@ -41,6 +43,8 @@ class Cut:
 
     def __call__(self, text: str) -> tuple[str, bool]:
         """Return a text of about `max_tokens` at most, and whether something was cut."""
+        if text.isascii() and _SURELY * len(text) <= self.max_tokens:
+            return text, False
         most = _CHARACTERS * self.max_tokens
         head = text if len(text) <= most else text[: most // 2]
         tail = "" if len(text) <= most else text[-(most // 2) :]
@@ -159,21 +163,26 @@ async def run_calls(
     text for the policy. Raises EpisodeError if a tool's machinery failed.
     """
     start = time.perf_counter()
-    running = [
-        asyncio.ensure_future(_run_one(tools, call, limits.deadline_s, count))
-        for call in calls[: limits.max_parallel]
-    ]
-    try:
-        texts = list(await asyncio.gather(*running))
-    finally:
-        for task in running:
-            task.cancel()
+    running = calls[: limits.max_parallel]
+    texts = await _run_all([_run_one(tools, call, limits.deadline_s, count) for call in running])
     refused = len(calls) - len(running)
     if refused:
         count("refused_calls", refused)
         texts += [f"Error: too many calls: {limits.max_parallel} at once at most"] * refused
     count("tool_seconds", time.perf_counter() - start)
     return [_result(call, text, cut, count) for call, text in zip(calls, texts, strict=True)]
+
+
+async def _run_all(calls: Sequence[Coroutine[Any, Any, str]]) -> list[str]:
+    """Return the results of calls that run at the same time. A single call needs no task."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    running = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for task in running:
+            task.cancel()
 
 
 def _result(call: Mapping[str, Any], text: str, cut: Cut | None, count: Count) -> Message:
@@ -195,7 +204,8 @@ async def _run_one(
         return f"Error: no tool {name!r}; the tools are {', '.join(tools) or 'none'}"
     try:
         arguments = _arguments(call)
-        return await asyncio.wait_for(tool.call(arguments), deadline_s)
+        async with asyncio.timeout(deadline_s):
+            return await tool.call(arguments)
     except ToolError as error:
         count("invalid_calls", 1)
         return f"Error: {error}"

@@ -173,7 +173,7 @@ class Session:
         extended = extended_by(turns, self._dead)
         replaced = superseded(turns, self._dead, extended) if over else set[int]()
         gone = {n for n in self._turns if n not in turns or n in replaced}
-        gone |= {n for n in self._dead if n not in extended}
+        gone |= {n for n in self._dead & self._turns.keys() if n not in extended}
         leaves = [n for n in sorted(turns) if n not in extended and n not in gone]
         threads = threads_of(self.prompt, turns, leaves, self._rewards)
         dead = sum(len(self._turns[n].tokens) for n in gone)

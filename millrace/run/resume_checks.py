@@ -123,7 +123,15 @@ PAST = (
     Rule(
         tuple(
             f"sft.{key}"
-            for key in ("steps", "batch_size", "lr", "lr_warmup_steps", "messiness", "files")
+            for key in (
+                "steps",
+                "batch_size",
+                "demonstrations",
+                "lr",
+                "lr_warmup_steps",
+                "messiness",
+                "files",
+            )
         ),
         "no effect, because the warm-up of the checkpoint is complete",
     ),

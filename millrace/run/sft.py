@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ async def warm_up(s: Session) -> float:
     """Run the supervised steps on demonstrations. Returns the loss of the last step."""
     steps, size = s.config.sft.steps, s.config.sft.batch_size
     await s.engines.train.begin("sft", steps)
-    loss, examples = float("nan"), await _examples(s, 0, size)
+    made = _Batches(s)
+    loss, examples = float("nan"), await made.batch(0, size)
     for k in range(steps):
         step = asyncio.ensure_future(s.engines.train.sft_step(examples))
         # The next batch is made meanwhile. The event loop still has to send this one.
         try:
-            examples = await _examples(s, (k + 1) * size, size if k + 1 < steps else 0)
+            examples = await made.batch((k + 1) * size, size if k + 1 < steps else 0)
             loss = (await step).metrics["sft/loss"]
         finally:
             step.cancel()
@@ -32,18 +34,42 @@ async def warm_up(s: Session) -> float:
     return loss
 
 
+class _Batches:
+    """The demonstrations of each step, as tokens."""
+
+    def __init__(self, s: Session) -> None:
+        self._s = s
+        self._kept: list[tuple[Tokens, ...]] = []
+
+    async def batch(self, start: int, count: int) -> list[tuple[Tokens, ...]]:
+        """Return demonstrations start .. start + count. After `sft.demonstrations` they repeat."""
+        most = self._s.config.sft.demonstrations
+        if not most:
+            return await _examples(self._s, start, count)
+        while len(self._kept) < min(start + count, most):
+            have = len(self._kept)
+            self._kept += await _examples(self._s, have, min(count, most - have))
+        return [self._kept[i % most] for i in range(start, start + count)]
+
+
 async def _examples(s: Session, start: int, count: int) -> list[tuple[Tokens, ...]]:
-    """Return demonstrations as tokens. With an agent, it plays each one with a script."""
+    """Return demonstrations as tokens. With an agent, it plays all of them with scripts, at once."""
     if isinstance(s.agent, SingleTurn):
         return [*await asyncio.to_thread(s.problems.examples, start, count)]
     from millrace.agents.scripted import demonstration
 
     chat = s.problems.chat
-    eos = tokens_of(chat.eos_ids[:1])
-    return [
-        await demonstration(s.agent, prompt, turns, chat.encode, eos)
-        for prompt, turns in await asyncio.to_thread(s.problems.scripts, start, count)
+    eos, encode = tokens_of(chat.eos_ids[:1]), cache(chat.encode)
+    scripts = await asyncio.to_thread(s.problems.scripts, start, count)
+    playing = [
+        asyncio.ensure_future(demonstration(s.agent, prompt, turns, encode, eos))
+        for prompt, turns in scripts
     ]
+    try:
+        return list(await asyncio.gather(*playing))
+    finally:
+        for one in playing:
+            one.cancel()
 
 
 async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:
