@@ -53,10 +53,6 @@ def _fixed_kl(now: Config, before: Config) -> bool:
     return now.algorithm.kl_ctrl.type == "fixed"
 
 
-def _both_served(now: Config, before: Config) -> bool:
-    return now.agents.served and before.agents.served
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Keys that a resume cannot change, and the reason."""
@@ -114,7 +110,7 @@ RULES = (
     Rule(
         ("agents.program", "agents.command", "agents.remote"),
         "its episodes in flight have no program",
-        _both_served,
+        lambda now, before: now.agents.served and before.agents.served,
     ),
     Rule(
         ("agents.tool_format", "agents.history", "agents.train_models"),

@@ -234,7 +234,7 @@ def test_after_a_restart_recorded_turns_are_not_drawn_again() -> None:
     assert [s.tokens for s in resumed.segments] == [s.tokens for s in whole.segments]
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "role": {"start": Start(({"role": "bot", "content": "3"},))},
     "no message": {"start": Start(())},
     "no object": {"start": Start(("3",))},  # type: ignore[arg-type]
