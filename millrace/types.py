@@ -189,6 +189,10 @@ class Prompt:
     """Every other column of the row, for reward functions in TRL's signature."""
 
 
+TURN_REWARDS = "turn_rewards"
+"""The component of a score that is the sum of the rewards of single turns, if there are any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The score that a reward function gave one trajectory."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from millrace.agents.conversation import Conversation
-from millrace.agents.request import ChatRequest, ChatTurn
+from millrace.agents.history import normal
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError
 from millrace.data.user_code import failure
-from millrace.environments.chat import ChatEnvironment, Start, Tool
+from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
 from millrace.environments.tools import CallLimits, Cut, run_calls
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import PolicySession
@@ -51,12 +53,11 @@ class ChatAgent:
         environment = await self._guard("its constructor", self._made(session.prompt))
         conversation = self._converse(session)
         try:
-            start = await self._guard("reset", environment.reset(session.prompt))
+            start = await self._guard("reset", _start(environment.reset(session.prompt)))
             reason = await self._talk(session, environment, conversation, start)
             conversation.settle()
-            score: Score | None = await self._guard("score", environment.score())
-            for name, value in getattr(environment, "counts", {}).items():
-                session.count(name, value)
+            score = await self._guard("score", _score(environment.score()))
+            await self._guard("counts", _count(session, getattr(environment, "counts", {})))
         finally:
             await self._guard("close", environment.close())
         return Ending(reason, score, conversation.messages)
@@ -83,6 +84,9 @@ class ChatAgent:
                 turn = await conversation.chat(ChatRequest(tuple(messages), schemas))
             except LimitReached as limit:
                 return limit.limit
+            except RequestError as error:
+                kind = type(environment).__name__
+                raise EpisodeError("environment", f"{kind}: {error}") from error
             conversation.delivered(turn.number)
             messages.append(turn.message)
             if turn.finish == "length":
@@ -90,7 +94,7 @@ class ChatAgent:
             if turn.message.get("tool_calls"):
                 messages += await self._results(session, tools, turn)
                 continue
-            step = await self._guard("step", environment.step(turn.message))
+            step = await self._guard("step", _step(environment.step(turn.message)))
             if step.reward is not None:
                 session.reward(step.reward, turn.number)
             if step.done:
@@ -112,6 +116,8 @@ class ChatAgent:
         try:
             async with asyncio.timeout(limit):
                 return await answer
+        except RequestError as error:
+            raise EpisodeError("environment", f"{what}: {error}") from error
         except MillraceError:
             raise
         except TimeoutError as error:
@@ -120,3 +126,41 @@ class ChatAgent:
             ) from error
         except Exception as error:
             raise EpisodeError("environment", f"{what}: {failure(error)}") from error
+
+
+async def _start(answer: Awaitable[Start]) -> Start:
+    """Return the answer. Raises any error if it is no Start, so that no later code does."""
+    start = _of(Start, await answer)
+    for message in start.messages:
+        normal(message)
+    for tool in start.tools:
+        _of(str, tool.name), _of(dict, tool.schema)
+    return start
+
+
+async def _step(answer: Awaitable[Step]) -> Step:
+    step = _of(Step, await answer)
+    for message in step.messages:
+        normal(message)
+    if step.reward is not None:
+        math.isfinite(step.reward)
+    return step
+
+
+async def _score(answer: Awaitable[Score | None]) -> Score | None:
+    score = await answer
+    if score is not None:
+        for value in (_of(Score, score).value, *score.extra.values()):
+            math.isfinite(value)
+    return score
+
+
+async def _count(session: PolicySession, counts: Mapping[str, float]) -> None:
+    for name, value in counts.items():
+        session.count(name, float(value))
+
+
+def _of(kind: type[_T], value: Any) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError(f"it is a {type(value).__name__}, and a {kind.__name__} is needed")
+    return value

@@ -108,7 +108,13 @@ class Conversation:
     async def complete(
         self, tokens: Tokens, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> ChatTurn:
-        """Draw what follows `tokens`. They continue the thread that is their longest prefix."""
+        """Draw what follows `tokens`. They continue the thread that is their longest prefix.
+
+        Raise RequestError if the vocabulary lacks one of them.
+        """
+        most = len(self._renderer.tokenizer) - 1
+        if tokens and not 0 <= min(tokens) <= max(tokens) <= most:
+            raise RequestError(f"token {max(tokens)} is unknown: ids are from 0 to {most}")
         after, held = None, 0
         for turn in self._session.turns:
             known = self._session.tokens(turn.number)

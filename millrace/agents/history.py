@@ -28,27 +28,35 @@ def normal(message: Message) -> Message:
         raise RequestError(f"role {role!r} is none of {', '.join(ROLES)}, developer")
     made: Message = {"role": role, "content": text_of(message.get("content"))}
     if role == "tool":
-        made["tool_call_id"] = str(message.get("tool_call_id") or "")
+        made["tool_call_id"] = _plain(message.get("tool_call_id"))
     if message.get("name"):
-        made["name"] = str(message["name"])
+        made["name"] = _plain(message["name"])
     if role == "assistant":
         if calls := message.get("tool_calls"):
             made["tool_calls"] = [_normal_call(c) for c in calls]
         if isinstance(why := message.get("reasoning_content") or message.get("reasoning"), str):
-            made["reasoning_content"] = why
+            made["reasoning_content"] = _plain(why)
     return made
 
 
 def text_of(content: Any) -> str:
     """Return the text of a message's content: a string, None or a list of text parts."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return _plain(content)
     parts = content if isinstance(content, Sequence) else [content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RequestError(f"content of type {kind!r} is not supported. Fix: send text")
-    return "".join(part["text"] for part in parts)
+    return _plain("".join(part["text"] for part in parts))
+
+
+def _plain(value: Any) -> str:
+    """Return text that can be sent to another process: lone surrogates are replaced."""
+    text = str(value or "")
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _normal_call(call: Any) -> dict[str, Any]:
@@ -59,9 +67,9 @@ def _normal_call(call: Any) -> dict[str, Any]:
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": str(call.get("id") or ""),
+        "id": _plain(call.get("id")),
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {"name": _plain(function["name"]), "arguments": _plain(arguments)},
     }
 
 

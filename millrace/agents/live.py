@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -268,7 +269,11 @@ class LiveEpisode:
     def post_reward(self, body: Mapping[str, Any]) -> None:
         """Record a reward of the episode, or of a turn by its number or its response's id."""
         value, turn = body.get("reward"), body.get("turn")
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not abs(value) <= sys.float_info.max
+        ):
             raise wrong("reward", value, "must be a finite number")
         if self.over:
             raise episode_over()

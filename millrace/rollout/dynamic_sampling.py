@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from millrace.algorithms.filters import equal_outcomes
 from millrace.errors import MillraceError, bad_value
-from millrace.types import PolicyVersion, Sample, Score
+from millrace.types import TURN_REWARDS, PolicyVersion, Sample, Score
 
 EQUAL_OUTCOMES = "equal_outcomes"
 """The reason for such a drop in the ledger's counts."""
@@ -104,7 +104,7 @@ def _outcome(score: Score, metric: str) -> float:
         return score.unshaped
     if metric == "reward":
         return score.value
-    if metric not in score.extra:
+    if metric not in score.extra and metric != TURN_REWARDS:
         known = ", ".join(["score", "reward", *sorted(score.extra)])
         raise bad_value(
             f"{_KEY}.metric",
@@ -112,4 +112,4 @@ def _outcome(score: Score, metric: str) -> float:
             "the reward function returns no component of this name",
             f"one of {known}",
         )
-    return score.extra[metric]
+    return score.extra.get(metric, 0.0)

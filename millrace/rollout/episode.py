@@ -54,7 +54,7 @@ class EnvironmentAgent:
             ending = await self._talk(session, environment)
             score = await _answer("score", environment.score())
         finally:
-            await environment.close()
+            await _answer("close", environment.close())
         return Ending(ending.reason, score)
 
     async def _talk(self, session: PolicySession, environment: Environment) -> Ending:

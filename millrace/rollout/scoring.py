@@ -8,10 +8,16 @@ from dataclasses import replace
 
 from millrace.errors import EpisodeError
 from millrace.ports import RewardFunction
-from millrace.types import Completion, Message, Prompt, Score, Tokens, Trajectory, joined
-
-TURN_REWARDS = "turn_rewards"
-"""The component of a score that is the sum of the rewards of single turns."""
+from millrace.types import (
+    TURN_REWARDS,
+    Completion,
+    Message,
+    Prompt,
+    Score,
+    Tokens,
+    Trajectory,
+    joined,
+)
 
 
 async def scored(

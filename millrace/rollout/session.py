@@ -19,6 +19,7 @@ from millrace.types import (
     Prompt,
     SamplingParams,
     Segment,
+    Stop,
     Thread,
     Tokens,
     Trajectory,
@@ -81,8 +82,7 @@ class Session:
         self._on_progress = on_progress
         self._plain = plain
         self._turns: dict[int, Turn] = {}
-        """All turns with a token, and those that run, by number."""
-        self._running: set[int] = set()
+        """All turns by number. One that runs or was cancelled has no stop."""
         self._dead: set[int] = set()
         self._rewards: dict[int, float] = {}
         self._times: dict[bytes, int] = {}
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        return [t for n, t in sorted(self._turns.items()) if n not in self._running]
+        return [t for _, t in sorted(self._turns.items()) if t.stop not in UNFINISHED]
 
     async def draw(
         self,
@@ -113,29 +113,29 @@ class Session:
         params = self._params
         if stop or seed != params.seed:
             params = replace(params, seed=seed, stop=(*params.stop, *stop))
-        self._running.add(number)
+        self._turns[number] = Turn(number, after, context, segments)
         finished = False
         try:
             while not segments or segments[-1].stop in UNFINISHED:
                 drawn = joined(s.tokens for s in segments) if segments else _NONE
                 left = room - len(drawn)
+                if left < 1:  # Before a restart, other turns had left it more room.
+                    segments = (*segments[:-1], replace(segments[-1], stop=Stop.LENGTH))
+                    break
                 if left != params.max_tokens or len(drawn) != params.offset:
                     params = replace(params, max_tokens=left, offset=len(drawn))
                 segments += await self._draw(whole + drawn, params, self.name)
-                turn = self._turns[number] = Turn(number, after, context, segments)
-                if turn.stop in UNFINISHED and self._on_progress is not None:
-                    self._on_progress(self.trajectory())
+                self._turns[number] = Turn(number, after, context, segments)
+                if not segments or segments[-1].stop in UNFINISHED:
+                    self._progress()
             finished = True
         finally:
-            self._running.discard(number)
             if not finished:  # Cancelled, or the engine failed: nobody receives this turn.
                 self._dead.add(number)
-        if number not in self._turns:  # All of it was drawn before a restart.
-            self._turns[number] = Turn(number, after, context, segments)
+        self._turns[number] = Turn(number, after, context, segments)
         if not self._plain:
             self._spent += sum(len(s.tokens) for s in segments)
-            if self._on_progress is not None:
-                self._on_progress(self.trajectory())
+            self._progress()
         return self._turns[number]
 
     def tokens(self, turn: int) -> Tokens:
@@ -168,8 +168,11 @@ class Session:
         if self._plain and ending is not None and len(self._turns) == 1 and not self._dead:
             (turn,) = self._turns.values()  # One prompt and one response need no tree.
             return Trajectory((Thread(turn.segments),), ending.score, ending.reason)
-        running = self._running if over else ()
-        turns = {n: t for n, t in self._turns.items() if t.segments and n not in running}
+        turns = {
+            n: t
+            for n, t in self._turns.items()
+            if (t.stop not in UNFINISHED if over else t.segments)
+        }
         extended = extended_by(turns, self._dead)
         replaced = superseded(turns, self._dead, extended) if over else set[int]()
         gone = {n for n in self._turns if n not in turns or n in replaced}
@@ -204,8 +207,12 @@ class Session:
             counts=counts,
         )
 
+    def _progress(self) -> None:
+        if self._on_progress is not None and not self._over:
+            self._on_progress(self.trajectory())
+
     def _finished(self, turn: int) -> Turn:
-        if turn not in self._turns or turn in self._running:
+        if turn not in self._turns or self._turns[turn].stop in UNFINISHED:
             known = ", ".join(str(t.number) for t in self.turns) or "none"
             raise ValueError(f"turn {turn}: a finished turn is needed. Finished are: {known}.")
         return self._turns[turn]

@@ -103,6 +103,19 @@ RULES = (
         "its responses in flight may be longer",
         _no_drawn_lengths,
     ),
+    Rule(
+        ("agents.environment", "agents.tools", "agents.tool_config_path"),
+        "its episodes in flight were played with it",
+    ),
+    Rule(
+        ("agents.program", "agents.command", "agents.remote"),
+        "its episodes in flight have no program",
+        lambda now, before: now.agents.served and before.agents.served,
+    ),
+    Rule(
+        ("agents.tool_format", "agents.history", "agents.train_models"),
+        "its turns in flight were drawn and kept by it",
+    ),
     Rule(_SHAPE, "the model was built with it", _own_model),
     Rule(("model.tokenizer_vocab_size",), "the tokenizer was built with it", _no_byte_pairs),
     Rule(("model.override_config",), "the model was trained with it"),
@@ -167,6 +180,11 @@ _VLLM = (
     *("max_num_batched_tokens", "free_cache_engine"),
 )
 _ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "val_kwargs")
+_AGENTS = (
+    *("max_turns", "max_tokens_per_turn", "max_episode_tokens", "max_tool_tokens", "strict"),
+    *("max_parallel_calls", "max_concurrent", "host", "port", "retries", "env"),
+    *("deadline_s", "turn_deadline_s", "tool_deadline_s", "retry_grace_s", "lease_s"),
+)
 _KV = ("kv_on_swap", "session_kv_slots")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
 _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", "trust_remote_code")
@@ -176,6 +194,7 @@ APPLIED = (
     *("sync", "guard", "report"),
     *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT, *_KV)),
     *(f"data.{key}" for key in _DATA),
+    *(f"agents.{key}" for key in _AGENTS),
     *(f"model.{key}" for key in _MEMORY),
 )
 """Keys that take effect at once. A section stands for all its keys that have no rule above.

@@ -22,6 +22,7 @@ from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
 from millrace.train.layout import Ints
 from millrace.types import (
+    TURN_REWARDS,
     Author,
     Floats,
     PolicyVersion,
@@ -189,8 +190,10 @@ def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[s
     """Return the `wanted` components of the rewards by name, each [N] float64.
 
     If `wanted` is empty, return all components. Raises MillraceError if a reward lacks a component,
-    and if there are no components at all.
+    and if there are no components at all. Rewards of single turns are 0 where no turn has one.
     """
+    if any(TURN_REWARDS in names for names in (wanted, *extras)):
+        extras = [{TURN_REWARDS: 0.0} | extra for extra in extras]
     names = wanted or sorted({name for extra in extras for name in extra})
     for name in names:
         if any(name not in extra for extra in extras):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace import codec
 from millrace.agents.chat_agent import ChatOptions
 from millrace.agents.scripted import demonstration
 from millrace.environments.chase import Chase
@@ -16,7 +17,7 @@ from millrace.environments.task_tools import TaskWithTools
 from millrace.environments.tools import CallLimits, Cut, FunctionTool
 from millrace.errors import DataError, EpisodeError
 from millrace.rollout.session import Limits
-from millrace.types import Author, Message, Prompt, Score
+from millrace.types import Author, Message, Prompt, Score, Trajectory
 from tests.agents.scripts import CHAT, EOS, agent_of, play, prompt_of
 
 CHASE = prompt_of("c3:7>", ground_truth="4", extra_info={"table": "0000400100"})
@@ -231,3 +232,53 @@ def test_after_a_restart_recorded_turns_are_not_drawn_again() -> None:
     whole = play(agent, CHASE, texts, on_progress=seen.append)
     resumed = play(agent, CHASE, texts[2:], so_far=seen[1])
     assert [s.tokens for s in resumed.segments] == [s.tokens for s in whole.segments]
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "role": {"start": Start(({"role": "bot", "content": "3"},))},
+    "no message": {"start": Start(())},
+    "no object": {"start": Start(("3",))},  # type: ignore[arg-type]
+    "no Start": {"start": {"messages": []}},
+    "no tool": {"start": Start(({"role": "user", "content": "3"},), (5,))},  # type: ignore[arg-type]
+    "image": {"step": Step(({"role": "user", "content": [{"type": "image_url"}]},))},
+    "no Step": {"step": (1, 2)},
+    "reward": {"step": Step((), True, "1")},  # type: ignore[arg-type]
+    "score": {"score": 1.0},
+    "value": {"score": Score("1")},  # type: ignore[arg-type]
+    "extra": {"score": Score(1.0, {"a": "x"})},  # type: ignore[dict-item]
+    "counts": {"counts": {"a": "x"}},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_answer_of_an_environment_ends_its_episode_and_not_the_run(case: str) -> None:
+    class Bad:
+        counts = BAD[case].get("counts", {})
+
+        async def reset(self, prompt: Prompt) -> Any:
+            return BAD[case].get("start", Start(({"role": "user", "content": "3"},)))
+
+        async def step(self, message: Message) -> Any:
+            return BAD[case].get("step", Step(done=True))
+
+        async def score(self) -> Any:
+            return BAD[case].get("score")
+
+        async def close(self) -> None: ...
+
+    with pytest.raises(EpisodeError, match="environment"):
+        play(agent_of(lambda _: Bad()), CHASE, ["=1", "=2"])
+
+
+def test_half_a_character_in_a_tool_s_result_can_be_sent_and_saved() -> None:
+    def half(a: int) -> str:
+        """Answer.
+
+        Args:
+            a: anything
+        """
+        return f"{a}\ud800"
+
+    done = play(tools_agent(half), prompt_of("x"), [call("half", a=1), "end"])
+    assert results(done) == ["1\ufffd"]
+    assert codec.from_json(codec.to_json(done), Trajectory) == done

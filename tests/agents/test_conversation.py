@@ -255,6 +255,14 @@ def test_completions_continue_the_longest_prefix() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("tokens", [[2**31 - 1], [7, -1]])
+def test_completions_refuse_tokens_that_the_model_lacks(tokens: list[int]) -> None:
+    table = Table.laid("qwen2.5", 0)
+    with pytest.raises(RequestError, match="is unknown"):
+        asyncio.run(table.talk.complete(tokens_of(tokens)))
+    assert not table.engine.log
+
+
 def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens() -> None:
     async def play() -> None:
         from dataclasses import replace

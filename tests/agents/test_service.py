@@ -307,7 +307,7 @@ async def test_rewards_of_the_episode_and_of_turns() -> None:
     assert (await desk.post("/reward", {"reward": -1, "turn": 0})).status == 200
     assert desk.session.rewards == [(2.0, 0), (-1.0, 0)]
     for bad in ({"reward": "1"}, {"reward": True}, {}, {"reward": 1, "turn": "chatcmpl-x"},
-                {"reward": 1, "turn": 7}, {"reward": 1, "turn": [1]}):  # fmt: skip
+                {"reward": 1, "turn": 7}, {"reward": 1, "turn": [1]}, {"reward": 10**400}):  # fmt: skip
         assert code_of(await desk.post("/reward", bad)) == (400, "invalid_value")
 
 

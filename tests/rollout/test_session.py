@@ -21,8 +21,10 @@ from millrace.types import (
     Thread,
     Tokens,
     Trajectory,
+    Turn,
     tokens_of,
 )
+from tests.rollout.helpers import said
 from tests.rollout.streams import Stream
 
 PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
@@ -250,6 +252,46 @@ def test_a_cancelled_turn_is_dead_with_the_tokens_that_it_had() -> None:
     run(work())
     done = s.trajectory(Ending())
     assert done.dead_tokens == 1 and len(done.threads) == 1 and done.threads[0].opening == T([4])
+
+
+def test_a_turn_that_is_cancelled_before_its_first_token_is_counted() -> None:
+    s = session(Stream())
+    inner = s._draw
+
+    async def stuck(*_: Any) -> tuple[Segment, ...]:
+        await asyncio.sleep(60)
+        return ()
+
+    async def work() -> None:
+        s._draw = stuck
+        task = asyncio.create_task(s.draw(PROMPT.tokens))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        s._draw = inner
+        assert not s.turns
+        await s.draw(PROMPT.tokens)
+        assert [t.number for t in s.turns] == [1]
+
+    run(work())
+    done = s.trajectory(Ending())
+    assert (done.counts["turns"], done.counts["dead_turns"], done.dead_tokens) == (1, 1, 0)
+    assert len(done.threads) == 1
+
+
+def test_a_recorded_turn_that_has_less_room_now_ends_there() -> None:
+    """Before the restart, both turns ran at once. Now the other one has its tokens already."""
+    other = said([5] * 60), T([9, 9])
+    cut = Thread((said([5] * 80, Stop.INTERRUPTED),))
+    so_far = Trajectory((cut, Thread((other[0],), other[1])))
+    s = session(stream := Stream(), Limits(max_episode_tokens=105), so_far=so_far)
+
+    async def work() -> list[Turn]:
+        return [await s.draw(T([9, 9])), await s.draw(PROMPT.tokens)]
+
+    turns = run(work())
+    assert not stream.calls and [len(t.tokens) for t in turns] == [60, 80]
+    assert [t.stop for t in turns] == [Stop.EOS, Stop.LENGTH]
 
 
 def test_recorded_turns_are_served_after_a_restart_as_long_as_contexts_are_equal() -> None:

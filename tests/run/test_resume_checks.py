@@ -58,6 +58,9 @@ def test_every_key_is_decided_once() -> None:
         (["model.tokenizer=bpe"], "model.tokenizer_vocab_size=300"),
         (["model.lora_rank=4"], "model.lora_alpha=8"),
         (["model.lora_rank=4"], "model.dtype=bfloat16"),
+        ([], "agents.command=play"),
+        (["agents.environment=chase"], "agents.environment="),
+        (["agents.environment=chase"], "agents.tool_format=line"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -93,6 +96,13 @@ def test_what_can_be_honoured_is_taken(tmp_path: Path, now: str) -> None:
     found = checkpoint_of(tmp_path / "run")
     switch = "algorithm.use_kl_in_reward=false"
     run = open_run_dir(config_of(f"trainer.resume={found}", switch, now))
+    assert run.resume_from == found and run.notes == ()
+
+
+def test_a_program_may_change_and_limits_of_agents_too(tmp_path: Path) -> None:
+    found = checkpoint_of(tmp_path / "run", "agents.command=play")
+    now = "agents.command=play --again", "agents.max_tokens_per_turn=4"
+    run = open_run_dir(config_of(f"trainer.resume={found}", *now))
     assert run.resume_from == found and run.notes == ()
 
 

@@ -307,6 +307,17 @@ def test_gdpo_normalises_each_component_and_misses_none(folder: str) -> None:
         step(every, (sample(0, trajectory(-2.0), trajectory(-2.0)),))
 
 
+@pytest.mark.parametrize("keys", [[], ["turn_rewards"]])
+def test_gdpo_takes_an_episode_without_rewards_of_turns_as_zero(
+    folder: str, keys: list[str]
+) -> None:
+    algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": keys}
+    extras: list[dict[str, float]] = [{"turn_rewards": 1.0}, {}]
+    group = sample(0, *(trajectory(-2.0, score=1.0, extra=extra) for extra in extras))
+    data = experience(engine_of(folder, config_of(algorithm=algorithm)), (group,))
+    assert data.advantages[0] > 0 > data.advantages[-1]
+
+
 # Reference, draws, ages
 # --------------------------------------------------------------------------------------------------
 

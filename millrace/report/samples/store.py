@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.samples.rows import SCHEMA, Decode, Rows
+from millrace.report.samples.rows import ADDED, SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
 
 NAME = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
@@ -240,7 +240,9 @@ def files(run_dir: Path) -> list[Path]:
     found = []
     for path in folders.files(run_dir / "samples", NAME):
         try:
-            if pq.read_schema(path).equals(SCHEMA):
+            schema = pq.read_schema(path)
+            added = ADDED.difference(schema.names)
+            if schema.equals(pa.schema(f for f in SCHEMA if f.name not in added)):
                 found.append(path)
         except (OSError, pa.ArrowException):
             continue  # damaged, or not millrace's
@@ -255,7 +257,7 @@ def read(
     `versions` selects files: a dropped row is in the file of the version that came next.
     """
     tables = [
-        pq.read_table(path, columns=columns, partitioning=None)
+        pq.read_table(path, columns=columns, schema=SCHEMA, partitioning=None)
         for path in files(run_dir)
         if versions is None or _version(path) in versions
     ]
