@@ -182,7 +182,7 @@ _VLLM = (
 _ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "val_kwargs")
 _AGENTS = (
     *("max_turns", "max_tokens_per_turn", "max_episode_tokens", "max_tool_tokens", "strict"),
-    *("max_parallel_calls", "max_concurrent", "host", "port", "retries", "env"),
+    *("max_parallel_calls", "max_concurrent", "host", "port", "retries", "env", "sandbox"),
     *("deadline_s", "turn_deadline_s", "tool_deadline_s", "retry_grace_s", "lease_s"),
 )
 _KV = ("kv_on_swap", "session_kv_slots")
