@@ -67,15 +67,11 @@ def test_absent_features_are_refused_or_left_out_by_name(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.sh"
-    path.write_text(
-        SCRIPT.replace("'${NAME}'", "x actor_rollout_ref.rollout.multi_turn.enable=True")
-    )
+    path.write_text(SCRIPT.replace("'${NAME}'", "x actor_rollout_ref.actor.shuffle=True"))
     code, out, err = run("import-verl", str(path))
-    assert code == 2 and "multi-turn" in err and "--drop" in err and not out
+    assert code == 2 and "a shuffle of mini-batches" in err and "--drop" in err and not out
     code, out, err = run("import-verl", str(path), "--drop")
-    assert (
-        code == 0 and "# left out:\n#   actor_rollout_ref.rollout.multi_turn.enable=true\n" in out
-    )
+    assert code == 0 and "# left out:\n#   actor_rollout_ref.actor.shuffle=true\n" in out
 
 
 def test_keys_that_the_algorithm_does_not_read_are_needless(
