@@ -87,7 +87,7 @@ def test_the_keys_of_vllm_stay_if_a_layer_chooses_torch() -> None:
         load("quickstart", keys)
 
 
-AGENTS = {
+AGENTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "max_tool_tokens": (5, {"program": "a.py:f"}, {"tools": "a.py"}),
     "max_parallel_calls": (5, {"command": "a"}, {"environment": "chase"}),
     "tool_deadline_s": (5.0, {"remote": True}, {"tool_config_path": "a.yaml"}),
