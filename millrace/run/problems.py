@@ -58,12 +58,12 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
         check_name(name, f"{section}.function")
-    functions = list(named.values())
+    functions = [name for name in named.values() if name or not config.agents.player]
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,
         need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
-        refusal=refusal if scored and "" in functions and not config.agents.player else None,
+        refusal=refusal if scored and "" in functions else None,
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)

@@ -23,7 +23,7 @@ from typing import Any
 from millrace.tools import kernel
 
 LIFE, STATUS = 3, 4
-WORK = "/work"
+WORK = "/sandbox"
 _NOBODY = 65534
 _TICK_S = 0.1
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import millrace
 from millrace.errors import EpisodeError, MillraceError
+from millrace.tools.inside import WORK
 
 Level = Literal["namespaces", "process"]
 
@@ -225,7 +226,7 @@ class Sandbox:
         stderr: int,
         folder: str = "",
     ) -> Running:
-        folder = folder or "/work"
+        folder = folder or WORK
         spec = {
             "level": self.level, "argv": argv, "inputs": files, "folder": folder,
             "readable": self.readable, "memory": limits.memory, "cpu": limits.cpu_s,

@@ -60,13 +60,13 @@ def nobody(source: str) -> str:
 def secret(tmp_path: Path) -> Iterator[Path]:
     """A file of the run, which everyone on the machine may read."""
     path = tmp_path / "answers.json"
-    path.write_text("the answer is 42")
+    path.write_text("the answer is xyzzy")
     path.chmod(0o644)
     for folder in path.parents:
         if folder.name.startswith("pytest"):
             folder.chmod(0o755)
     yield path
-    assert path.read_text() == "the answer is 42"
+    assert path.read_text() == "the answer is xyzzy"
 
 
 def test_a_program_runs_with_its_input_and_its_files() -> None:
@@ -156,7 +156,7 @@ def test_an_attack_fails_and_names_its_error(attack: str, secret: Path) -> None:
         port = server.getsockname()[1]
         result = run(source.format(secret=str(secret), port=port, driver=os.getpid()))
     assert (result.status, result.reason) == (1, "exit"), result
-    assert error in result.stderr and "42" not in result.stdout + result.stderr
+    assert error in result.stderr and "xyzzy" not in result.stdout + result.stderr
 
 
 BOMBS = {
