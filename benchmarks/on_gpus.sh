@@ -80,13 +80,15 @@ for one in $PARTS; do
             --modes colocate_sync,async_partial,async_swap,one_step_off --folder "$OUT/modes-3-1"
         ;;
     agents)
-        # Episodes of several turns. Tools take 0.1 to 2 s, and 1 to 10 s.
-        both=colocate_sync,colocate_partial splits=1+0
+        # Episodes of several turns, once with fast and once with slow tools.
+        both=colocate_partial,colocate_sync splits=1+0
         [ $GPUS -gt 1 ] && both=$both,one_step_off,async_staleness,async_partial,async_swap splits=$HALF+$HALF
-        part agents 900 $MILLRACE bench agents shapes/qwen2_1.5b --splits $splits --modes $both --staleness 1,3 \
-            --tool 0.1,1,2 --tool 1,1,10 --turns 5,0.5,12 --draw 120,0.8,512 --result 60,0.8,256 --skip 1 --json \
-            rollout.enforce_eager=true rollout.max_response_length=4096 rollout.max_num_seqs=128 rollout.n=4 \
-            rollout.total_rollout_steps=128 actor.ppo_mini_batch_size=16 --folder "$OUT/agents"
+        for tool in 0.1,1,2 1,1,10; do
+            part agents-${tool%%,*} 900 $MILLRACE bench agents shapes/qwen2_1.5b --splits $splits --modes $both \
+                --staleness 1,3 --tool $tool --turns 5,0.5,12 --draw 120,0.8,512 --result 60,0.8,256 --skip 1 --json \
+                rollout.max_response_length=4096 rollout.max_num_seqs=128 rollout.n=4 rollout.total_rollout_steps=128 \
+                actor.ppo_mini_batch_size=16 --folder "$OUT/agents-${tool%%,*}"
+        done
         ;;
     save)
         size="hidden_size=1536 num_hidden_layers=28 num_attention_heads=12 num_key_value_heads=2 intermediate_size=8960"
