@@ -345,13 +345,3 @@ class Sample:
 
     It is never trained and is not one of the n.
     """
-
-    @property
-    def oldest_version(self) -> PolicyVersion:
-        """Return the oldest version in any trained trajectory.
-
-        If nothing was drawn, return the version at admission.
-        """
-        return min(
-            (v for t in self.trajectories for v in t.versions), default=self.admitted_version
-        )
