@@ -73,6 +73,10 @@ class Stop(StrEnum):
     """New weights are about to arrive. The response continues later from its tokens so far."""
 
 
+UNFINISHED = (None, Stop.INTERRUPTED)
+"""The stops of a turn that is still drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The settings with which one response is drawn."""
@@ -157,6 +161,11 @@ class Turn:
         """Return the reason why the turn ended."""
         return self.segments[-1].stop if self.segments else None
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the policy still draws the turn, or a cancelled call left it so."""
+        return self.stop in UNFINISHED
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -235,10 +244,6 @@ class Completion:
     """The conversation by author. Empty if the episode is one prompt and one response."""
 
 
-UNFINISHED = (None, Stop.INTERRUPTED)
-"""The stops of a turn that is still drawn."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One episode: its threads, how it ended, and its score."""
@@ -263,6 +268,11 @@ class Trajectory:
         """
         done = bool(segments) and segments[-1].stop not in UNFINISHED
         return cls((Thread(segments),), score, "done" if done else "")
+
+    def with_score(self, score: Score) -> Trajectory:
+        """Return the trajectory with this score. `replace` takes twice as long."""
+        rest = self.ended, self.messages, self.dead_tokens, self.counts
+        return Trajectory(self.threads, score, *rest)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -335,13 +345,3 @@ class Sample:
 
     It is never trained and is not one of the n.
     """
-
-    @property
-    def oldest_version(self) -> PolicyVersion:
-        """Return the oldest version in any trained trajectory.
-
-        If nothing was drawn, return the version at admission.
-        """
-        return min(
-            (v for t in self.trajectories for v in t.versions), default=self.admitted_version
-        )

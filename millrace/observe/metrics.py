@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
-from millrace.types import Author, PolicyVersion, Sample, Segment, Stop, Trajectory
+from millrace.types import Author, PolicyVersion, Sample, Stop
 
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""
@@ -196,23 +196,29 @@ class VersionMetrics:
         The age of a trajectory is the trained version minus its oldest version. The span is its
         newest minus its oldest version.
         """
-        aged = [
-            (t, version, min(t.versions, default=version))
-            for s, version in self._samples
-            for t in s.trajectories
-        ]
-        ages = [version - oldest for _, version, oldest in aged]
-        spans = [_span(t) for t, _, _ in aged]
+        stale, ages, spans = 0, list[int](), list[int]()
+        tokens: Counter[tuple[int, int]] = Counter()  # by their age, and by the lag of their KV
+        for sample, trained in self._samples:
+            oldest = []
+            for trajectory in sample.trajectories:
+                drawn = [s for s in trajectory.segments if s.author is Author.POLICY and s.tokens]
+                versions = [s.version for s in drawn]
+                first, last = (min(versions), max(versions)) if versions else (trained, trained)
+                oldest += [first] if versions else []
+                ages.append(trained - first)
+                spans.append(last - first)
+                for s in drawn:
+                    lag = 0 if s.kv_version is None else s.version - s.kv_version
+                    tokens[trained - s.version, lag] += len(s.tokens)
+            stale += min(oldest, default=sample.admitted_version) < trained
         partial = sum(span > 0 for span in spans)
         row = {
             # Samples and trajectories with a token older than the trained version.
-            "fully_async/count/stale_samples_processed": float(
-                sum(s.oldest_version < v for s, v in self._samples)
-            ),
+            "fully_async/count/stale_samples_processed": float(stale),
             "fully_async/count/stale_trajectory_processed": float(sum(age > 0 for age in ages)),
             # Trajectories drawn by more than one version: their number, share and largest span.
             "fully_async/partial/total_partial_num": float(partial),
-            "fully_async/partial/partial_ratio": share(partial, len(aged)),
+            "fully_async/partial/partial_ratio": share(partial, len(ages)),
             "fully_async/partial/max_partial_span": float(max(spans, default=0)),
             "staleness/mean": _mean(ages),
             "staleness/max": float(max(ages, default=0)),
@@ -220,37 +226,16 @@ class VersionMetrics:
         for age, count in sorted(Counter(ages).items()):  # Trajectories of each age.
             row[f"staleness/hist/{age}"] = float(count)
         # The policy's tokens of each age.
-        for age, count in sorted(self._token_ages().items()):
-            row[f"staleness/token_hist/{age}"] = float(count)
-        return row | self._kv_lag()
-
-    def _drawn_segments(self) -> Iterator[tuple[Segment, PolicyVersion]]:
-        """Yield the policy's segments that have tokens, with the version trained."""
-        for sample, version in self._samples:
-            for trajectory in sample.trajectories:
-                for segment in trajectory.segments:
-                    if segment.author is Author.POLICY and segment.tokens:
-                        yield segment, version
-
-    def _token_ages(self) -> Counter[int]:
-        ages: Counter[int] = Counter()
-        for segment, version in self._drawn_segments():
-            ages[version - segment.version] += len(segment.tokens)
-        return ages
-
-    def _kv_lag(self) -> dict[str, float]:
-        """Return how many versions older than its token the oldest KV of its context may be."""
-        lags: Counter[int] = Counter()
-        for segment, _ in self._drawn_segments():
-            oldest = segment.version if segment.kv_version is None else segment.kv_version
-            lags[segment.version - oldest] += len(segment.tokens)
-        if not any(lags):
-            return {}
-        # Over the policy's tokens, if any was drawn from KV of older weights.
-        return {
-            "staleness/kv_mean": share(sum(lag * n for lag, n in lags.items()), lags.total()),
-            "staleness/kv_max": float(max(lags)),
-        }
+        for age in sorted({age for age, _ in tokens}):
+            row[f"staleness/token_hist/{age}"] = float(
+                sum(count for (one, _), count in tokens.items() if one == age)
+            )
+        # Versions between a token and the oldest KV of its context, if any KV was older.
+        if any(lag for _, lag in tokens):
+            lagging = sum(lag * count for (_, lag), count in tokens.items())
+            row["staleness/kv_mean"] = share(lagging, tokens.total())
+            row["staleness/kv_max"] = float(max(lag for _, lag in tokens))
+        return row
 
 
 def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:
@@ -302,11 +287,6 @@ class RunCounts:
         for name in self._STALE:
             self._counts[name] += row.get(f"fully_async/count/{name}", 0.0)
         return {f"fully_async/count/total_{name}": self._counts[name] for name in self._STALE}
-
-
-def _span(trajectory: Trajectory) -> int:
-    versions = trajectory.versions
-    return max(versions) - min(versions) if versions else 0
 
 
 def _mean(values: list[float] | list[int]) -> float:

@@ -44,3 +44,13 @@ class Occupancy:
         for i, number in enumerate((self._drawing, self._gate, waiting)):
             self._sums[i] += number * (now - self._since)
         self._since = now
+
+
+class NoOccupancy(Occupancy):
+    """Counts nothing, for single responses: their sessions always draw or wait at the gate."""
+
+    def change(self, *, live: int = 0, drawing: int = 0, gate: int = 0) -> None:
+        return None
+
+    def row(self) -> dict[str, float]:
+        return {}

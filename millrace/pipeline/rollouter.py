@@ -20,7 +20,7 @@ from typing import Protocol
 from millrace.errors import EpisodeError, RewardError, SampleError
 from millrace.observe.stopwatch import Parts, untimed
 from millrace.observe.timing import LiveTime
-from millrace.pipeline.occupancy import Occupancy
+from millrace.pipeline.occupancy import NoOccupancy, Occupancy
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.episode import SingleTurn
@@ -78,7 +78,8 @@ class Rollouter:
         """The time since which no sample runs, or the trainer has shared devices. Else None."""
         self._spans: dict[int, tuple[float, float]] = {}
         """Start and end of the rollouts of each finished sample, until it is trained."""
-        self._occupancy = Occupancy(_now)
+        single = isinstance(roller.agent, SingleTurn)
+        self._occupancy = (NoOccupancy if single else Occupancy)(_now)
         self._gate = asyncio.Event()
         self._gate.set()
         self._outcomes: deque[bool] = deque(maxlen=_RECENT)
@@ -127,8 +128,7 @@ class Rollouter:
             self._running -= 1
             if not self._running and self._idle_since is None:
                 self._idle_since = _now()
-            for i in range(self.roller.num_responses):
-                self.pool.forget(f"{slot.prompt.index}/{i}")
+            self.pool.forget(str(slot.prompt.index))
 
     def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
         """Record progress for a restart."""
@@ -195,9 +195,7 @@ class Rollouter:
         Call this once for each version.
         """
         row = {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
-        if not isinstance(self.roller.agent, SingleTurn):
-            row |= self._occupancy.row()
-        return row
+        return row | self._occupancy.row()
 
     async def draw(
         self, tokens: Tokens, params: SamplingParams, session: str

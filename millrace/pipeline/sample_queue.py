@@ -56,7 +56,7 @@ class SampleQueue:
         moves, self.ledger.moves = self.ledger.moves, []
         for move in moves:
             facts = {"reason": move.reason} if move.reason else {}
-            self.watch.at("samples", move.to, str(move.sample_id), **facts)
+            self.watch.emit("samples", move.to, "at", str(move.sample_id), facts)
 
     def wake(self, topic: Topic) -> None:
         """Wake the tasks that wait for `topic` and whose condition is true."""

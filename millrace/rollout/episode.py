@@ -125,23 +125,19 @@ async def run_episode(
             plain=isinstance(agent, SingleTurn),
         )
         try:
-            return _with_lost(await _play(agent, session), lost, failed)
+            ending = await agent.play(session)
+        except LimitReached as error:
+            ending = Ending(error.limit)
         except EpisodeError:
             if failed == retries:
                 raise
-        drawn = session.trajectory(Ending())
-        lost += drawn.num_policy_tokens + drawn.dead_tokens
-        so_far = None
-        progress(Trajectory())
+            drawn = session.trajectory(Ending())
+            lost += drawn.num_policy_tokens + drawn.dead_tokens
+            so_far = None
+            progress(Trajectory())
+            continue
+        return _with_lost(session.trajectory(ending), lost, failed)
     raise AssertionError("the last try returns or raises")
-
-
-async def _play(agent: Agent, session: Session) -> Trajectory:
-    try:
-        ending = await agent.play(session)
-    except LimitReached as error:
-        ending = Ending(error.limit)
-    return session.trajectory(ending)
 
 
 def _with_lost(trajectory: Trajectory, tokens: int, failed: int = 0) -> Trajectory:

@@ -20,24 +20,25 @@ class RolloutPool:
     def __init__(self, engines: Sequence[Replica]) -> None:
         self.engines = engines
         self._loads = [0] * len(engines)
-        self._homes: dict[str, int] = {}
+        self._homes: dict[str, dict[str, int]] = {}
+        """The last replica of each session, by family. The family's own is under its name."""
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
         family = _family(session)
-        replica = route(self._homes.get(session, self._homes.get(family)), self._loads)
-        self._homes[session] = self._homes[family] = replica
+        homes = self._homes.setdefault(family, {})
+        replica = route(homes.get(session, homes.get(family)), self._loads)
+        homes[session] = homes[family] = replica
         self._loads[replica] += 1
         try:
             return await self.engines[replica].generate(tokens, params, session)
         finally:
             self._loads[replica] -= 1
 
-    def forget(self, session: str) -> None:
-        """Forget the home replica of a session that is over."""
-        self._homes.pop(session, None)
-        self._homes.pop(_family(session), None)
+    def forget(self, family: str) -> None:
+        """Forget the home replicas of sibling sessions that are over, such as "17"."""
+        self._homes.pop(family, None)
 
     async def interrupt(self) -> None:
         await asyncio.gather(*(engine.interrupt() for engine in self.engines))

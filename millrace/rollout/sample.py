@@ -7,7 +7,7 @@ sample scores all of them at once, after the last one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from millrace.errors import SampleError
@@ -20,6 +20,8 @@ from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
 Progress = Callable[[tuple[Trajectory, ...]], None]
+
+_UNDRAWN = Trajectory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class SampleRoller:
         the last token of a trajectory is drawn, before its score is known.
         """
         count = self.num_responses
-        trajectories = [*progress[:count], *[Trajectory()] * (count - len(progress))]
+        trajectories = [*progress[:count], *[_UNDRAWN] * (count - len(progress))]
 
         def update(i: int, trajectory: Trajectory) -> None:
             trajectories[i] = trajectory
@@ -94,7 +96,7 @@ class SampleRoller:
             update(i, finished)
             if self.whole_group:
                 return finished
-            return (await self._scored(prompt, [finished]))[0]
+            return self._shaped(await scored(prompt, [finished], self.reward, self.decode))[0]
 
         # All siblings end before the first failure is raised, so none runs for a dropped sample.
         outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
@@ -103,7 +105,7 @@ class SampleRoller:
             raise min(failures, key=lambda error: isinstance(error, SampleError))
         drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
         if self.whole_group:
-            drawn = await self._scored(prompt, drawn)
+            drawn = tuple(self._shaped(await scored(prompt, drawn, self.reward, self.decode)))
         return Sample(
             prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None
         )
@@ -114,13 +116,8 @@ class SampleRoller:
             params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
         return params if i < self.n else replace(params, temperature=0.0)
 
-    async def _scored(
-        self, prompt: Prompt, finished: Sequence[Trajectory]
-    ) -> tuple[Trajectory, ...]:
-        """Return the trajectories with their scores, from one call of the reward."""
-        done = await scored(prompt, finished, self.reward, self.decode)
+    def _shaped(self, done: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with the overlong penalty in their scores, if there is one."""
         if self.overlong is None:
-            return tuple(done)
-        return tuple(
-            replace(t, score=self.overlong.shape(t.score, t)) for t in done if t.score is not None
-        )
+            return done
+        return [t.with_score(self.overlong.shape(t.score, t)) for t in done if t.score is not None]

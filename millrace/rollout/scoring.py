@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from millrace.errors import EpisodeError
 from millrace.ports import RewardFunction
@@ -31,23 +32,17 @@ async def scored(
     The score of an agent wins. Without a `reward`, every agent must score its own. Raises
     EpisodeError if a trajectory has no score from anyone, and RewardError if the reward fails.
     """
-    if len(finished) == 1 and finished[0].score is None and reward is not None:
-        (one,) = finished  # The common case. Nothing but speed depends on it.
-        (score,) = await reward.score(prompt, [completion_of(one, decode)])
-        rest = one.ended, one.messages, one.dead_tokens, one.counts
-        return [_with_turn_rewards(Trajectory(one.threads, score, *rest))]
     asked = [t for t in finished if t.score is None]
-    scores = [Score(0.0)] * len(asked)
+    given: Iterator[Score] = repeat(Score(0.0))
     if asked and reward is not None:
-        scores = await reward.score(prompt, [completion_of(t, decode) for t in asked])
+        given = iter(await reward.score(prompt, [completion_of(t, decode) for t in asked]))
     elif any(not _rewards(t) for t in asked):
         raise EpisodeError(
             "no_reward",
             "neither the agent nor its environment gave a score, and there is no reward function. "
             "Fix: return a score, or set reward.function",
         )
-    given = iter(scores)
-    done = [replace(t, score=next(given)) if t.score is None else t for t in finished]
+    done = [t.with_score(next(given)) if t.score is None else t for t in finished]
     return [_with_turn_rewards(t) for t in done]
 
 
@@ -104,4 +99,4 @@ def _with_turn_rewards(trajectory: Trajectory) -> Trajectory:
         raw=None if score.raw is None else score.raw + total,
         extra=score.extra | {TURN_REWARDS: total},
     )
-    return replace(trajectory, score=whole)
+    return trajectory.with_score(whole)

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from millrace.errors import EpisodeError, LimitReached
 from millrace.rollout.tree import extended_by, recorded_turns, superseded, threads_of
 from millrace.types import (
-    UNFINISHED,
     Ending,
     Prompt,
     SamplingParams,
@@ -25,15 +24,12 @@ from millrace.types import (
     Trajectory,
     Turn,
     joined,
-    tokens_of,
 )
 
 Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
 """A call that draws tokens from the pool of rollout engines. It waits while rollouts are paused."""
 
 OnProgress = Callable[[Trajectory], None]
-
-_NONE = tokens_of()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class Session:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        return [t for _, t in sorted(self._turns.items()) if t.stop not in UNFINISHED]
+        return [t for _, t in sorted(self._turns.items()) if not t.unfinished]
 
     async def draw(
         self,
@@ -113,30 +109,30 @@ class Session:
         params = self._params
         if stop or seed != params.seed:
             params = replace(params, seed=seed, stop=(*params.stop, *stop))
-        self._turns[number] = Turn(number, after, context, segments)
-        finished = False
+        turn = self._turns[number] = Turn(number, after, context, segments)
+        unfinished = turn.unfinished
         try:
-            while not segments or segments[-1].stop in UNFINISHED:
-                drawn = joined(s.tokens for s in segments) if segments else _NONE
-                left = room - len(drawn)
+            while unfinished:
+                so_far = whole + turn.tokens if segments else whole
+                drawn = len(so_far) - len(whole)
+                left = room - drawn
                 if left < 1:  # Before a restart, other turns had left it more room.
                     segments = (*segments[:-1], replace(segments[-1], stop=Stop.LENGTH))
-                    break
-                if left != params.max_tokens or len(drawn) != params.offset:
-                    params = replace(params, max_tokens=left, offset=len(drawn))
-                segments += await self._draw(whole + drawn, params, self.name)
-                self._turns[number] = Turn(number, after, context, segments)
-                if not segments or segments[-1].stop in UNFINISHED:
+                else:
+                    if left != params.max_tokens or drawn != params.offset:
+                        params = replace(params, max_tokens=left, offset=drawn)
+                    segments += await self._draw(so_far, params, self.name)
+                turn = self._turns[number] = Turn(number, after, context, segments)
+                unfinished = turn.unfinished
+                if unfinished:
                     self._progress()
-            finished = True
         finally:
-            if not finished:  # Cancelled, or the engine failed: nobody receives this turn.
+            if unfinished:  # Cancelled, or the engine failed: nobody receives this turn.
                 self._dead.add(number)
-        self._turns[number] = Turn(number, after, context, segments)
         if not self._plain:
-            self._spent += sum(len(s.tokens) for s in segments)
+            self._spent += len(turn.tokens)
             self._progress()
-        return self._turns[number]
+        return turn
 
     def tokens(self, turn: int) -> Tokens:
         parts: list[Tokens] = []
@@ -168,11 +164,7 @@ class Session:
         if self._plain and ending is not None and len(self._turns) == 1 and not self._dead:
             (turn,) = self._turns.values()  # One prompt and one response need no tree.
             return Trajectory((Thread(turn.segments),), ending.score, ending.reason)
-        turns = {
-            n: t
-            for n, t in self._turns.items()
-            if (t.stop not in UNFINISHED if over else t.segments)
-        }
+        turns = {n: t for n, t in self._turns.items() if (not t.unfinished if over else t.segments)}
         extended = extended_by(turns, self._dead)
         replaced = superseded(turns, self._dead, extended) if over else set[int]()
         gone = {n for n in self._turns if n not in turns or n in replaced}
@@ -212,7 +204,7 @@ class Session:
             self._on_progress(self.trajectory())
 
     def _finished(self, turn: int) -> Turn:
-        if turn not in self._turns or self._turns[turn].stop in UNFINISHED:
+        if turn not in self._turns or self._turns[turn].unfinished:
             known = ", ".join(str(t.number) for t in self.turns) or "none"
             raise ValueError(f"turn {turn}: a finished turn is needed. Finished are: {known}.")
         return self._turns[turn]

@@ -17,5 +17,5 @@ def route(home: int | None, loads: Sequence[int], slack: int = 8) -> int:
     """
     if not loads:
         raise ValueError("no replica to route to")
-    least = min(range(len(loads)), key=loads.__getitem__)
-    return home if home is not None and loads[home] - loads[least] < slack else least
+    least = min(loads)
+    return home if home is not None and loads[home] - least < slack else loads.index(least)

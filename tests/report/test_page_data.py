@@ -81,6 +81,19 @@ def test_other_spans_of_the_trainer_hide_no_part_of_its_time() -> None:
     assert lane.starts.tolist() == [0, 1] and lane.ends.tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("tools", [True, False])
+def test_an_idle_replica_waits_for_tools_if_nothing_is_drawn_or_scored(tools: bool) -> None:
+    def of(track: str, name: str, start: float, end: float) -> Span:
+        return Span(1, track, name, "0/0" if name == "request" else "0", start, end, {})
+
+    played = [of("samples", "running", 0, 4), of("rollout-0", "request", 0, 1)]
+    played += [of("rollout-0", "request", 2, 3), of("rewards", "score", 3, 4)]
+    (lane,) = lanes(columns(played), 1, colocated=False, complete=False, tools=tools)
+    waits = "wait_tools" if tools else "wait_rewards"
+    assert [NAMES[s] for s in lane.states] == ["generate", waits, "generate", "wait_rewards"]
+    assert lane.starts.tolist() == [0, 1, 2, 3]
+
+
 def test_a_response_that_was_lost_and_drawn_again_is_trained_once() -> None:
     def request(attempt: int, tokens: int) -> Span:
         facts = {"tokens": tokens, "stop": "eos"}

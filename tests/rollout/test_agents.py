@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -24,10 +24,12 @@ from millrace.types import (
     Score,
     Segment,
     Stop,
+    Thread,
     Tokens,
     Trajectory,
     tokens_of,
 )
+from tests.rollout.helpers import said
 from tests.rollout.streams import Stream
 
 PROMPT = Prompt(3, tokens_of([7, 8]), "p", "d")
@@ -260,3 +262,10 @@ def test_a_limit_without_any_token_is_scored_too() -> None:
     assert sample.trajectories[0] == Trajectory(
         score=Score(0.5), ended="context", counts=sample.trajectories[0].counts
     )
+
+
+def test_a_score_changes_nothing_else_of_a_trajectory() -> None:
+    threads = (Thread((said([1]),), tokens_of([2])),)
+    whole = Trajectory(threads, Score(1.0), "turns", ({"role": "user"},), 3, {"turns": 1.0})
+    assert all(getattr(whole, f.name) for f in fields(whole)), "no field has its default"
+    assert whole.with_score(Score(2.0)) == replace(whole, score=Score(2.0))
