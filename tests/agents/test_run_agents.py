@@ -23,10 +23,10 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, train
 from millrace.tools.sandbox import Sandbox
 from tests.agents.programs_at_work import ASK, running
-from tests.e2e.runs import ROOT, audit, command, progress, rows, start_command
+from tests.e2e.runs import ROOT, audit, millrace, progress, rows, start_command
 from tests.environments.servers import PEERS, needs_peers, nothing_left, wire_server
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(240)]
 
 TINY = [
     "sft.steps=0",
@@ -175,6 +175,9 @@ def test_a_taskset_of_verifiers_is_trained(tmp_path: Path) -> None:
         [str(PEERS), str(program), "rows", "chase_taskset", "4"],
         capture_output=True, text=True, check=True, cwd=program.parent,
     ).stdout  # fmt: skip
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert [row["extra_info"]["verifiers"]["index"] for row in found] == [0, 1, 2, 3]
+    assert found[1]["prompt"].startswith("Look up 2 times in table 1")
     (tmp_path / "rows.jsonl").write_text(lines)
     trained(
         tmp_path,
@@ -231,7 +234,7 @@ def programs(folder: Path) -> list[str]:
 
 
 def wait_for(done: Callable[[], bool], process: Any, output: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 100
     while not done():
         assert process is None or process.poll() is None, output.read_text()
         assert time.monotonic() < end, output.read_text()
@@ -249,16 +252,8 @@ def test_a_stop_saves_and_leaves_no_program(live: subprocess.Popen[bytes], tmp_p
     assert (found["lost"], found["trained_twice"], found["dropped"]) == (0, 0, {})
 
 
-@pytest.mark.slow
-def test_the_kill_of_a_run_leaves_no_program(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    os.kill(live.pid, signal.SIGKILL)
-    live.wait()
-    wait_for(lambda: not programs(tmp_path), None, tmp_path / "output.txt")
-    wait_for(lambda: not list(tmp_path.glob("millrace-agents-*")), None, tmp_path / "output.txt")
-
-
 def test_a_dry_run_says_who_plays() -> None:
-    done = command("train", "agents_quickstart", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"agents\.environment\s+chase", done.stdout)
-    assert re.search(r"max_turns\s+7", done.stdout)
+    done = millrace("train", "agents_quickstart", "--dry-run")
+    assert done.code == 0, done.err
+    assert re.search(r"agents\.environment\s+chase", done.out)
+    assert re.search(r"max_turns\s+7", done.out)

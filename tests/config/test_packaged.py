@@ -18,6 +18,7 @@ import pytest
 from millrace.config import recipe
 from millrace.config.packaged import FOLDER, find, named, packaged, summary
 from millrace.errors import ConfigError
+from tests.e2e.runs import millrace
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,14 +102,13 @@ def test_a_short_name_that_two_recipes_have_is_refused_with_both(
         find(Path("same"), tmp_path)
 
 
-def test_recipes_are_listed_and_printed(tmp_path: Path) -> None:
-    listed = cli("recipes", cwd=tmp_path)
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(packaged())
-    assert json.loads(cli("recipes", "--json", cwd=tmp_path).stdout)["quickstart"]
-    printed = cli("recipes", "dapo", cwd=tmp_path)
-    assert printed.stdout == (FOLDER / "algorithms" / "dapo.yaml").read_text()
-    refused = cli("recipes", "dappo", cwd=tmp_path)
-    assert refused.returncode == 2 and "Fix: algorithms/dapo" in refused.stderr
+def test_recipes_are_listed_and_printed() -> None:
+    listed = millrace("recipes").out.splitlines()
+    assert [line.split()[0] for line in listed] == list(packaged())
+    assert millrace("recipes", "--json").json["quickstart"]
+    assert millrace("recipes", "dapo").out == (FOLDER / "algorithms" / "dapo.yaml").read_text()
+    refused = millrace("recipes", "dappo")
+    assert refused.code == 2 and "Fix: algorithms/dapo" in refused.err
 
 
 def test_an_installed_millrace_has_every_recipe_in_any_folder(tmp_path: Path) -> None:

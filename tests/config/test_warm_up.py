@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import recipe
+from millrace.config import Config, recipe
 from millrace.errors import ConfigError
 
 QUICKSTART = "quickstart"
 
 
-def load(*overrides: str, keep: bool = False) -> recipe.Config:
+def load(*overrides: str, keep: bool = False) -> Config:
     return recipe.load(QUICKSTART, list(overrides), keep_warm_up=keep)
 
 

@@ -26,6 +26,7 @@ from millrace.cli import main as cli
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints
+from millrace.run.agents import open_agent
 from millrace.run.folder import RunDir, open_run_dir
 from millrace.run.session import Session, open_session
 from millrace.run.sft import warm_up
@@ -54,12 +55,12 @@ def progress() -> Progress:
 
 
 @asynccontextmanager
-async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
+async def session(
+    folder: Path, *overrides: str, name: Path | str = RECIPE
+) -> AsyncIterator[Session]:
     """Start the engines once. `run` below uses them for one run after the other."""
     warm = ["sft.steps=100", "sft.batch_size=64"]  # enough for some rewards to differ
-    config = recipe.load(
-        RECIPE, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides]
-    )
+    config = recipe.load(name, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides])
     async with open_session(config, progress()) as s:
         await warm_up(s)
         await s.engines.train.begin("rl", 1)
@@ -69,7 +70,12 @@ async def session(folder: Path, *overrides: str) -> AsyncIterator[Session]:
 
 
 async def run(
-    s: Session, folder: Path, *overrides: str, resume: bool = False, stop: StopRequest | None = None
+    s: Session,
+    folder: Path,
+    *overrides: str,
+    resume: bool = False,
+    stop: StopRequest | None = None,
+    name: Path | str = RECIPE,
 ) -> Outcome:
     """Run once on the session's engines.
 
@@ -77,7 +83,7 @@ async def run(
     """
     said = [*SMALL, f"trainer.run_dir={folder}", "trainer.resume=auto", *overrides]
     said += [f"trainer.deterministic={str(s.config.trainer.deterministic).lower()}"]
-    config = recipe.load(RECIPE, said)
+    config = recipe.load(name, said)
     opened = open_run_dir(config)
     if not (folder / "model").exists():
         (folder / "model").symlink_to(s.run.model.resolve())
@@ -91,7 +97,11 @@ async def run(
         ledger = Ledger(config.schedule, config.derived(len(s.problems.train)).samples)
     else:
         ledger = await start_state(mine)
-    outcome = await run_training(mine, ledger, stop or StopRequest())
+    tokenizer = s.problems.chat.tokenizer
+    async with open_agent(
+        config.agents, config.rollout, tokenizer, folder, s.progress.note
+    ) as agent:
+        outcome = await run_training(replace(mine, agent=agent), ledger, stop or StopRequest())
     await s.engines.turns.enter()
     return outcome
 
@@ -136,8 +146,7 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def audit(folder: Path) -> dict[str, Any]:
-    done = command("ledger", str(folder), "--json")
-    return last_json(done.stdout)
+    return last_json(millrace("ledger", str(folder), "--json").out)
 
 
 def alive(pid: int) -> bool:
@@ -168,7 +177,10 @@ class Done:
 
 
 def millrace(*arguments: str) -> Done:
-    """Run a command through `main`, in this process, with real workers."""
+    """Run a command through `main`, in this process, with real workers.
+
+    A new process would only import everything once more.
+    """
     out, err = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -1,9 +1,14 @@
-"""The recipe agents_quickstart for real: as an environment, as a function and as a command."""
+"""The recipe agents_quickstart for real: as an environment, as a function and as a command.
+
+One session serves all runs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +18,40 @@ import pytest
 from millrace.pipeline.history import audit
 from tests.e2e import runs
 
+NAME = "agents_quickstart"
 PROGRAM = "millrace.environments.chase_program"
 PLAYERS = {
     "environment": (),
     "program": ("agents.environment=", f"agents.program={PROGRAM}:play"),
     "command": ("agents.environment=", f"agents.command={sys.executable} -m {PROGRAM}"),
 }
-SMALL = (
+START = (
+    "mode=on_policy_pipeline",
     "sft.steps=20",
     "sft.batch_size=32",
     "sft.demonstrations=32",
-    "actor.ppo_mini_batch_size=8",
-    "rollout.n=4",
     "rollout.max_num_seqs=32",
-    "rollout.test_freq=0",
-    "trainer.save_freq=0",
-    "trainer.val_before_train=false",
+    "trainer.deterministic=true",
     "data.val_files=['task:chase?split=val&size=16']",
 )
+SIZES = {
+    "environment": ("rollout.total_rollout_steps=24",),
+    "program": ("rollout.total_rollout_steps=24",),
+    "command": ("mode=colocate_sync", "rollout.total_rollout_steps=4", "rollout.n=2",
+                "actor.ppo_mini_batch_size=4"),
+}  # fmt: skip
 pytestmark = pytest.mark.timeout(240)
 
 
-def train(folder: Path, player: str, *overrides: str) -> list[dict[str, Any]]:
-    """Run the recipe small, and return the rows of its versions."""
-    said = [*SMALL, *PLAYERS[player], f"trainer.run_dir={folder}", *overrides]
-    done = runs.command("train", "agents_quickstart", *said)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return runs.rows(folder)
+async def play(folder: Path) -> None:
+    """Run the recipe small, once for each player."""
+    async with runs.session(folder, *START, name=NAME) as s:
+        unvalidated = replace(s, problems=replace(s.problems, val=()))
+        for player, keys in PLAYERS.items():
+            session = unvalidated if player == "command" else s
+            said = [*START, *SIZES[player], *keys]
+            outcome = await runs.run(session, folder / player, *said, name=NAME)
+            assert outcome.complete
 
 
 def drawn(folder: Path) -> dict[tuple[int, int], list[Any]]:
@@ -57,29 +69,24 @@ ALIKE = ("actor/", "reward/", "response_length/m", "response_length/p", "agents/
 
 
 def test_an_environment_and_a_program_draw_and_train_the_same_tokens(tmp_path: Path) -> None:
-    """Calls within the process, and an OpenAI client over the endpoint: no bit differs."""
-    exact = ("mode=on_policy_pipeline", "trainer.deterministic=true")
-    rows = {}
-    for player in ("environment", "program"):
-        folder = tmp_path / player
-        rows[player] = train(folder, player, "rollout.total_rollout_steps=24", *exact)
-        found = audit(folder)
-        assert (found.trained, found.lost, found.trained_twice) == (24, 0, 0)
+    """Calls within the process, and an OpenAI client over the endpoint: no bit differs.
+
+    The command plays every episode in a process of its own.
+    """
+    asyncio.run(play(tmp_path))
+    for player, trained in (("environment", 24), ("program", 24), ("command", 4)):
+        found = audit(tmp_path / player)
+        assert (found.trained, found.lost, found.trained_twice) == (trained, 0, 0)
     environment, program = drawn(tmp_path / "environment"), drawn(tmp_path / "program")
     assert len(environment) == 24 * 4 and environment == program
     assert {part["version"] for _, _, parts, _ in environment.values() for part in parts} > {0, 1}
-    for one, other in zip(rows["environment"], rows["program"], strict=True):
+    rows = [runs.rows(tmp_path / player) for player in ("environment", "program")]
+    for one, other in zip(*rows, strict=True):
         names = [name for name in one if name.startswith(ALIKE)]
         assert len(names) > 20 and {n: one[n] for n in names} == {n: other[n] for n in names}
         assert one["agents/turns/mean"] > 1 and one["agents/threads/max"] == 1
-
-
-def test_a_command_plays_every_episode_in_a_process_of_its_own(tmp_path: Path) -> None:
-    few = ("sft.batch_size=4", "sft.demonstrations=4", "rollout.total_rollout_steps=4",
-           "actor.ppo_mini_batch_size=4", "rollout.n=2", "data.val_files=[]")  # fmt: skip
-    (row,) = train(tmp_path / "run", "command", "mode=colocate_sync", *few)
+    (row,) = runs.rows(tmp_path / "command")
     assert row["train/samples"] == 4 and row["agents/turns/mean"] >= 1
-    assert audit(tmp_path / "run").trained == 4
-    said = [json.loads(m["messages"]) for f in (tmp_path / "run" / "samples").glob("*.parquet")
+    said = [json.loads(m["messages"]) for f in (tmp_path / "command" / "samples").glob("*.parquet")
             for m in pq.read_table(f).to_pylist()]  # fmt: skip
     assert len(said) == 8 and all(m[0]["role"] == "user" for m in said)

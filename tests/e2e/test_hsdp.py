@@ -1,6 +1,7 @@
 """Two copies of the model on four trainer ranks.
 
-A run in real processes learns, and only one copy sends its weights to the replicas.
+A run in real processes learns, only one copy sends its weights to the replicas, and all processes
+listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -24,6 +26,7 @@ from millrace.schedule.ledger import Ledger
 from millrace.sync.buckets import ALIGN
 from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
+from tests.listening import listeners, other_addresses, outside, reachable
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -55,9 +58,22 @@ def test_one_process_exports_what_copies_in_bfloat16_have_saved(tmp_path: Path) 
     )
 
 
+def check_listeners() -> None:
+    """Every process of the run refuses connections from any address but loopback."""
+    me = psutil.Process()
+    found = listeners([me, *me.children(recursive=True)])
+    assert len(found) >= 6, "a store, and gloo in four ranks and a replica"
+    assert outside(found) == []
+    assert all(reachable("127.0.0.1", port) for _, port, _ in found)
+    others = other_addresses()
+    assert others
+    assert not [(to, one) for to in others for one in found if reachable(to, one[1])]
+
+
 def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with runs.session(tmp_path, "trainer.n_gpus_per_node=4", "trainer.fsdp_size=2") as s:
+            await asyncio.to_thread(check_listeners)
             outcome = await runs.run(s, tmp_path / "run", *ON_POLICY)
             found = audit(tmp_path / "run")
             assert outcome.complete and (found.trained, found.lost, found.trained_twice) == (

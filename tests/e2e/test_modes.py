@@ -22,12 +22,18 @@ OVERLAP = "async_training.overlap_sync=true"
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("runtime", ["local", "ray"])
-def test_every_mode_trains_every_sample_once(tmp_path: Path, runtime: str) -> None:
+ALL = [*((mode, OVERLAP) for mode in ("async_staleness", "async_partial")), *zip(MODES)]
+WAYS = [("async_partial", OVERLAP), ("one_step_off",), ("async_swap",), ("colocate_partial",)]
+"""Each way to sync, and shared devices: what a runtime carries. A mode is only a few numbers."""
+
+
+@pytest.mark.parametrize(("runtime", "modes"), [("local", ALL), ("ray", WAYS)])
+def test_every_mode_trains_every_sample_once(
+    tmp_path: Path, runtime: str, modes: list[tuple[str, ...]]
+) -> None:
     async def main() -> None:
         async with runs.session(tmp_path, f"trainer.runtime={runtime}") as s:
-            overlapped = [(mode, OVERLAP) for mode in ("async_staleness", "async_partial")]
-            for mode, *more in [*overlapped, *((mode,) for mode in MODES)]:
+            for mode, *more in modes:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, f"mode={mode}", *more)
                 assert all(

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.errors import RewardError
+from millrace.pipeline.history import audit
 from millrace.run.rewards import make_reward, open_caches
 from tests.e2e import runs
 from tests.rewards.classifiers import last_character
@@ -19,6 +20,7 @@ from tests.rewards.endpoint import Endpoint, endpoint
 pytestmark = [pytest.mark.timeout(240)]
 
 SECRET = "sk-canary-in-a-run"
+RAISES = "def score(prompts, completions, **columns):\n    raise KeyError('no column answers')\n"
 FAST = "actor.optim.lr=3e-3"
 
 
@@ -86,6 +88,18 @@ def test_each_kind_of_reward_trains_the_policy(
             assert caught.group_contains(
                 RewardError, match=r"rate_limited: 11 of the last 11 samples had no score"
             )
+            (tmp_path / "raises.py").write_text(RAISES)
+            with pytest.raises(ExceptionGroup) as caught:
+                raises = [f"reward.function={tmp_path}/raises.py:score"]
+                await trained(s, tmp_path / "raises", 128, raises)
+            assert caught.group_contains(
+                RewardError,
+                match=r"^exception: 11 of the last 11 samples had no score, more than "
+                r"reward\.max_error_share = 0\.2[\s\S]*KeyError: 'no column answers' "
+                r"\(raises\.py:2 in score: raise KeyError\('no column answers'\)\)",
+            )
+            found = audit(tmp_path / "raises")
+            assert found.trained == 0 and found.lost == 0 and not found.complete
 
     with endpoint() as server:
         asyncio.run(run(server))

@@ -136,18 +136,6 @@ def test_a_limit_is_scored_and_a_failure_is_not(tmp_path: Path) -> None:
     run(work)
 
 
-@needs_peers
-def test_a_taskset_becomes_rows(tmp_path: Path) -> None:
-    async def work() -> None:
-        status, out, errors = await peer(tmp_path, str(PROGRAM), "rows", "chase_taskset", "3")
-        assert status == 0, errors
-        rows = [json.loads(line) for line in out.splitlines()]
-        assert [r["extra_info"]["verifiers"]["index"] for r in rows] == [0, 1, 2]
-        assert rows[1]["prompt"].startswith("Look up 2 times in table 1")
-
-    run(work)
-
-
 def test_the_environment_of_verifiers_has_no_torch() -> None:
     """It installs in seconds, and no build of torch is chosen for the user."""
     pins = (ROOT / "constraints-peers.txt").read_text().splitlines()

@@ -91,7 +91,7 @@ FOLDERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mode=st.sampled_from(RUNS), stop_at=st.floats(0.5, 60.0), options=FOLDERS)
 def test_a_resumed_run_continues_the_accounts_of_a_stop(
     mode: str, stop_at: float, options: dict[str, Any]
@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_the_accounts_of_a_stop(
         assert all(sum(line.tokens.values()) == line.generated for line in lines)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(RUNS),
     kills=st.lists(st.floats(1.0, 60.0), min_size=1, max_size=3),

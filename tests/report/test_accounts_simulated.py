@@ -36,7 +36,7 @@ def test_dropped_tokens_are_counted_by_reason(mode: str) -> None:
     accounts.check_time()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(RUNS),
     stop_at=st.floats(0.5, 60.0),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import recipe
+from millrace.config import Config, recipe
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run.folder import open_eval_dir, open_run_dir, release
@@ -32,7 +32,7 @@ class Engine:
     async def saved(self) -> None: ...
 
 
-def config_of(*overrides: str) -> recipe.Config:
+def config_of(*overrides: str) -> Config:
     return recipe.load(RECIPE, list(overrides))
 
 

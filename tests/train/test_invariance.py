@@ -14,7 +14,7 @@ from tests.train import invariance_cases
 from tests.train.cases import start_ranks
 from tests.train.invariance_cases import CASES, CUTS, LAYOUTS, ON_RANKS
 
-pytestmark = pytest.mark.xdist_group("invariance")  # one worker runs the ranks once for all tests
+pytestmark = pytest.mark.xdist_group("forkserver")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Training with vLLM rollouts: every mode trains every sample once, and the quickstart learns."""
+"""Training with vLLM rollouts: each way to sync trains every sample once, the quickstart learns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from millrace.pipeline.history import audit
-from millrace.schedule.modes import MODES
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
-from tests.e2e.test_modes import OVERLAP, check_rows
+from tests.e2e.test_modes import OVERLAP, WAYS, check_rows
 from tests.vllm.processes import engine_cores
 
 pytestmark = pytest.mark.timeout(400)
@@ -28,10 +27,10 @@ VLLM = [
 ]
 
 
-def test_every_mode_and_the_quickstart_learns(tmp_path: Path) -> None:
+def test_each_way_to_sync_and_the_quickstart_learns(tmp_path: Path) -> None:
     async def main() -> list[psutil.Process]:
         async with runs.session(tmp_path, *VLLM) as s:
-            for mode, *more in [*((mode,) for mode in MODES), ("async_swap", OVERLAP)]:
+            for mode, *more in [*WAYS, ("async_swap", OVERLAP)]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, *VLLM, f"mode={mode}", *more)
                 assert (

@@ -29,7 +29,7 @@ from tests.train.cases import CASES, LAYOUTS
 from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
 
-pytestmark = pytest.mark.xdist_group("fsdp_train")  # one worker runs the ranks once for all tests
+pytestmark = pytest.mark.xdist_group("forkserver")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.train.fsdp.lora_cases import ALPHA, CASES, RANK
 from tests.train.plain import plain_run
 from tests.train.samples import random_samples
 
-pytestmark = pytest.mark.xdist_group("lora")  # one worker runs the ranks once for all tests
+pytestmark = pytest.mark.xdist_group("forkserver")  # one worker runs the ranks once for all tests
 
 
 @pytest.fixture(scope="module")
