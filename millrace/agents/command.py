@@ -40,6 +40,23 @@ _CLOSE_S = 30.0
 _POLL_S = 0.2
 
 
+def argv_of(command: str, env: Sequence[str] = ()) -> list[str]:
+    """Return the program and its arguments. Raises ConfigError if it or a variable is missing."""
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise bad_value(
+            "agents.command", command, f"cannot be split: {error}", "close the quote"
+        ) from None
+    if not argv or shutil.which(argv[0]) is None:
+        rule = f"there is no program {argv[0] if argv else ''!r} on PATH"
+        raise bad_value("agents.command", command, rule, "such as `python my_agent.py`")
+    missing = [name for name in env if name not in os.environ]
+    if missing:
+        raise bad_value("agents.env", missing[0], "is not set", "set it, or leave it out")
+    return argv
+
+
 class CommandProgram:
     """Runs a command for each episode, at most `concurrent` at once."""
 
@@ -47,22 +64,7 @@ class CommandProgram:
         self, command: str, url: Callable[[], str], *, concurrent: int, env: Sequence[str] = ()
     ) -> None:
         """`url` returns the endpoint's address. Raises ConfigError if there is no such command."""
-        try:
-            self._argv = shlex.split(command)
-        except ValueError as error:
-            raise bad_value(
-                "agents.command", command, f"cannot be split: {error}", "close the quote"
-            ) from None
-        if not self._argv or shutil.which(self._argv[0]) is None:
-            raise bad_value(
-                "agents.command",
-                command,
-                f"there is no program {self._argv[0] if self._argv else ''!r} on PATH",
-                "such as `python my_agent.py`",
-            )
-        missing = [name for name in env if name not in os.environ]
-        if missing:
-            raise bad_value("agents.env", missing[0], "is not set", "set it, or leave it out")
+        self._argv = argv_of(command, env)
         self._url = url
         self._names = (*PASSED, *env)
         self._room = asyncio.Semaphore(concurrent)

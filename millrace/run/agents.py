@@ -30,6 +30,28 @@ MODEL = "policy"
 Note = Callable[[str], None]
 
 
+def check_player(agents: AgentConfig) -> None:
+    """Raise ConfigError if what plays cannot exist. This imports no code of the user's."""
+    from millrace.data.user_code import check_file, check_name
+
+    if agents.program:
+        check_name("agents.program", agents.program)
+    if agents.tools:
+        check_file("agents.tools", agents.tools, agents.tools)
+    if agents.tool_config_path:
+        from millrace.environments.verl_tools import entries_of
+
+        entries_of(agents.tool_config_path)
+    if agents.command:
+        from millrace.agents.command import argv_of
+
+        argv_of(agents.command, agents.env)
+    if agents.environment:
+        from millrace.environments.named import check_environment
+
+        check_environment(agents.environment)
+
+
 def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
     """Return the limits of an episode. The keys' 0 is no limit."""
     if not agents.player:
@@ -131,7 +153,7 @@ async def _play(
 
 async def _environments(agents: AgentConfig) -> Maker:
     """Return the maker of an episode's environment."""
-    from millrace.environments.named import SANDBOXED, Maker, environment_maker
+    from millrace.environments.named import SANDBOXED, Maker, check_server, environment_maker
     from millrace.environments.task_tools import TaskWithTools
     from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
@@ -149,11 +171,13 @@ async def _environments(agents: AgentConfig) -> Maker:
         except SandboxRefused as refused:
             rule = f"the environment {agents.environment} cannot run: {refused}"
             raise ConfigError(f"agents.sandbox = {agents.sandbox!r}: {rule}") from refused
-    return environment_maker(
+    maker = environment_maker(
         agents.environment,
         deadline_s=agents.tool_deadline_s,
         runner=lambda: (sandbox, lambda: PythonTool(sandbox)),
     )
+    await check_server(maker, agents.environment)
+    return maker
 
 
 @asynccontextmanager
