@@ -126,7 +126,7 @@ class CommandProgram:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             shown = " | ".join(last) or "no output"
             raise EpisodeError("agent_exit", f"{task.name}: {how}: {shown[-1000:]}")
-        return _reward_of(last[-1] if last else "")
+        return _reward_of(list(last), task.name)
 
     async def _end(
         self, process: asyncio.subprocess.Process, reader: asyncio.Task[None], task: Task
@@ -177,8 +177,19 @@ async def _read(stream: asyncio.StreamReader, last: deque[str]) -> None:
         whole = True
 
 
-def _reward_of(line: str) -> Any:
-    """Return the reward of a program's last line, or None if it has none."""
+def _reward_of(lines: Sequence[str], name: str) -> Any:
+    """Return the reward of a program's last line, or None if it has none.
+
+    Raises EpisodeError if only an earlier line has one: it would be lost without a word.
+    """
+    found = [_reward_in(line) for line in lines]
+    if any(found) and not found[-1]:
+        detail = f"{name}: lines follow the reward. The last one is {lines[-1][:200]!r}"
+        raise EpisodeError("bad_reward", f'{detail}. Fix: print {{"reward": ...}} last')
+    return found[-1] if found else None
+
+
+def _reward_in(line: str) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
         if isinstance(value, dict) and "reward" in value:

@@ -67,7 +67,8 @@ async def check_server(maker: Maker, value: str) -> None:
     try:
         await maker.reach()
     except EpisodeError as error:
-        raise _bad(value, f"no episode can begin: {error}", "start or correct the server") from None
+        rule = f"no episode can begin: {str(error).rstrip('.')}"
+        raise _bad(value, rule, "start or correct the server") from None
 
 
 def check_environment(value: str) -> None:
@@ -132,7 +133,7 @@ def named_environments(
 def _check_kind(value: str, kind: str, rest: str) -> None:
     if kind not in KINDS or not rest.strip():
         near = difflib.get_close_matches(kind, KINDS, 1)
-        forms = KINDS[near[0]] if near else "; ".join(KINDS.values())
+        forms = KINDS[near[0]] if near else "; ".join(["path.py:Class", *KINDS.values()])
         raise _bad(value, "is not the name of an environment", forms)
     if kind == "openenv":
         _openenv(value, rest, 1.0)

@@ -206,7 +206,8 @@ def schema_dict(schema: Any) -> dict[str, Any]:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Let `import verl...` find the words of verl's tools, where verl is not installed."""
-    if importlib.util.find_spec("verl") is not None:
+    installed = importlib.util.find_spec("verl")
+    if installed is not None and installed.origin is not None:  # a folder `verl` here is no package
         yield
         return
 

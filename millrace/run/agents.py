@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, RolloutConfig
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, bad_value
 from millrace.ports import Agent, PolicySession
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.session import Limits
@@ -36,6 +37,13 @@ def check_player(agents: AgentConfig) -> None:
 
     if agents.program:
         check_name("agents.program", agents.program)
+    for key, suffixes, other in (
+        ("tools", (".py",), "tool_config_path"),
+        ("tool_config_path", (".yaml", ".yml"), "tools"),
+    ):
+        if (path := getattr(agents, key)) and not path.endswith(suffixes):
+            rule = f"must be a file {' or '.join(suffixes)}"
+            raise bad_value(f"agents.{key}", path, rule, f"agents.{other} for the other form")
     if agents.tools:
         check_file("agents.tools", agents.tools, agents.tools)
     if agents.tool_config_path:
@@ -71,6 +79,8 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
     report = check_template(tokenizer)
     if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
         report.require_tools()
+    if agents.tool_format == "line":  # demonstrations teach these calls; no template shows them
+        report = replace(report, tools=True)
     return [f"chat template: {line}" for line in report.refusals]
 
 
