@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from millrace.agents.history import normal
 from millrace.agents.request import ChatRequest, ChatTurn, RequestError
 from millrace.data.user_code import failure
 from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
+from millrace.environments.deadline import deadline
 from millrace.environments.tools import CallLimits, Cut, run_calls
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import PolicySession
@@ -114,7 +114,7 @@ class ChatAgent:
         """Wait for the environment. Raises EpisodeError if it fails or is late."""
         limit = self._options.environment_deadline_s
         try:
-            async with asyncio.timeout(limit):
+            async with deadline(limit):
                 return await answer
         except RequestError as error:
             raise EpisodeError("environment", f"{what}: {error}") from error

@@ -40,6 +40,23 @@ _CLOSE_S = 30.0
 _POLL_S = 0.2
 
 
+def argv_of(command: str, env: Sequence[str] = ()) -> list[str]:
+    """Return the program and its arguments. Raises ConfigError if it or a variable is missing."""
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise bad_value(
+            "agents.command", command, f"cannot be split: {error}", "close the quote"
+        ) from None
+    if not argv or shutil.which(argv[0]) is None:
+        rule = f"there is no program {argv[0] if argv else ''!r} on PATH"
+        raise bad_value("agents.command", command, rule, "such as `python my_agent.py`")
+    missing = [name for name in env if name not in os.environ]
+    if missing:
+        raise bad_value("agents.env", missing[0], "is not set", "set it, or leave it out")
+    return argv
+
+
 class CommandProgram:
     """Runs a command for each episode, at most `concurrent` at once."""
 
@@ -47,22 +64,7 @@ class CommandProgram:
         self, command: str, url: Callable[[], str], *, concurrent: int, env: Sequence[str] = ()
     ) -> None:
         """`url` returns the endpoint's address. Raises ConfigError if there is no such command."""
-        try:
-            self._argv = shlex.split(command)
-        except ValueError as error:
-            raise bad_value(
-                "agents.command", command, f"cannot be split: {error}", "close the quote"
-            ) from None
-        if not self._argv or shutil.which(self._argv[0]) is None:
-            raise bad_value(
-                "agents.command",
-                command,
-                f"there is no program {self._argv[0] if self._argv else ''!r} on PATH",
-                "such as `python my_agent.py`",
-            )
-        missing = [name for name in env if name not in os.environ]
-        if missing:
-            raise bad_value("agents.env", missing[0], "is not set", "set it, or leave it out")
+        self._argv = argv_of(command, env)
         self._url = url
         self._names = (*PASSED, *env)
         self._room = asyncio.Semaphore(concurrent)
@@ -124,7 +126,7 @@ class CommandProgram:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             shown = " | ".join(last) or "no output"
             raise EpisodeError("agent_exit", f"{task.name}: {how}: {shown[-1000:]}")
-        return _reward_of(last[-1] if last else "")
+        return _reward_of(list(last), task.name)
 
     async def _end(
         self, process: asyncio.subprocess.Process, reader: asyncio.Task[None], task: Task
@@ -175,8 +177,19 @@ async def _read(stream: asyncio.StreamReader, last: deque[str]) -> None:
         whole = True
 
 
-def _reward_of(line: str) -> Any:
-    """Return the reward of a program's last line, or None if it has none."""
+def _reward_of(lines: Sequence[str], name: str) -> Any:
+    """Return the reward of a program's last line, or None if it has none.
+
+    Raises EpisodeError if only an earlier line has one: it would be lost without a word.
+    """
+    found = [_reward_in(line) for line in lines]
+    if any(found) and not found[-1]:
+        detail = f"{name}: lines follow the reward. The last one is {lines[-1][:200]!r}"
+        raise EpisodeError("bad_reward", f'{detail}. Fix: print {{"reward": ...}} last')
+    return found[-1] if found else None
+
+
+def _reward_in(line: str) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
         if isinstance(value, dict) and "reward" in value:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from millrace.agents.service import Answer, Service, refused, too_large
 from millrace.agents.wire import Refusal
-from millrace.errors import INSTALL, MissingDependency
+from millrace.errors import INSTALL, MissingDependency, bad_value
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -55,7 +55,12 @@ class Endpoint:
         )
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        except OSError as error:  # a taken port, or an address of another machine
+            value, rule = f"{self._host}:{self._port}", f"nothing can listen there: {error}"
+            fix = "agents.port=0 for a free port, and agents.host=127.0.0.1"
+            raise bad_value("agents.host:agents.port", value, rule, fix) from None
         self._port = self._runner.addresses[0][1]
 
     @property

@@ -38,6 +38,13 @@ class FunctionProgram:
                 "the function must be `async def`: a plain one stops syncs and all other episodes",
                 "async def, or agents.command for a program with a process of its own",
             )
+        try:
+            inspect.signature(function).bind(None, {})
+        except TypeError as error:
+            fix = "the signature `async def function(client, task)`"
+            raise bad_value("agents.program", spec, f"cannot be called: {error}", fix) from None
+        except ValueError:  # a function that is written in C
+            pass
         client_of(service, "none")  # It fails here rather than in an episode.
         self._function: Callable[..., Any] = function
         self._spec = spec

@@ -160,7 +160,8 @@ def score_of(value: Any) -> Score | None:
         if "reward" not in value:
             shown = repr(dict(value))[:200]
             raise EpisodeError(
-                "bad_reward", f'the program returned a dict without "reward": {shown}'
+                "bad_reward",
+                f'the program returned {shown}, a dict without "reward". Fix: {{"reward": 1.0}}',
             )
         extra = {
             str(name): _finite(one)
@@ -173,7 +174,11 @@ def score_of(value: Any) -> Score | None:
 
 def _finite(value: Any) -> float:
     """Return a number of Python, NumPy or torch as a float. Raises EpisodeError."""
-    text = f"the program returned a {type(value).__name__}; a reward is a number, a dict or None"
+    shown = f": {value[:80]!r}" if isinstance(value, str | bytes) else ""
+    text = (
+        f"the program returned a {type(value).__name__}{shown}. "
+        'Fix: return a number, a dict with "reward", or None'
+    )
     if isinstance(value, str | bytes):
         raise EpisodeError("bad_reward", text)
     try:

@@ -51,8 +51,9 @@ def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:
     found = vars(module).get(name)
     if not callable(found):
         callables = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        problem = f"is not a {kind}" if name in vars(module) else f"has no {name!r}"
-        raise bad_value(key, spec, f"{where} {problem}", nearest(name, callables, f"{where}:{{}}"))
+        known = name in vars(module)
+        rule = f"{name!r} of {where} is not a {kind}" if known else f"{where} has no {name!r}"
+        raise bad_value(key, spec, rule, nearest(name, callables, f"{where}:{{}}"))
     return found  # type: ignore[no-any-return]
 
 

@@ -57,6 +57,10 @@ class McpServers:
     def make(self) -> McpEnvironment:
         return McpEnvironment(self)
 
+    async def reach(self) -> None:
+        """Raise EpisodeError if the server cannot be reached or started, or lists no tools."""
+        await self.release(await self.connect())
+
     async def connect(self) -> McpConnection:
         """Return a connection. A shared one that failed is replaced.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import shlex
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from millrace.data.user_code import load
+from millrace.data.user_code import check_name, load
 from millrace.environments.chase import Chase
 from millrace.environments.chat import ChatEnvironment, Tool
 from millrace.environments.code_tests import CodeTests, Runner
@@ -17,7 +18,7 @@ from millrace.environments.mcp_tools import McpOptions, McpServers
 from millrace.environments.openenv import OpenEnvOptions, OpenEnvServer
 from millrace.environments.text_games import text_games
 from millrace.environments.trl import TrlFactory
-from millrace.errors import ConfigError, bad_value
+from millrace.errors import ConfigError, EpisodeError, bad_value
 from millrace.types import Prompt
 
 KINDS = {
@@ -57,6 +58,32 @@ class Maker:
 
     make: Callable[[Prompt], ChatEnvironment]
     close: Callable[[], Awaitable[None]] = _nothing
+    reach: Callable[[], Awaitable[None]] = _nothing
+    """Reach the server once. Raises EpisodeError if no episode could."""
+
+
+async def check_server(maker: Maker, value: str) -> None:
+    """Raise ConfigError if the server that `value` names cannot be reached or started."""
+    try:
+        await maker.reach()
+    except EpisodeError as error:
+        rule = f"no episode can begin: {str(error).rstrip('.')}"
+        raise _bad(value, rule, "start or correct the server") from None
+
+
+def check_environment(value: str) -> None:
+    """Raise ConfigError if `value` names no environment. This imports nothing."""
+    kind, colon, rest = value.partition(":")
+    if kind in KINDS:
+        _check_kind(value, kind, rest)
+    elif value not in OWN and not colon:
+        near = difflib.get_close_matches(value, [*OWN, *KINDS], 1)
+        forms = near[0] if near else ", ".join([*OWN, "path.py:Class", *KINDS.values()])
+        raise _bad(value, "is not the name of an environment", forms)
+    elif value not in OWN:
+        if not value.rpartition(":")[0].endswith(".py") and "." not in value:  # such as opnenv:...
+            _check_kind(value, kind, rest)
+        check_name("agents.environment", value)
 
 
 def environment_maker(
@@ -70,6 +97,7 @@ def environment_maker(
     `deadline_s` bounds each step and each call. `runner` returns a sandbox, and what makes a tool
     on it.
     """
+    check_environment(value)
     if value == "chase":
         return Maker(lambda _: Chase())
     if value in SANDBOXED:
@@ -79,13 +107,7 @@ def environment_maker(
         return Maker(lambda _: CodeTests(sandbox, [tool()]))
     if value.partition(":")[0] in KINDS:
         named = named_environments(value, deadline_s=deadline_s, tool_deadline_s=deadline_s)
-        return Maker(lambda _: named.make(), named.close)
-    if ":" not in value:
-        near = difflib.get_close_matches(value, [*OWN, *KINDS], 1)
-        forms = near[0] if near else ", ".join([*OWN, "path.py:Class", *KINDS.values()])
-        raise _bad(value, "is not the name of an environment", forms)
-    if not value.rpartition(":")[0].endswith(".py") and "." not in value:  # such as opnenv:...
-        named_environments(value)
+        return Maker(lambda _: named.make(), named.close, getattr(named, "reach", _nothing))
     kind = load("agents.environment", value, kind="class")
     if callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None)):
         return Maker(lambda _: kind())
@@ -99,16 +121,24 @@ def named_environments(
 
     `deadline_s` bounds each step of an environment, and `tool_deadline_s` each call of an MCP tool.
     """
-    kind, colon, rest = value.partition(":")
-    if kind not in KINDS or not colon or not rest.strip():
-        near = difflib.get_close_matches(kind, KINDS, 1)
-        forms = KINDS[near[0]] if near else "; ".join(KINDS.values())
-        raise _bad(value, "is not the name of an environment", forms)
+    kind, _, rest = value.partition(":")
+    _check_kind(value, kind, rest)
     if kind == "openenv":
         return OpenEnvServer(_openenv(value, rest, deadline_s))
     if kind in ("mcp", "mcp-shared"):
         return McpServers(_mcp(value, rest, kind == "mcp-shared", tool_deadline_s))
     return text_games(kind, rest, deadline_s)
+
+
+def _check_kind(value: str, kind: str, rest: str) -> None:
+    if kind not in KINDS or not rest.strip():
+        near = difflib.get_close_matches(kind, KINDS, 1)
+        forms = KINDS[near[0]] if near else "; ".join(["path.py:Class", *KINDS.values()])
+        raise _bad(value, "is not the name of an environment", forms)
+    if kind == "openenv":
+        _openenv(value, rest, 1.0)
+    if kind in ("mcp", "mcp-shared"):
+        _mcp(value, rest, False, 1.0)
 
 
 def _openenv(value: str, rest: str, deadline_s: float) -> OpenEnvOptions:
@@ -131,6 +161,9 @@ def _mcp(value: str, rest: str, shared: bool, deadline_s: float) -> McpOptions:
         command = tuple(shlex.split(rest))
     except ValueError as error:
         raise _bad(value, f"the command cannot be split: {error}", "close the quote") from None
+    if not command or shutil.which(command[0]) is None:
+        rule = f"there is no program {command[0] if command else ''!r} on PATH"
+        raise _bad(value, rule, "such as mcp:python my_server.py")
     return McpOptions(command=command, shared=shared, deadline_s=deadline_s)
 
 

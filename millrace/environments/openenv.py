@@ -57,6 +57,13 @@ class OpenEnvServer:
     async def close(self) -> None:
         return None
 
+    async def reach(self) -> None:
+        """Open a socket once. Raise EpisodeError if that fails."""
+        async with _failures(self.options, "connect"), _aiohttp().ClientSession() as http:
+            await self.fields(http)
+            async with http.ws_connect(self.options.url.rstrip("/") + "/ws"):
+                pass
+
     async def fields(self, http: Any) -> _Fields:
         """Return the fields of the server. The first episode reads its schema."""
         if self._fields is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.data.user_code import failure
 from millrace.environments.chat import Tool, ToolError
+from millrace.environments.deadline import deadline
 from millrace.errors import EpisodeError, bad_value
 from millrace.types import Message
 
@@ -204,7 +205,7 @@ async def _run_one(
         return f"Error: no tool {name!r}; the tools are {', '.join(tools) or 'none'}"
     try:
         arguments = _arguments(call)
-        async with asyncio.timeout(deadline_s):
+        async with deadline(deadline_s):
             return await tool.call(arguments)
     except ToolError as error:
         count("invalid_calls", 1)

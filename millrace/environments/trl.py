@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from millrace.data.user_code import failure
 from millrace.environments.chat import Start, Step, Tool
 from millrace.environments.prompts import messages_of
 from millrace.environments.task_tools import selected
@@ -57,9 +58,14 @@ class TrlFactory:
         """`functions` are further tools, as TRL's `tools=`. Raises ConfigError."""
         self._kind = kind
         self._functions = [FunctionTool(f) for f in functions]
-        probe = kind()
+        name = getattr(kind, "__name__", repr(kind))
+        try:
+            probe = kind()
+        except Exception as error:  # the user's own constructor
+            rule = f"it cannot be made: {failure(error)}"
+            fix = "a constructor without arguments: reset(self, **row) gets the row"
+            raise bad_value("agents.environment", name, rule, fix) from error
         if not callable(getattr(probe, "reset", None)):
-            name = getattr(kind, "__name__", repr(kind))
             raise bad_value("agents.environment", name, "has no method reset", "reset(self, **row)")
         members = inspect.getmembers(type(probe), predicate=inspect.isfunction)
         names = [n for n, _ in members if n not in _OWN and not n.startswith("_")]

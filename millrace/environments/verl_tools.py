@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+from millrace.data.spec import nearest
 from millrace.data.user_code import check_file, load, load_module
 from millrace.environments.chat import Tool
 from millrace.environments.task_tools import column
@@ -22,7 +23,8 @@ from millrace.environments.tools import FunctionTool, text_of
 from millrace.errors import bad_row, bad_value
 from millrace.types import Prompt
 
-_KEY = "agents.tools"
+_KEY, _CONFIG_KEY = "agents.tools", "agents.tool_config_path"
+_ENTRY = ("class_name", "config", "tool_schema")
 _PARTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwargs")
 
 
@@ -109,19 +111,37 @@ class VerlTool:
             self.counts[key] = self.counts.get(key, 0.0) + float(value)
 
 
-def load_tool_config(path: str, key: str = _KEY) -> Callable[[Prompt], Sequence[Tool]]:
-    """Return the tools of verl's tool YAML, for each prompt anew. Raises ConfigError."""
+def entries_of(path: str, key: str = _CONFIG_KEY) -> list[dict[str, Any]]:
+    """Return the tools of verl's tool YAML as they are written. Raises ConfigError."""
     import yaml
 
-    file = Path(path).expanduser()
+    fix, file = "the tool YAML of verl", Path(path).expanduser()
     if not file.is_file():
-        raise bad_value(key, path, f"no such file (from {Path.cwd()})", "the tool YAML of verl")
-    content = yaml.safe_load(file.read_text())
+        raise bad_value(key, path, f"no such file (from {Path.cwd()})", fix)
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8
+        raise bad_value(key, path, f"cannot be read: {' '.join(str(error).split())}", fix) from None
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         rule = "must have a list `tools` of {class_name, config, tool_schema}"
-        raise bad_value(key, path, rule, "the tool YAML of verl")
-    made = [_tool(key, path, n, entry) for n, entry in enumerate(entries)]
+        raise bad_value(key, path, rule, fix)
+    for n, entry in enumerate(entries):
+        name = entry.get("class_name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name.partition(".")[2]:
+            raise bad_value(key, path, f"tools[{n}] has no class_name", "class_name: module.Class")
+        if unknown := sorted(map(str, entry.keys() - _ENTRY)):
+            rule = f"tools[{n}] has the key {unknown[0]}; the keys are {', '.join(_ENTRY)}"
+            raise bad_value(key, path, rule, nearest(unknown[0], _ENTRY))
+        for part in ("config", "tool_schema"):
+            if not isinstance(entry.get(part) or {}, dict):
+                raise bad_value(key, path, f"tools[{n}].{part} must be a mapping", fix)
+    return entries
+
+
+def load_tool_config(path: str, key: str = _CONFIG_KEY) -> Callable[[Prompt], Sequence[Tool]]:
+    """Return the tools of verl's tool YAML, for each prompt anew. Raises ConfigError."""
+    made = [_tool(key, path, n, entry) for n, entry in enumerate(entries_of(path, key))]
 
     def of(prompt: Prompt) -> list[Tool]:
         given = column(prompt, "tools_kwargs") or {}
@@ -136,20 +156,26 @@ def load_tool_config(path: str, key: str = _KEY) -> Callable[[Prompt], Sequence[
     return of
 
 
-def _tool(key: str, path: str, n: int, entry: Any) -> Any:
-    name = entry.get("class_name") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or "." not in name:
-        raise bad_value(key, path, f"tools[{n}] has no class_name", "module.Class")
+def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
     config = dict(entry.get("config") or {})
     kind = config.get("type", "native")
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
         raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = entry["class_name"].rpartition(".")
     with stand_ins():
         kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
-    return kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
+    try:
+        tool: Any = kind_of(
+            config=config, tool_schema=Schema.model_validate(schema) if schema else None
+        )
+        VerlTool(tool, {})
+    except Exception as error:  # the user's own constructor
+        rule = f"tools[{n}] cannot be made: {type(error).__name__}: {error}"
+        fix = "tool_schema as OpenAI's {type: function, function: {name, ...}}, and its config"
+        raise bad_value(key, path, rule, fix) from error
+    return tool
 
 
 def load_function_tools(path: str, key: str = _KEY) -> list[FunctionTool]:
@@ -180,7 +206,8 @@ def schema_dict(schema: Any) -> dict[str, Any]:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Let `import verl...` find the words of verl's tools, where verl is not installed."""
-    if importlib.util.find_spec("verl") is not None:
+    installed = importlib.util.find_spec("verl")
+    if installed is not None and installed.origin is not None:  # a folder `verl` here is no package
         yield
         return
 

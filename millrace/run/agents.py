@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, RolloutConfig
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, bad_value
 from millrace.ports import Agent, PolicySession
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.session import Limits
@@ -28,6 +29,35 @@ MODEL = "policy"
 """The policy's name at the endpoint."""
 
 Note = Callable[[str], None]
+
+
+def check_player(agents: AgentConfig) -> None:
+    """Raise ConfigError if what plays cannot exist. This imports no code of the user's."""
+    from millrace.data.user_code import check_file, check_name
+
+    if agents.program:
+        check_name("agents.program", agents.program)
+    for key, suffixes, other in (
+        ("tools", (".py",), "tool_config_path"),
+        ("tool_config_path", (".yaml", ".yml"), "tools"),
+    ):
+        if (path := getattr(agents, key)) and not path.endswith(suffixes):
+            rule = f"must be a file {' or '.join(suffixes)}"
+            raise bad_value(f"agents.{key}", path, rule, f"agents.{other} for the other form")
+    if agents.tools:
+        check_file("agents.tools", agents.tools, agents.tools)
+    if agents.tool_config_path:
+        from millrace.environments.verl_tools import entries_of
+
+        entries_of(agents.tool_config_path)
+    if agents.command:
+        from millrace.agents.command import argv_of
+
+        argv_of(agents.command, agents.env)
+    if agents.environment:
+        from millrace.environments.named import check_environment
+
+        check_environment(agents.environment)
 
 
 def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
@@ -49,6 +79,8 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
     report = check_template(tokenizer)
     if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
         report.require_tools()
+    if agents.tool_format == "line":  # demonstrations teach these calls; no template shows them
+        report = replace(report, tools=True)
     return [f"chat template: {line}" for line in report.refusals]
 
 
@@ -131,7 +163,7 @@ async def _play(
 
 async def _environments(agents: AgentConfig) -> Maker:
     """Return the maker of an episode's environment."""
-    from millrace.environments.named import SANDBOXED, Maker, environment_maker
+    from millrace.environments.named import SANDBOXED, Maker, check_server, environment_maker
     from millrace.environments.task_tools import TaskWithTools
     from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
@@ -149,11 +181,13 @@ async def _environments(agents: AgentConfig) -> Maker:
         except SandboxRefused as refused:
             rule = f"the environment {agents.environment} cannot run: {refused}"
             raise ConfigError(f"agents.sandbox = {agents.sandbox!r}: {rule}") from refused
-    return environment_maker(
+    maker = environment_maker(
         agents.environment,
         deadline_s=agents.tool_deadline_s,
         runner=lambda: (sandbox, lambda: PythonTool(sandbox)),
     )
+    await check_server(maker, agents.environment)
+    return maker
 
 
 @asynccontextmanager

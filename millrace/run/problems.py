@@ -28,6 +28,7 @@ from millrace.models import checks as model_checks
 from millrace.rewards.builtin import NEEDS_TRUTH
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal
+from millrace.run.agents import check_player
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     """
     _check_model(config.model.path, config.rollout.engine)
     _check_overrides(config.model)
+    check_player(config.agents)
     data, seed = config.data, config.trainer.seed
     parts = config.reward.parts
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
@@ -236,12 +238,8 @@ def _check_model(path: str, rollout_engine: str) -> None:
         return
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
-        raise bad_value(
-            "model.path",
-            path,
-            rule,
-            "the folder of a Hugging Face causal model, or a hub id (owner/name)",
-        )
+        fix = "the folder of a Hugging Face causal model, or a hub id (owner/name)"
+        raise bad_value("model.path", path, rule, fix)
     _check_model_folder(folder, path, rollout_engine)
 
 

@@ -63,6 +63,13 @@ class Rule:
     """Whether the change is harmless, from the configurations (now, before)."""
 
 
+def _same_server_elsewhere(now: Config, before: Config) -> bool:
+    """Whether only the address of an environment's server changes."""
+    kinds = [c.agents.environment.partition(":http")[0] for c in (now, before)]
+    served = all(":http" in c.agents.environment for c in (now, before))
+    return served and kinds[0] == kinds[1]
+
+
 _SHAPE = (
     "model.shape.hidden_size",
     "model.shape.num_hidden_layers",
@@ -106,6 +113,7 @@ RULES = (
     Rule(
         ("agents.environment", "agents.tools", "agents.tool_config_path"),
         "its episodes in flight were played with it",
+        _same_server_elsewhere,
     ),
     Rule(
         ("agents.program", "agents.command", "agents.remote"),

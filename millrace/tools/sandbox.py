@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import millrace
+from millrace.environments.deadline import stopped
 from millrace.errors import EpisodeError, MillraceError
 from millrace.tools.inside import WORK
 
@@ -197,7 +198,9 @@ class Sandbox:
     ) -> Result:
         limits = limits or self.limits
         folder = self._folder()
-        async with self._slots:
+        with stopped():
+            await self._slots.acquire()
+        try:
             start = time.perf_counter()
             try:
                 running = await self._start(argv, limits, files, asyncio.subprocess.PIPE, folder)
@@ -206,6 +209,8 @@ class Sandbox:
                 if folder:
                     shutil.rmtree(folder, ignore_errors=True)
             seconds = time.perf_counter() - start
+        finally:
+            self._slots.release()
         words, (out, err) = outputs
         if "status" not in words and not reason:
             raise EpisodeError("sandbox", words.get("failed", "its watcher ended without a word"))

@@ -162,6 +162,12 @@ def test_a_dead_engine_ends_the_program_at_once(tmp_path: Path) -> None:
     one(tmp_path, source, check, deadline_s=50.0)
 
 
+def test_a_reward_before_other_lines_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    source = """ask(); print('{"reward": 1}'); print("bye")"""
+    said = reason(tmp_path, source)
+    assert said.startswith("bad_reward") and "The last one is 'bye'. Fix: print" in said
+
+
 def test_ten_megabytes_of_lines_before_the_reward_are_read(tmp_path: Path) -> None:
     async def check(at: Table) -> None:
         done = await at.play()

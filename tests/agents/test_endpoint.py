@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millrace.agents.request import ChatRequest
-from millrace.errors import MissingDependency
+from millrace.errors import ConfigError, MissingDependency
 from millrace.types import Message
 from tests import listening
 from tests.agents.talks import CHAT, USER, Desk, in_loop, said
@@ -124,6 +124,20 @@ async def test_another_host_is_named_in_a_warning(caplog: pytest.LogCaptureFixtu
     await endpoint.start()
     await endpoint.close()
     assert "agents.host = 0.0.0.0" in caplog.text and "plain HTTP" in caplog.text
+
+
+@in_loop
+async def test_a_port_that_is_taken_is_refused() -> None:
+    first = Endpoint(Desk(hello).service, "127.0.0.1", 0)
+    await first.start()
+    port = int(first.url.rpartition(":")[2])
+    second = Endpoint(Desk(hello).service, "127.0.0.1", port)
+    try:
+        with pytest.raises(ConfigError, match=rf"= '127.0.0.1:{port}': .*Fix: agents.port=0"):
+            await second.start()
+    finally:
+        await second.close()
+        await first.close()
 
 
 @in_loop

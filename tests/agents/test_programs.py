@@ -68,7 +68,10 @@ FAILURES = {
     "silent": ("return 1.0", "no_turns"),
     "nothing": ("await ask()", "no_reward"),
     "nan": ("await ask(); return math.nan", "bad_reward"),
-    "text": ("await ask(); return '1'", "bad_reward: the program returned a str"),
+    "text": (
+        "await ask(); return '1'",
+        "bad_reward: the program returned a str: '1'. Fix: return a number",
+    ),
     "dict": ("await ask(); return {'score': 1}", 'without "reward"'),
     "list": ("await ask(); return [1.0]", "bad_reward"),
     "endless": ("while True: await asyncio.sleep(0.01)", "agent_deadline"),
@@ -167,10 +170,19 @@ def test_a_function_that_ignores_its_cancellation_is_named(
     one(tmp_path, source, check, notes, deadline_s=0.3)
 
 
-@pytest.mark.parametrize("source", ["def play(client, task): return 1", "play = 3", "x ="])
-def test_a_plain_function_is_refused(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("def play(client, task): return 1", "must be `async def`"),
+        ("play = 3", "'play' of .*agent.py is not a function"),
+        ("x =", "SyntaxError"),
+        ("async def play(client): return 1", "cannot be called: too many positional arguments"),
+        ("async def play(client, task, more): return 1", "cannot be called: missing .*'more'"),
+    ],
+)
+def test_a_wrong_function_is_refused(tmp_path: Path, source: str, rule: str) -> None:
     (tmp_path / "agent.py").write_text(source)
-    with pytest.raises(ConfigError, match=r"agents\.program"):
+    with pytest.raises(ConfigError, match=rf"agents\.program = .*{rule}"):
         FunctionProgram(f"{tmp_path / 'agent.py'}:play", None, print)  # type: ignore[arg-type]
 
 

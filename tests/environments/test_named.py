@@ -21,9 +21,9 @@ def test_names_become_options() -> None:
     assert server.options.deadline_s == 3
     plain = named_environments("openenv:http://[::1]:8000")
     assert isinstance(plain, OpenEnvServer) and plain.options.action is None
-    tools = named_environments("mcp:python 'my server.py' --fast", tool_deadline_s=4)
+    tools = named_environments("mcp:ls 'my server.py' --fast", tool_deadline_s=4)
     assert isinstance(tools, McpServers)
-    assert tools.options.command == ("python", "my server.py", "--fast")
+    assert tools.options.command == ("ls", "my server.py", "--fast")
     assert not tools.options.shared and tools.options.deadline_s == 4
     remote = named_environments("mcp-shared:https://h/mcp")
     assert isinstance(remote, McpServers)
@@ -46,6 +46,7 @@ def test_names_become_options() -> None:
         ("mcp:http://h:99999/mcp", "http://127.0.0.1:8000"),
         ("mcp:python 'x.py", "close the quote"),
         ("mcp:   ", "mcp:COMMAND"),
+        ("mcp:no-such-program x.py", "mcp:python my_server.py"),
     ],
 )
 def test_a_name_that_is_wrong_is_refused_with_a_fix(value: str, fix: str) -> None:

@@ -117,16 +117,28 @@ def test_the_columns_of_verl_choose_tools(verl_tools: Path) -> None:
         ("tools: [{config: {type: native}}]", r"tools\[0\] has no class_name"),
         ("tools: [{class_name: a.B, config: {type: mcp}}]", "is of type mcp"),
         ("tools: [{class_name: no_such_module.B}]", "importing it raised ModuleNotFoundError"),
+        ("tools: [{clas_name: a.B}]", r"tools\[0\] has no class_name"),
+        ("tools: [{class_name: a.B, confg: {}}]", "has the key confg.* Fix: config"),
+        ("tools: [{class_name: a.B, config: [1]}]", r"tools\[0\].config must be a mapping"),
+        ("tools: [{class_name: a.B", "cannot be read: while parsing"),
+        (
+            "tools: [{class_name: millrace.environments.verl_tools.BaseTool,"
+            " tool_schema: {function: {nam: f}}}]",
+            r"tools\[0\] cannot be made: AttributeError.* Fix: tool_schema as",
+        ),
     ],
 )
 def test_a_wrong_tool_file_is_refused(tmp_path: Path, text: str, rule: str) -> None:
     path = tmp_path / "tools.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rule):
+    with pytest.raises(ConfigError, match=rule) as caught:
         load_tool_config(str(path))
+    assert str(caught.value).startswith("agents.tool_config_path = ")
 
 
-def test_the_function_tools_of_verl(tmp_path: Path) -> None:
+def test_the_function_tools_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verl").mkdir()  # such as a clone: a folder is no package
+    monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "tools.py"
     path.write_text(
         "from verl.tools.function_tool import function_tool\n"
@@ -193,6 +205,8 @@ def test_an_environment_of_trl_has_one_instance_for_each_episode() -> None:
 def test_what_is_no_environment_or_tool_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no method reset"):
         TrlFactory(object)
+    with pytest.raises(ConfigError, match=r"environment = 'Needy': it cannot be made: TypeError"):
+        TrlFactory(type("Needy", (), {"__init__": lambda self, url: None}))
     assert [t.name for t in function_tools([add], "agents.tools", "f.py:tools")] == ["add"]
     for found, rule in ((7, "holds a int"), ([add, add], "two tools of one name")):
         with pytest.raises(ConfigError, match=rule):

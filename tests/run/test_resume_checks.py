@@ -99,6 +99,14 @@ def test_what_can_be_honoured_is_taken(tmp_path: Path, now: str) -> None:
     assert run.resume_from == found and run.notes == ()
 
 
+def test_the_address_of_a_server_may_change_and_its_kind_may_not(tmp_path: Path) -> None:
+    found = checkpoint_of(tmp_path / "run", "agents.environment=openenv:http://a:1")
+    same = "agents.environment=openenv:http://b:2"
+    assert open_run_dir(config_of(f"trainer.resume={found}", same)).resume_from == found
+    with pytest.raises(ConfigError, match="were played with it"):
+        open_run_dir(config_of(f"trainer.resume={found}", "agents.environment=mcp:http://a:1"))
+
+
 def test_a_program_may_change_and_limits_of_agents_too(tmp_path: Path) -> None:
     found = checkpoint_of(tmp_path / "run", "agents.command=play")
     now = "agents.command=play --again", "agents.max_tokens_per_turn=4"
