@@ -13,7 +13,7 @@ READ = (
     # keys, and the players that read them
     ("max_tool_tokens max_parallel_calls", ("environment", "tools", "tool_config_path")),
     ("tool_deadline_s", ("environment", "tools", "tool_config_path")),
-    ("env max_concurrent", ("command",)),
+    ("env max_concurrent workers", ("command",)),
     ("host port", ("command", "remote")),
     ("lease_s", ("remote",)),
     ("deadline_s turn_deadline_s retry_grace_s strict", ("program", "command", "remote")),
@@ -79,7 +79,12 @@ class AgentConfig(Section):
     max_parallel_calls: int = Field(8, ge=1)
     """Calls of one turn that run. Each further one gets the result "too many calls"."""
     max_concurrent: int = Field(0, ge=0)
-    """Processes of agents.command that run at once. 0 means twice the cores of the machine."""
+    """Episodes of agents.command at once. 0 means twice the cores, or one for each worker."""
+    workers: int = Field(0, ge=0)
+    """Processes of agents.command that play many episodes, as docs/programs.md says.
+
+    0 starts a process for each episode.
+    """
     host: str = "127.0.0.1"
     """Where the endpoint listens. Another address than loopback sends prompts as plain HTTP."""
     port: int = Field(0, ge=0, le=65535)

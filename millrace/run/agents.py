@@ -201,15 +201,17 @@ async def _serve(
 def _program(agents: AgentConfig, service: Service, endpoint: Endpoint, note: Note) -> Program:
     from millrace.agents.command import CommandProgram
     from millrace.agents.function import FunctionProgram
+    from millrace.agents.process import Launcher
     from millrace.agents.remote import RemoteProgram
+    from millrace.agents.workers import WorkerProgram
 
     if agents.program:
         return FunctionProgram(agents.program, service, note)
     if agents.command:
-        concurrent = agents.max_concurrent or 2 * (os.cpu_count() or 1)
-        return CommandProgram(
-            agents.command, lambda: endpoint.url, concurrent=concurrent, env=agents.env
-        )
+        launcher = Launcher(agents.command, lambda: endpoint.url, agents.env)
+        if agents.workers:
+            return WorkerProgram(launcher, agents.workers, agents.max_concurrent or agents.workers)
+        return CommandProgram(launcher, agents.max_concurrent or 2 * (os.cpu_count() or 1))
     program = RemoteProgram(agents.lease_s)
     service.claims = program
     return program

@@ -182,8 +182,9 @@ _VLLM = (
 _ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "val_kwargs")
 _AGENTS = (
     *("max_turns", "max_tokens_per_turn", "max_episode_tokens", "max_tool_tokens", "strict"),
-    *("max_parallel_calls", "max_concurrent", "host", "port", "retries", "env", "sandbox"),
+    *("max_parallel_calls", "max_concurrent", "workers", "host", "port", "retries", "env"),
     *("deadline_s", "turn_deadline_s", "tool_deadline_s", "retry_grace_s", "lease_s"),
+    "sandbox",
 )
 _KV = ("kv_on_swap", "session_kv_slots")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
