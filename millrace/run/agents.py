@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, RolloutConfig
+from millrace.config.agent_keys import TOOLS
 from millrace.errors import ConfigError
 from millrace.ports import Agent, PolicySession
 from millrace.rollout.episode import SingleTurn
@@ -45,9 +46,11 @@ def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
 def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return what the chat template cannot do. Raises ConfigError if the run needs it."""
     from millrace.agents.template import check_template
+    from millrace.environments.named import OWN
 
     report = check_template(tokenizer)
-    if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
+    own = OWN.get(agents.environment)
+    if agents.player in TOOLS or (own is not None and own.tools):
         report.require_tools()
     return [f"chat template: {line}" for line in report.refusals]
 
@@ -131,11 +134,11 @@ async def _play(
 
 async def _environments(agents: AgentConfig) -> Maker:
     """Return the maker of an episode's environment."""
-    from millrace.environments.named import SANDBOXED, Maker, environment_maker
+    from millrace.environments.named import OWN, Maker, environment_maker
     from millrace.environments.task_tools import TaskWithTools
     from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
-    if agents.tool_config_path or agents.tools:
+    if agents.player in TOOLS:
         of_row = load_tool_config(agents.tool_config_path) if agents.tool_config_path else None
         shared = load_function_tools(agents.tools, "agents.tools") if agents.tools else []
         return Maker(lambda _: TaskWithTools(lambda p: [*(of_row(p) if of_row else ()), *shared]))
@@ -143,7 +146,7 @@ async def _environments(agents: AgentConfig) -> Maker:
     from millrace.tools.sandbox import Sandbox, SandboxRefused
 
     sandbox = Sandbox(agents.sandbox)
-    if agents.environment in SANDBOXED:
+    if agents.environment in OWN and OWN[agents.environment].sandboxed:
         try:
             await sandbox.check()
         except SandboxRefused as refused:

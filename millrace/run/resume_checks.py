@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from millrace.config import Config, RewardConfig
+from millrace.config.agent_keys import LOCAL, SERVED
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
 from millrace.pipeline.checkpoint import read_ledger
@@ -104,11 +105,11 @@ RULES = (
         _no_drawn_lengths,
     ),
     Rule(
-        ("agents.environment", "agents.tools", "agents.tool_config_path"),
+        tuple(f"agents.{player}" for player in LOCAL),
         "its episodes in flight were played with it",
     ),
     Rule(
-        ("agents.program", "agents.command", "agents.remote"),
+        tuple(f"agents.{player}" for player in SERVED),
         "its episodes in flight have no program",
         lambda now, before: now.agents.served and before.agents.served,
     ),
