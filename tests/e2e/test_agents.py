@@ -1,4 +1,4 @@
-"""The recipe agents_quickstart for real: as an environment, as a function and as a command."""
+"""The recipe agents_quickstart for real: as an environment, as a function, a command and workers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PLAYERS = {
     "program": ("agents.environment=", f"agents.program={PROGRAM}:play"),
     "command": ("agents.environment=", f"agents.command={sys.executable} -m {PROGRAM}"),
 }
+PLAYERS["workers"] = (*PLAYERS["command"], "agents.workers=1", "agents.max_concurrent=64")
 SMALL = (
     "sft.steps=20",
     "sft.batch_size=32",
@@ -56,21 +57,26 @@ ALIKE = ("actor/", "reward/", "response_length/m", "response_length/p", "agents/
          "agents/threads", "agents/context_tokens", "agents/tool_calls", "train/tokens")  # fmt: skip
 
 
-def test_an_environment_and_a_program_draw_and_train_the_same_tokens(tmp_path: Path) -> None:
-    """Calls within the process, and an OpenAI client over the endpoint: no bit differs."""
+def test_an_environment_a_program_and_workers_draw_and_train_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    """Calls, an OpenAI client in process, and one over HTTP in another: no bit differs."""
     exact = ("mode=on_policy_pipeline", "trainer.deterministic=true")
     rows = {}
-    for player in ("environment", "program"):
+    for player in ("environment", "program", "workers"):
         folder = tmp_path / player
         rows[player] = train(folder, player, "rollout.total_rollout_steps=24", *exact)
         found = audit(folder)
         assert (found.trained, found.lost, found.trained_twice) == (24, 0, 0)
-    environment, program = drawn(tmp_path / "environment"), drawn(tmp_path / "program")
-    assert len(environment) == 24 * 4 and environment == program
+    environment = drawn(tmp_path / "environment")
+    assert len(environment) == 24 * 4
+    assert environment == drawn(tmp_path / "program") == drawn(tmp_path / "workers")
     assert {part["version"] for _, _, parts, _ in environment.values() for part in parts} > {0, 1}
-    for one, other in zip(rows["environment"], rows["program"], strict=True):
+    alike = zip(*(rows[player] for player in rows), strict=True)
+    for one, *others in alike:
         names = [name for name in one if name.startswith(ALIKE)]
-        assert len(names) > 20 and {n: one[n] for n in names} == {n: other[n] for n in names}
+        assert len(names) > 20
+        assert all({n: one[n] for n in names} == {n: other[n] for n in names} for other in others)
         assert one["agents/turns/mean"] > 1 and one["agents/threads/max"] == 1
 
 
