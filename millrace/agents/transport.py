@@ -180,6 +180,11 @@ def _dumped(value: Any) -> Any:
     return value.model_dump(exclude_unset=True, mode="json", exclude=without)
 
 
+@functools.lru_cache(maxsize=64)
+def _url(base: httpx2.URL, route: str) -> httpx2.URL:
+    return base.join(route)
+
+
 async def _asked(
     client: openai.AsyncOpenAI, route: str, body: bytes, kinds: tuple[Any, Any], stream: Any
 ) -> Any:
@@ -192,7 +197,7 @@ async def _asked(
         done = kinds[0].construct(**json.loads(answer.body))
         done._request_id = None
         return done
-    request = httpx2.Request("POST", client.base_url.join(route), headers=headers)
+    request = httpx2.Request("POST", _url(client.base_url, route), headers=headers)
     response = _response(answer, request)
     if answer.status >= 400:
         raise client._make_status_error_from_response(response)
