@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.request import ChatRequest, ChatTurn
-from millrace.agents.service import Answer, Service
+from millrace.agents.service import Service
 from millrace.agents.transport import client_of
 from millrace.ports import PolicySession
 from millrace.types import Message, floats_of, tokens_of
@@ -135,18 +135,13 @@ async def steady(callers: list[Caller], rate: float, seconds: float) -> list[flo
     return took
 
 
-class Canned:
-    """A service that has one answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def handle(self, *_: object) -> Answer:
-        return Answer(self._answer.status, self._answer.body, self._answer.headers)
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
-async def alone(turns: int) -> dict[str, float]:
-    """Return the median ms of a turn for one caller: direct, in process, and openai over HTTP."""
+async def alone(turns: int) -> dict[str, tuple[float, float]]:
+    """Return the CPU ms and the median ms of a turn for one caller, client and server together."""
     import openai
 
     endpoint = Endpoint(Service(options()), "127.0.0.1", 0)
@@ -168,27 +163,33 @@ async def alone(turns: int) -> dict[str, float]:
     async def in_process() -> None:
         await inside.chat.completions.create(**cast(Any, BODY))
 
+    async def in_process_stream() -> None:
+        async for _ in await inside.chat.completions.create(stream=True, **cast(Any, BODY)):
+            pass
+
+    async def in_process_by_transport() -> None:
+        await inside.chat.completions.create(extra_headers={"x-a": "b"}, **cast(Any, BODY))
+
     async def over_http() -> None:
         await outside.chat.completions.create(**cast(Any, BODY))
 
-    answer = await service.handle("POST", "/v1/chat/completions", headers, raw)
-    canned = client_of(cast(Service, Canned(answer)), key)
-
-    async def client_itself() -> None:
-        await canned.chat.completions.create(**cast(Any, BODY))
-
-    found = {}
-    for call in (direct, handle, client_itself, in_process, over_http):
-        took = []
-        for k in range(turns + 50):
-            start = time.perf_counter()
-            await call()
-            if k >= 50:
-                took.append(1e3 * (time.perf_counter() - start))
-        found[call.__name__] = statistics.median(took)
     caller = Caller(int(endpoint.url.rpartition(":")[2]), key)
     await caller.open()
-    found["plain_http"] = 1e3 * statistics.median([await caller.turn() for _ in range(turns)])
+
+    async def plain_http() -> None:
+        await caller.turn()
+
+    found = {}
+    calls = direct, handle, in_process, in_process_stream, in_process_by_transport, over_http
+    for call in (*calls, plain_http):
+        for _ in range(50):
+            await call()
+        took, used = [], cpu_s()
+        for _ in range(turns):
+            start = time.perf_counter()
+            await call()
+            took.append(1e3 * (time.perf_counter() - start))
+        found[call.__name__] = 1e3 * (cpu_s() - used) / turns, statistics.median(took)
     await outside.close()
     await endpoint.close()
     return found
@@ -225,13 +226,14 @@ def main() -> None:
     names = {
         "direct": "ms of the conversation itself",
         "handle": "ms of a turn, endpoint without transport",
-        "client_itself": "ms of openai's client in process, with a canned answer",
         "in_process": "ms of a turn, openai's client in process",
+        "in_process_stream": "ms of a turn, the same with a stream",
+        "in_process_by_transport": "ms of a turn, the same by the client's own way",
         "over_http": "ms of a turn, openai's client over HTTP",
         "plain_http": "ms of a turn, a bare connection",
     }
-    for name, value in asyncio.run(alone(1000)).items():
-        print(f"| {names[name]} | {value:.3f} |")
+    for name, (used, wall) in asyncio.run(alone(1000)).items():
+        print(f"| {names[name]}: CPU, median of wall | {used:.3f}, {wall:.3f} |")
 
 
 if __name__ == "__main__":

@@ -58,16 +58,11 @@ class Conversation:
         self._said: dict[int, _Said] = {}
         self._main: Hashable = None
         self._auxiliary: set[int] = set()
-        self._answers: dict[Hashable, ChatTurn] = {}  # the last answer of each request
-        self._drawing: dict[Hashable, asyncio.Future[ChatTurn | None]] = {}
         self._twins: dict[Hashable, int] = {}  # (context, drawn tokens) -> how often
         self._settled: set[int] = set()
 
-    async def chat(self, request: ChatRequest, *, retry: bool = False) -> ChatTurn:
-        """Draw the policy's next message.
-
-        The same request again is a genuine second sample. With `retry` it is the same question: the
-        call returns the answer that exists, or waits for the one that is drawn.
+    async def chat(self, request: ChatRequest) -> ChatTurn:
+        """Draw the policy's next message. The same request again is a genuine second sample.
 
         Raise RequestError if the request cannot be served. LimitReached passes through.
         """
@@ -78,32 +73,19 @@ class Conversation:
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
         if not auxiliary:
             self._main = self._main or kind
-        asked = (place.end, request.max_tokens, request.stop)
-        if retry and (answer := await self._again(asked)) is not None:
-            return answer
-        done: asyncio.Future[ChatTurn | None] = asyncio.get_running_loop().create_future()
-        self._drawing[asked] = done
-        try:
-            after, context, cause = await self._context(place, request.tools)
-            if cause is not None:
-                self._session.count(cause)
-            turn = await self._session.draw(
-                context, after=after, max_tokens=request.max_tokens, stop=request.stop
-            )
-            answer = self._answer(turn, request)
-            message = normal(answer.message)
-            self._history.add(place, turn.number, message, (after, _digest(context.tobytes())))
-            self._said[turn.number] = _Said(place.end, message, kind)
-            self._answers[asked] = answer
-            if auxiliary:
-                self._set_apart(turn)
-            done.set_result(answer)
-            return answer
-        finally:
-            if not done.done():
-                done.set_result(None)
-            if self._drawing.get(asked) is done:
-                del self._drawing[asked]
+        after, context, cause = await self._context(place, request.tools)
+        if cause is not None:
+            self._session.count(cause)
+        turn = await self._session.draw(
+            context, after=after, max_tokens=request.max_tokens, stop=request.stop
+        )
+        answer = self._answer(turn, request)
+        message = normal(answer.message)
+        self._history.add(place, turn.number, message, (after, _digest(context.tobytes())))
+        self._said[turn.number] = _Said(place.end, message, kind)
+        if auxiliary:
+            self._set_apart(turn)
+        return answer
 
     async def complete(
         self, tokens: Tokens, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
@@ -208,15 +190,6 @@ class Conversation:
                 if (found := bridge(keep=True)) is None:
                     raise
         return place.anchor, found.tokens, cause or (None if found.exact else "kept_history")
-
-    async def _again(self, asked: Hashable) -> ChatTurn | None:
-        """Return the answer to a request that was asked before, if there is one."""
-        if asked in self._drawing:
-            self._session.count("retries_coalesced")
-            return await asyncio.shield(self._drawing[asked])
-        if asked in self._answers:
-            self._session.count("retries_replayed")
-        return self._answers.get(asked)
 
     def _answer(self, turn: Turn, request: ChatRequest) -> ChatTurn:
         """Return a drawn turn as the client reads it."""

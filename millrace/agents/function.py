@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from millrace.agents.programs import Task
 from millrace.agents.service import Service
-from millrace.agents.transport import client_of
 from millrace.data.user_code import failure, load
-from millrace.errors import EpisodeError, bad_value
+from millrace.errors import INSTALL, EpisodeError, MissingDependency, bad_value
 
 STALL_S = 1.0
 """The event loop must never stand still for longer: syncs and all episodes wait for it."""
@@ -45,10 +45,15 @@ class FunctionProgram:
             raise bad_value("agents.program", spec, f"cannot be called: {error}", fix) from None
         except ValueError:  # a function that is written in C
             pass
-        client_of(service, "none")  # It fails here rather than in an episode.
+        try:  # It fails here rather than in an episode.
+            from millrace.agents.transport import client_of
+        except ImportError:
+            raise MissingDependency(
+                f"agents.program needs openai's client. Fix: {INSTALL['openai']}."
+            ) from None
+        self._client_of = partial(client_of, service)
         self._function: Callable[..., Any] = function
         self._spec = spec
-        self._service = service
         self._note = note
         self._heart: asyncio.Task[None] | None = None
         self._beat_at = 0.0
@@ -61,7 +66,7 @@ class FunctionProgram:
 
     async def run(self, task: Task) -> Any:
         task.begin()
-        client = client_of(self._service, task.key)
+        client = self._client_of(task.key)
         running = asyncio.get_running_loop().create_task(
             self._called(client, task), name=f"{self._spec} {task.name}"
         )

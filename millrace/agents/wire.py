@@ -259,6 +259,18 @@ def tool_of(name: Any, description: Any, parameters: Any, where: str) -> Body:
     return {"type": "function", "function": function}
 
 
+def own_tools(reader: Reader, kind: str, parameters: str) -> tuple[Body, ...]:
+    """Return the tools of `kind`, with their schema in `parameters`. Others are ignored."""
+    tools = []
+    for k, tool in enumerate(reader.objects("tools")):
+        if (tool.get("type") or kind) != kind:
+            reader.ignore("hosted_tools", f"give the tool with {parameters}, and run it yourself")
+            continue
+        name, about = tool.get("name"), tool.get("description")
+        tools.append(tool_of(name, about, tool.get(parameters), f"tools[{k}]"))
+    return tuple(tools)
+
+
 def calls_of(message: Message) -> list[tuple[str, str, str]]:
     """Return (id, name, arguments) of every tool call of the policy's message."""
     return [
@@ -270,6 +282,22 @@ def calls_of(message: Message) -> list[tuple[str, str, str]]:
 def json_text(value: Any) -> str:
     """Return a value as compact JSON."""
     return msgspec.json.encode(value).decode()
+
+
+def head_of(drawn: Drawn, prefix: str, kind: str) -> Body:
+    """Return the first fields of an answer or chunk of chat and completions."""
+    return {
+        "id": f"{prefix}-{drawn.nonce}",
+        "object": kind,
+        "created": drawn.created,
+        "model": drawn.model,
+    }
+
+
+def event(body: Body, name: str = "") -> str:
+    """Return one server-sent event."""
+    first = f"event: {name}\n" if name else ""
+    return f"{first}data: {json_text(body)}\n\n"
 
 
 def log_prob(value: float) -> float:

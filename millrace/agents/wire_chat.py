@@ -14,7 +14,8 @@ from millrace.agents.wire import (
     Refusal,
     call_of,
     calls_of,
-    json_text,
+    event,
+    head_of,
     log_prob,
     openai_problem,
     text_of,
@@ -124,7 +125,7 @@ def _smallest(*limits: int | None) -> int | None:
 def answer(asked: Asked, drawn: Drawn) -> Body:
     """Return a chat.completion."""
     found: Body = {
-        **_head(drawn, "chat.completion"),
+        **head_of(drawn, "chatcmpl", "chat.completion"),
         "choices": [
             {
                 "index": k,
@@ -140,15 +141,6 @@ def answer(asked: Asked, drawn: Drawn) -> Body:
     if asked.token_ids:
         found["prompt_token_ids"] = list(drawn.prompt(drawn.turns[0]))
     return found
-
-
-def _head(drawn: Drawn, kind: str) -> Body:
-    return {
-        "id": f"chatcmpl-{drawn.nonce}",
-        "object": kind,
-        "created": drawn.created,
-        "model": drawn.model,
-    }
 
 
 def _message(turn: ChatTurn) -> Body:
@@ -189,7 +181,7 @@ def usage_of(drawn: Drawn) -> Body:
 
 def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
     """Yield the chunks of a stream, up to [DONE]."""
-    head = _head(drawn, "chat.completion.chunk")
+    head = head_of(drawn, "chatcmpl", "chat.completion.chunk")
     if asked.usage:
         head["usage"] = None
 
@@ -223,11 +215,6 @@ def pieces(text: str) -> Iterator[str]:
     """Yield a text in two pieces, so that clients join them as they would elsewhere."""
     middle = len(text) // 2
     yield from (piece for piece in (text[:middle], text[middle:]) if piece)
-
-
-def event(body: Body) -> str:
-    """Return one server-sent event without a name."""
-    return f"data: {json_text(body)}\n\n"
 
 
 def problem(refusal: Refusal) -> Body:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.agents.request import ChatRequest, ChatTurn
-from millrace.agents.wire import Asked, Body, Drawn, Reader, log_prob, wrong
-from millrace.agents.wire_chat import event, usage_of
+from millrace.agents.wire import Asked, Body, Drawn, Reader, event, head_of, log_prob, wrong
 from millrace.agents.wire_chat import problem as problem
 from millrace.agents.wire_chat import trouble as trouble
+from millrace.agents.wire_chat import usage_of
 from millrace.types import Tokens, tokens_of
 
 
@@ -61,18 +61,9 @@ def _prompt(value: Any) -> Tokens | str:
 def answer(asked: Asked, drawn: Drawn) -> Body:
     """Return a text_completion."""
     return {
-        **_head(drawn),
+        **head_of(drawn, "cmpl", "text_completion"),
         "choices": [_choice(asked, drawn, k, turn) for k, turn in enumerate(drawn.turns)],
         "usage": usage_of(drawn),
-    }
-
-
-def _head(drawn: Drawn) -> Body:
-    return {
-        "id": f"cmpl-{drawn.nonce}",
-        "object": "text_completion",
-        "created": drawn.created,
-        "model": drawn.model,
     }
 
 
@@ -112,7 +103,14 @@ def _logprobs(turn: ChatTurn, drawn: Drawn) -> Body:
 def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
     """Yield the chunks of a stream, up to [DONE]. Each choice comes in one chunk."""
     for k, turn in enumerate(drawn.turns):
-        yield event({**_head(drawn), "choices": [_choice(asked, drawn, k, turn)]})
+        yield event(
+            {
+                **head_of(drawn, "cmpl", "text_completion"),
+                "choices": [_choice(asked, drawn, k, turn)],
+            }
+        )
     if asked.usage:
-        yield event({**_head(drawn), "choices": [], "usage": usage_of(drawn)})
+        yield event(
+            {**head_of(drawn, "cmpl", "text_completion"), "choices": [], "usage": usage_of(drawn)}
+        )
     yield "data: [DONE]\n\n"

@@ -16,9 +16,10 @@ from millrace.agents.wire import (
     Refusal,
     call_of,
     calls_of,
+    event,
     json_text,
+    own_tools,
     text_of,
-    tool_of,
     wrong,
 )
 from millrace.agents.wire_chat import pieces
@@ -56,7 +57,7 @@ def read(reader: Reader, counting: bool = False) -> Asked:
     return Asked(
         ChatRequest(
             messages=tuple(messages),
-            tools=_tools(reader),
+            tools=own_tools(reader, "custom", "input_schema"),
             max_tokens=limit,
             stop=reader.stops("stop_sequences"),
             model=reader.text("model"),
@@ -65,17 +66,6 @@ def read(reader: Reader, counting: bool = False) -> Asked:
         stream=reader.flag("stream"),
         ignored=tuple(reader.ignored),
     )
-
-
-def _tools(reader: Reader) -> tuple[Body, ...]:
-    tools = []
-    for k, tool in enumerate(reader.objects("tools")):
-        if tool.get("type", "custom") not in ("custom", None):
-            reader.ignore("hosted_tools", "give the tool an input_schema, and run it yourself")
-            continue
-        name, about = tool.get("name"), tool.get("description")
-        tools.append(tool_of(name, about, tool.get("input_schema"), f"tools[{k}]"))
-    return tuple(tools)
 
 
 def _messages(reader: Reader, message: Body, where: str) -> list[Message]:
@@ -221,7 +211,7 @@ def _parts(block: Body) -> tuple[Body, list[Body]]:
 
 
 def _event(name: str, **fields: Any) -> str:
-    return f"event: {name}\ndata: {json_text({'type': name, **fields})}\n\n"
+    return event({"type": name, **fields}, name)
 
 
 def problem(refusal: Refusal) -> Body:
@@ -235,4 +225,4 @@ def problem(refusal: Refusal) -> Body:
 
 def trouble(refusal: Refusal) -> str:
     """Return the event of an error in a stream."""
-    return f"event: error\ndata: {json_text(problem(refusal))}\n\n"
+    return event(problem(refusal), "error")

@@ -14,10 +14,10 @@ from millrace.agents.wire import (
     Refusal,
     call_of,
     calls_of,
-    json_text,
+    event,
     openai_problem,
+    own_tools,
     text_of,
-    tool_of,
     wrong,
 )
 from millrace.agents.wire_chat import pieces
@@ -42,7 +42,7 @@ def read(reader: Reader, before: Sequence[Message] = ()) -> Asked:
     return Asked(
         ChatRequest(
             messages=(*system, *messages),
-            tools=_tools(reader),
+            tools=own_tools(reader, "function", "parameters"),
             max_tokens=reader.count("max_output_tokens"),
             stop=reader.stops(),
             model=reader.text("model"),
@@ -67,17 +67,6 @@ def _hints(reader: Reader) -> None:
     for name in ("background", "conversation", "prompt", "max_tool_calls"):
         if reader.body.get(name):
             raise wrong(name, "...", "is not served. Fix: leave it out")
-
-
-def _tools(reader: Reader) -> tuple[Body, ...]:
-    tools = []
-    for k, tool in enumerate(reader.objects("tools")):
-        if tool.get("type", "function") != "function":
-            reader.ignore("hosted_tools", "give the tool as a function, and run it yourself")
-            continue
-        name, about = tool.get("name"), tool.get("description")
-        tools.append(tool_of(name, about, tool.get("parameters"), f"tools[{k}]"))
-    return tuple(tools)
 
 
 def _messages(value: Any) -> list[Message]:
@@ -208,35 +197,35 @@ def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
     """Yield the events of a stream, up to response.completed."""
     number = 0
 
-    def event(kind: str, **fields: Any) -> str:
+    def step(kind: str, **fields: Any) -> str:
         nonlocal number
         body = {"type": f"response.{kind}", "sequence_number": number, **fields}
         number += 1
-        return f"event: response.{kind}\ndata: {json_text(body)}\n\n"
+        return event(body, f"response.{kind}")
 
     head = _head(asked, drawn)
-    yield event("created", response=head)
-    yield event("in_progress", response=head)
+    yield step("created", response=head)
+    yield step("in_progress", response=head)
     for k, item in enumerate(_items(drawn)):
         at = {"item_id": item["id"], "output_index": k}
-        yield event("output_item.added", output_index=k, item=_empty(item))
+        yield step("output_item.added", output_index=k, item=_empty(item))
         if item["type"] == "function_call":
             for piece in pieces(item["arguments"]):
-                yield event("function_call_arguments.delta", **at, delta=piece)
+                yield step("function_call_arguments.delta", **at, delta=piece)
             whole = {"name": item["name"], "arguments": item["arguments"]}
-            yield event("function_call_arguments.done", **at, **whole)
+            yield step("function_call_arguments.done", **at, **whole)
         else:
             part = item["content"][0]
             kind, at = part["type"], {**at, "content_index": 0}
             more: Body = {"logprobs": []} if kind == "output_text" else {}
-            yield event("content_part.added", **at, part={**part, "text": ""})
+            yield step("content_part.added", **at, part={**part, "text": ""})
             if part["text"]:
-                yield event(f"{kind}.delta", **at, delta=part["text"], **more)
-            yield event(f"{kind}.done", **at, text=part["text"], **more)
-            yield event("content_part.done", **at, part=part)
-        yield event("output_item.done", output_index=k, item=item)
+                yield step(f"{kind}.delta", **at, delta=part["text"], **more)
+            yield step(f"{kind}.done", **at, text=part["text"], **more)
+            yield step("content_part.done", **at, part=part)
+        yield step("output_item.done", output_index=k, item=item)
     found = answer(asked, drawn)
-    yield event(str(found["status"]), response=found)
+    yield step(str(found["status"]), response=found)
 
 
 def _empty(item: Body) -> Body:
@@ -251,5 +240,4 @@ def _empty(item: Body) -> Body:
 def trouble(refusal: Refusal) -> str:
     """Return the event of an error in a stream."""
     error = openai_problem(refusal)["error"]
-    body = {**error, "type": "error", "sequence_number": 0}
-    return f"event: error\ndata: {json_text(body)}\n\n"
+    return event({**error, "type": "error", "sequence_number": 0}, "error")

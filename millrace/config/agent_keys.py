@@ -9,21 +9,25 @@ from pydantic import Field
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
+SERVED = ("program", "command", "remote")
+"""The players that are programs: the endpoint serves them."""
+TOOLS = ("tools", "tool_config_path")
+"""The player with tools of these keys. One or both may be set."""
+LOCAL = ("environment", *TOOLS)
+"""The players in the driver."""
+PLAYERS = (*SERVED, *LOCAL)
+"""The keys that name who plays. Without one, an episode is one prompt and one response."""
+
 READ = (
     # keys, and the players that read them
-    ("max_tool_tokens max_parallel_calls", ("environment", "tools", "tool_config_path")),
-    ("tool_deadline_s", ("environment", "tools", "tool_config_path")),
-    ("env max_concurrent", ("command",)),
+    ("max_tool_tokens max_parallel_calls tool_deadline_s", LOCAL),
+    ("env max_concurrent workers", ("command",)),
     ("host port", ("command", "remote")),
     ("lease_s", ("remote",)),
-    ("deadline_s turn_deadline_s retry_grace_s strict", ("program", "command", "remote")),
-    ("train_models", ("program", "command", "remote")),
+    ("deadline_s turn_deadline_s retry_grace_s strict train_models", SERVED),
     ("sandbox", ("environment",)),
 )
 """Any other key is read by all of them."""
-
-Players = ("program", "command", "remote", "environment", "tools", "tool_config_path")
-"""The keys that name who plays. Without one, an episode is one prompt and one response."""
 
 
 class AgentConfig(Section):
@@ -79,7 +83,12 @@ class AgentConfig(Section):
     max_parallel_calls: int = Field(8, ge=1)
     """Calls of one turn that run. Each further one gets the result "too many calls"."""
     max_concurrent: int = Field(0, ge=0)
-    """Processes of agents.command that run at once. 0 means twice the cores of the machine."""
+    """Episodes of agents.command at once. 0 means twice the cores, or one for each worker."""
+    workers: int = Field(0, ge=0)
+    """Processes of agents.command that play many episodes, as docs/programs.md says.
+
+    0 starts a process for each episode.
+    """
     host: str = "127.0.0.1"
     """Where the endpoint listens. Another address than loopback sends prompts as plain HTTP."""
     port: int = Field(0, ge=0, le=65535)
@@ -103,12 +112,12 @@ class AgentConfig(Section):
     @property
     def player(self) -> str:
         """The key that names who plays. Empty if an episode is one prompt and one response."""
-        return next((key for key in Players if getattr(self, key)), "")
+        return next((key for key in PLAYERS if getattr(self, key)), "")
 
     @property
     def served(self) -> bool:
         """Whether the endpoint serves programs."""
-        return bool(self.program or self.command or self.remote)
+        return self.player in SERVED
 
     @property
     def tries(self) -> int:
@@ -120,20 +129,18 @@ class AgentConfig(Section):
         found: dict[str, tuple[str, ...]] = {}
         readers = {key: players for keys, players in READ for key in keys.split()}
         for key, field in type(self).model_fields.items():
-            players = readers.get(key, Players)
-            read = key in Players or self.player in players
+            players = readers.get(key, PLAYERS)
+            read = key in PLAYERS or self.player in players
             if not read and getattr(self, key) != field.default:
                 found[key] = players
         return found
 
     def check(self) -> None:
-        players = [key for key in Players[:4] if getattr(self, key)]
-        tools = [key for key in Players[4:] if getattr(self, key)]
-        both = [*players, *tools][:2]
-        if len(players) > 1 or (players and tools):
+        both = [key for key in PLAYERS if getattr(self, key)]
+        if len(both) > 1 and not set(both) <= set(TOOLS):
             raise bad_value(
                 f"agents.{both[1]}",
                 getattr(self, both[1]),
                 f"agents.{both[0]} names who plays already",
-                f"only one of {', '.join(f'agents.{key}' for key in Players)}",
+                f"only one of {', '.join(f'agents.{key}' for key in PLAYERS)}",
             )

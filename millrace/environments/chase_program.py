@@ -3,8 +3,10 @@
     millrace train agents_quickstart agents.environment= \\
         agents.program=millrace.environments.chase_program:play
     millrace train agents_quickstart agents.environment= \\
-        agents.command="python -m millrace.environments.chase_program"
+        agents.command="python -m millrace.environments.chase_program" \\
+        agents.workers=1 agents.max_concurrent=128
 
+Without `agents.workers`, the command plays one episode in each process.
 It is the first program to read for someone who writes one.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +50,34 @@ async def play(client: Any, task: dict[str, Any]) -> float:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-async def main() -> None:
-    """Play the episode of MILLRACE_TASK. The last line of output has the reward."""
+async def once(path: str) -> None:
+    """Play the episode of a file. The last line of output has the reward."""
     import openai
 
-    task = json.loads(Path(os.environ["MILLRACE_TASK"]).read_text())
+    task = json.loads(Path(path).read_text())
     async with openai.AsyncOpenAI() as client:  # it reads OPENAI_BASE_URL and OPENAI_API_KEY
         reward = await play(client, task)
     print(json.dumps({"reward": reward}))  # noqa: T201 - this line is the result
 
 
+async def work() -> None:
+    """Play an episode for each line of input, many at once. Each ends with a line of output."""
+    import openai
+
+    async def one(task: dict[str, Any]) -> None:
+        key = task["api_key"]
+        answer: dict[str, Any] = {"api_key": key}
+        try:
+            answer["reward"] = await play(shared.with_options(api_key=key), task)
+        except openai.OpenAIError as error:
+            answer["error"] = str(error)
+        print(json.dumps(answer), flush=True)  # noqa: T201 - this line is the result
+
+    async with openai.AsyncOpenAI(api_key="-") as shared, asyncio.TaskGroup() as episodes:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            episodes.create_task(one(json.loads(line)))
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    given = os.environ.get("MILLRACE_TASK")
+    asyncio.run(once(given) if given else work())

@@ -30,14 +30,27 @@ KINDS = {
 }
 """The kinds of names, each with its form."""
 
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """An environment of the package."""
+
+    make: Callable[[Runner, Callable[[], Tool]], ChatEnvironment]
+    """Make it, given a sandbox and what makes a tool on it."""
+    tools: bool
+    """Whether it has tools, which the chat template must show to the policy."""
+    sandboxed: bool
+    """Whether it runs what the policy wrote."""
+
+
 OWN = {
-    "chase": "the task chase: a hidden table, and a tool that reads it",
-    "fill_in": "the task fill_in: hidden tests judge an expression in the sandbox",
-    "code_tests": "rows with tests for code, and a Python tool in the sandbox",
+    "chase": Own(lambda *_: Chase(), tools=True, sandboxed=False),
+    "fill_in": Own(lambda sandbox, _: CodeTests(sandbox), tools=False, sandboxed=True),
+    "code_tests": Own(
+        lambda sandbox, tool: CodeTests(sandbox, [tool()]), tools=True, sandboxed=True
+    ),
 }
-"""Environments of the package."""
-SANDBOXED = ("fill_in", "code_tests")
-"""They run what the policy wrote."""
+"""A hidden table with a tool that reads it, an expression for hidden tests, and code with tests."""
 
 
 class Environments(Protocol):
@@ -98,13 +111,9 @@ def environment_maker(
     on it.
     """
     check_environment(value)
-    if value == "chase":
-        return Maker(lambda _: Chase())
-    if value in SANDBOXED:
+    if value in OWN:
         sandbox, tool = runner()
-        if value == "fill_in":
-            return Maker(lambda _: CodeTests(sandbox))
-        return Maker(lambda _: CodeTests(sandbox, [tool()]))
+        return Maker(lambda _: OWN[value].make(sandbox, tool))
     if value.partition(":")[0] in KINDS:
         named = named_environments(value, deadline_s=deadline_s, tool_deadline_s=deadline_s)
         return Maker(lambda _: named.make(), named.close, getattr(named, "reach", _nothing))

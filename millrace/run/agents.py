@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, RolloutConfig
+from millrace.config.agent_keys import TOOLS
 from millrace.errors import ConfigError, bad_value
 from millrace.ports import Agent, PolicySession
 from millrace.rollout.episode import SingleTurn
@@ -51,7 +52,7 @@ def check_player(agents: AgentConfig) -> None:
 
         entries_of(agents.tool_config_path)
     if agents.command:
-        from millrace.agents.command import argv_of
+        from millrace.agents.process import argv_of
 
         argv_of(agents.command, agents.env)
     if agents.environment:
@@ -75,9 +76,11 @@ def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
 def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return what the chat template cannot do. Raises ConfigError if the run needs it."""
     from millrace.agents.template import check_template
+    from millrace.environments.named import OWN
 
     report = check_template(tokenizer)
-    if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
+    own = OWN.get(agents.environment)
+    if agents.player in TOOLS or (own is not None and own.tools):
         report.require_tools()
     if agents.tool_format == "line":  # demonstrations teach these calls; no template shows them
         report = replace(report, tools=True)
@@ -163,11 +166,11 @@ async def _play(
 
 async def _environments(agents: AgentConfig) -> Maker:
     """Return the maker of an episode's environment."""
-    from millrace.environments.named import SANDBOXED, Maker, check_server, environment_maker
+    from millrace.environments.named import OWN, Maker, check_server, environment_maker
     from millrace.environments.task_tools import TaskWithTools
     from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
-    if agents.tool_config_path or agents.tools:
+    if agents.player in TOOLS:
         of_row = load_tool_config(agents.tool_config_path) if agents.tool_config_path else None
         shared = load_function_tools(agents.tools, "agents.tools") if agents.tools else []
         return Maker(lambda _: TaskWithTools(lambda p: [*(of_row(p) if of_row else ()), *shared]))
@@ -175,7 +178,7 @@ async def _environments(agents: AgentConfig) -> Maker:
     from millrace.tools.sandbox import Sandbox, SandboxRefused
 
     sandbox = Sandbox(agents.sandbox)
-    if agents.environment in SANDBOXED:
+    if agents.environment in OWN and OWN[agents.environment].sandboxed:
         try:
             await sandbox.check()
         except SandboxRefused as refused:
@@ -235,15 +238,17 @@ async def _serve(
 def _program(agents: AgentConfig, service: Service, endpoint: Endpoint, note: Note) -> Program:
     from millrace.agents.command import CommandProgram
     from millrace.agents.function import FunctionProgram
+    from millrace.agents.process import Launcher
     from millrace.agents.remote import RemoteProgram
+    from millrace.agents.workers import WorkerProgram
 
     if agents.program:
         return FunctionProgram(agents.program, service, note)
     if agents.command:
-        concurrent = agents.max_concurrent or 2 * (os.cpu_count() or 1)
-        return CommandProgram(
-            agents.command, lambda: endpoint.url, concurrent=concurrent, env=agents.env
-        )
+        launcher = Launcher(agents.command, lambda: endpoint.url, agents.env)
+        if agents.workers:
+            return WorkerProgram(launcher, agents.workers, agents.max_concurrent or agents.workers)
+        return CommandProgram(launcher, agents.max_concurrent or 2 * (os.cpu_count() or 1))
     program = RemoteProgram(agents.lease_s)
     service.claims = program
     return program

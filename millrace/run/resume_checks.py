@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from millrace.config import Config, RewardConfig
+from millrace.config.agent_keys import LOCAL, SERVED
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
 from millrace.pipeline.checkpoint import read_ledger
@@ -111,12 +112,12 @@ RULES = (
         _no_drawn_lengths,
     ),
     Rule(
-        ("agents.environment", "agents.tools", "agents.tool_config_path"),
+        tuple(f"agents.{player}" for player in LOCAL),
         "its episodes in flight were played with it",
         _same_server_elsewhere,
     ),
     Rule(
-        ("agents.program", "agents.command", "agents.remote"),
+        tuple(f"agents.{player}" for player in SERVED),
         "its episodes in flight have no program",
         lambda now, before: now.agents.served and before.agents.served,
     ),
@@ -190,8 +191,9 @@ _VLLM = (
 _ROLLOUT = ("total_rollout_steps", "test_freq", "top_p", "top_k", "val_kwargs")
 _AGENTS = (
     *("max_turns", "max_tokens_per_turn", "max_episode_tokens", "max_tool_tokens", "strict"),
-    *("max_parallel_calls", "max_concurrent", "host", "port", "retries", "env", "sandbox"),
+    *("max_parallel_calls", "max_concurrent", "workers", "host", "port", "retries", "env"),
     *("deadline_s", "turn_deadline_s", "tool_deadline_s", "retry_grace_s", "lease_s"),
+    "sandbox",
 )
 _KV = ("kv_on_swap", "session_kv_slots")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")

@@ -39,7 +39,7 @@ async def honest(family: str, seed: int, turns: int = 4) -> tuple[Table, Traject
 
 
 class Meddler:
-    """A client that edits, compacts, forks, asks again, retries, and starts sub-agents."""
+    """A client that edits, compacts, forks, asks again, and starts sub-agents."""
 
     def __init__(self, family: str, seed: int, **options: str) -> None:
         self.random = Random(seed)
@@ -49,8 +49,8 @@ class Meddler:
         self.messages = opening(family, self.random)
         self.did: Counter[str] = Counter()
 
-    async def ask(self, messages: list[Message], **options: bool) -> ChatTurn:
-        return await self.table.ask(*messages, tools=self.tools, **options)
+    async def ask(self, messages: list[Message]) -> ChatTurn:
+        return await self.table.ask(*messages, tools=self.tools)
 
     def go_on(self, turn: ChatTurn) -> None:
         self.messages = [
@@ -60,7 +60,7 @@ class Meddler:
         ]
 
     async def move(self) -> None:
-        name = self.random.choice(("plain", "plain", "again", "retry", "edit", "compact", "fork",
+        name = self.random.choice(("plain", "plain", "again", "edit", "compact", "fork",
                                    "agent", "gone", "gather"))  # fmt: skip
         self.did[name] += 1
         try:
@@ -73,12 +73,6 @@ class Meddler:
     async def again(self) -> None:  # a genuine second sample: the first or the second is used
         first, second = await self.ask(self.messages), await self.ask(self.messages)
         self.go_on(self.random.choice((first, second)))
-
-    async def retry(self) -> None:
-        first = await self.ask(self.messages)
-        again = await self.ask(self.messages, retry=True)
-        assert again == first
-        self.go_on(again)
 
     async def gone(self) -> None:  # nobody receives the first answer
         lost = await self.ask(self.messages)

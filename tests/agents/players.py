@@ -128,9 +128,7 @@ class Table:
         return cls(engine, session, talk)
 
     async def ask(self, *messages: Message, **options: Any) -> ChatTurn:
-        retry = options.pop("retry", False)
-        request = ChatRequest(messages, **({"tools": TOOLS} | options))
-        return await self.talk.chat(request, retry=retry)
+        return await self.talk.chat(ChatRequest(messages, **({"tools": TOOLS} | options)))
 
     def end(self) -> Trajectory:
         """Return the episode's threads, after a check of every drawn token."""

@@ -15,6 +15,7 @@ import pytest
 
 from millrace.agents.command import CommandProgram
 from millrace.agents.endpoint import Endpoint
+from millrace.agents.process import Launcher
 from millrace.agents.service import Service
 from millrace.errors import ConfigError
 from tests.agents.programs_at_work import Table, nothing_left, plays, program, running, table
@@ -22,8 +23,8 @@ from tests.agents.programs_at_work import Table, nothing_left, plays, program, r
 
 def made(command: str, **options: Any) -> Any:
     def make(service: Service, endpoint: Endpoint) -> CommandProgram:
-        given: dict[str, Any] = {"concurrent": 2, **options}
-        return CommandProgram(command, lambda: endpoint.url, **given)
+        launcher = Launcher(command, lambda: endpoint.url, options.get("env", ()))
+        return CommandProgram(launcher, options.get("concurrent", 2))
 
     return make
 
@@ -246,12 +247,12 @@ def test_a_failed_try_begins_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["", "no-such-program x", "python 'a"])
 def test_a_command_that_cannot_start_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match=r"agents\.command"):
-        CommandProgram(command, str, concurrent=1)
+        Launcher(command, str)
 
 
 def test_a_variable_that_is_not_set_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"agents\.env.*NOT_THERE"):
-        CommandProgram(sys.executable, str, concurrent=1, env=["NOT_THERE"])
+        Launcher(sys.executable, str, ["NOT_THERE"])
 
 
 DRIVER = """

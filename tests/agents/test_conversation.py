@@ -106,45 +106,6 @@ def test_tokens_do_not_depend_on_the_order_of_parallel_agents() -> None:
     assert asyncio.run(play([0, 1, 2])) == asyncio.run(play([2, 0, 1]))
 
 
-def test_a_retry_gets_the_same_turn_and_another_request_a_new_one() -> None:
-    async def play() -> None:
-        table = Table.laid("qwen2.5", 0)
-        first, joined = await asyncio.gather(table.ask(USER), table.ask(USER, retry=True))
-        assert joined == first == await table.ask(USER, retry=True)
-        second = await table.ask(USER)
-        assert second.number == 1
-        assert await table.ask(USER, retry=True) == second
-        assert (await table.ask(USER, retry=True, max_tokens=1)).number == 2
-        trajectory = table.end()
-        assert trajectory.counts["retries_coalesced"] == 1
-        assert trajectory.counts["retries_replayed"] == 2
-        assert trajectory.counts["dead_turns"] == 2
-
-    asyncio.run(play())
-
-
-def test_a_retry_of_a_cancelled_draw_draws_again() -> None:
-    async def play() -> None:
-        table = Table.laid("qwen2.5", 0)
-        draw, gate = table.engine.draw, asyncio.Event()
-
-        async def slow(*args: object) -> object:
-            await gate.wait()
-            return await draw(*args)  # type: ignore[arg-type]
-
-        table.session._draw = slow  # type: ignore[assignment]
-        first = asyncio.create_task(table.ask(USER))
-        await asyncio.sleep(0)
-        again = asyncio.create_task(table.ask(USER, retry=True))
-        await asyncio.sleep(0)
-        first.cancel()
-        gate.set()
-        turn = await again
-        assert turn.number == 1 and len(table.end().threads) == 1
-
-    asyncio.run(play())
-
-
 def test_an_undelivered_turn_is_dead_unless_it_is_extended() -> None:
     async def play(extend: bool) -> None:
         table = Table.laid("qwen2.5", 0, texts=("a", "b"))

@@ -93,6 +93,7 @@ AGENTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "tool_deadline_s": (5.0, {"remote": True}, {"tool_config_path": "a.yaml"}),
     "port": (5, {"program": "a.py:f"}, {"command": "a"}),
     "env": (("A",), {"remote": True}, {"command": "a"}),
+    "workers": (2, {"remote": True}, {"command": "a"}),
     "lease_s": (5.0, {"command": "a"}, {"remote": True}),
     "strict": (True, {"environment": "chase"}, {"program": "a.py:f"}),
     "train_models": (("a",), {"tools": "a.py"}, {"remote": True}),

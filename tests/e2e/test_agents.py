@@ -1,4 +1,4 @@
-"""The recipe agents_quickstart for real: as an environment, as a function and as a command.
+"""The recipe agents_quickstart for real: an environment, a function, a command and workers.
 
 One session serves all runs.
 """
@@ -25,6 +25,7 @@ PLAYERS = {
     "program": ("agents.environment=", f"agents.program={PROGRAM}:play"),
     "command": ("agents.environment=", f"agents.command={sys.executable} -m {PROGRAM}"),
 }
+PLAYERS["workers"] = (*PLAYERS["command"], "agents.workers=1", "agents.max_concurrent=64")
 START = (
     "mode=on_policy_pipeline",
     "sft.steps=20",
@@ -37,6 +38,7 @@ START = (
 SIZES = {
     "environment": ("rollout.total_rollout_steps=24",),
     "program": ("rollout.total_rollout_steps=24",),
+    "workers": ("rollout.total_rollout_steps=24",),
     "command": ("mode=colocate_sync", "rollout.total_rollout_steps=4", "rollout.n=2",
                 "actor.ppo_mini_batch_size=4"),
 }  # fmt: skip
@@ -68,22 +70,27 @@ ALIKE = ("actor/", "reward/", "response_length/m", "response_length/p", "agents/
          "agents/threads", "agents/context_tokens", "agents/tool_calls", "train/tokens")  # fmt: skip
 
 
-def test_an_environment_and_a_program_draw_and_train_the_same_tokens(tmp_path: Path) -> None:
-    """Calls within the process, and an OpenAI client over the endpoint: no bit differs.
+def test_an_environment_a_program_and_workers_draw_and_train_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    """Calls, an OpenAI client in process, and one over HTTP in another: no bit differs.
 
     The command plays every episode in a process of its own.
     """
     asyncio.run(play(tmp_path))
-    for player, trained in (("environment", 24), ("program", 24), ("command", 4)):
+    for player in PLAYERS:
         found = audit(tmp_path / player)
-        assert (found.trained, found.lost, found.trained_twice) == (trained, 0, 0)
-    environment, program = drawn(tmp_path / "environment"), drawn(tmp_path / "program")
-    assert len(environment) == 24 * 4 and environment == program
+        wanted = 4 if player == "command" else 24
+        assert (found.trained, found.lost, found.trained_twice) == (wanted, 0, 0)
+    alike = [player for player in PLAYERS if player != "command"]
+    environment, *others = (drawn(tmp_path / player) for player in alike)
+    assert len(environment) == 24 * 4 and all(environment == other for other in others)
     assert {part["version"] for _, _, parts, _ in environment.values() for part in parts} > {0, 1}
-    rows = [runs.rows(tmp_path / player) for player in ("environment", "program")]
-    for one, other in zip(*rows, strict=True):
+    rows = [runs.rows(tmp_path / player) for player in alike]
+    for one, *others in zip(*rows, strict=True):
         names = [name for name in one if name.startswith(ALIKE)]
-        assert len(names) > 20 and {n: one[n] for n in names} == {n: other[n] for n in names}
+        assert len(names) > 20
+        assert all({n: one[n] for n in names} == {n: other[n] for n in names} for other in others)
         assert one["agents/turns/mean"] > 1 and one["agents/threads/max"] == 1
     (row,) = runs.rows(tmp_path / "command")
     assert row["train/samples"] == 4 and row["agents/turns/mean"] >= 1
