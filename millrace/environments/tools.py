@@ -217,7 +217,7 @@ async def _run_one(
         raise
     except (ConnectionError, MemoryError) as error:
         raise EpisodeError("tool", f"{name}: {failure(error)}") from error
-    except (*RAISED, asyncio.CancelledError) as error:  # noqa: BLE001 - the policy may be the cause
+    except (*RAISED, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and own_cancellation():
             raise
         count("tool_errors", 1)

@@ -15,14 +15,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from millrace.data.user_code import check_file, load, load_module
+from millrace.data.user_code import check_file, failure, load, load_module
 from millrace.environments.chat import Tool
 from millrace.environments.task_tools import column
+from millrace.environments.threads import RAISED
 from millrace.environments.tools import FunctionTool, text_of
-from millrace.errors import bad_row, bad_value
+from millrace.errors import EpisodeError, bad_row, bad_value
 from millrace.types import Prompt
 
-_KEY = "agents.tools"
+_KEY = "agents.tool_config_path"
 _PARTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwargs")
 
 
@@ -76,7 +77,9 @@ class VerlTool:
         self._options = {part: dict(options.get(part) or {}) for part in _PARTS}
         self._instance: str | None = None
         self.schema = schema_dict(tool.get_openai_tool_schema())
-        self.name = str(self.schema["function"]["name"])
+        self.name = self.schema["function"]["name"]
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"the name of a tool is a text, and not {self.name!r}")
         self.counts: dict[str, float] = {}
         """The rewards and metrics that calls returned. verl logs them too, and trains neither."""
 
@@ -95,7 +98,9 @@ class VerlTool:
         if isinstance(response, str):
             return response
         if getattr(response, "image", None) or getattr(response, "video", None):
-            raise bad_value(_KEY, self.name, "returned images or a video", "a tool of text")
+            raise EpisodeError(
+                "tool", f"{self.name} returned images or a video, and not text alone"
+            )
         return text_of(response.text or "")
 
     async def close(self) -> None:
@@ -116,31 +121,59 @@ def load_tool_config(path: str, key: str = _KEY) -> Callable[[Prompt], Sequence[
     file = Path(path).expanduser()
     if not file.is_file():
         raise bad_value(key, path, f"no such file (from {Path.cwd()})", "the tool YAML of verl")
-    content = yaml.safe_load(file.read_text())
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        rule = f"cannot be read: {' '.join(str(error).split())}"
+        raise bad_value(key, path, rule, "the tool YAML of verl") from error
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         rule = "must have a list `tools` of {class_name, config, tool_schema}"
         raise bad_value(key, path, rule, "the tool YAML of verl")
     made = [_tool(key, path, n, entry) for n, entry in enumerate(entries)]
+    names = [VerlTool(tool, {}).name for tool in made]
+    if len(set(names)) < len(names):
+        raise bad_value(key, path, f"has two tools of one name: {', '.join(names)}", "other names")
 
     def of(prompt: Prompt) -> list[Tool]:
-        given = column(prompt, "tools_kwargs") or {}
-        names = [str(schema_dict(t.get_openai_tool_schema())["function"]["name"]) for t in made]
-        unknown = sorted(set(given) - set(names)) if isinstance(given, dict) else [given]
-        if unknown:
-            where = f"row of prompt {prompt.index}, tools_kwargs"
-            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
-            raise bad_row(where, unknown[0], rule, "correct the column or the file")
+        given = _options_of(prompt, path, names)
         return [VerlTool(t, given.get(n) or {}) for t, n in zip(made, names, strict=True)]
 
     return of
+
+
+def _options_of(prompt: Prompt, path: str, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return the row's tools_kwargs: options by tool and by part. Raises DataError."""
+    where = f"row of prompt {prompt.index}, tools_kwargs"
+    given = column(prompt, "tools_kwargs") or {}
+    if not isinstance(given, Mapping):
+        rule = "must be a dict by the names of tools"
+        raise bad_row(where, given, rule, 'such as {"search": {"create_kwargs": {"top": 3}}}')
+    for name, options in given.items():
+        if options is None:  # Parquet gives each row the names of all rows.
+            continue
+        if name not in names:
+            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
+            raise bad_row(where, name, rule, "correct the column or the file")
+        if not isinstance(options, Mapping) or any(
+            part not in _PARTS or not isinstance(value, Mapping | None)
+            for part, value in options.items()
+        ):
+            rule = f"{name} must be a dict of dicts, and its parts are {', '.join(_PARTS)}"
+            raise bad_row(where, options, rule, "correct the column")
+    return given
 
 
 def _tool(key: str, path: str, n: int, entry: Any) -> Any:
     name = entry.get("class_name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or "." not in name:
         raise bad_value(key, path, f"tools[{n}] has no class_name", "module.Class")
-    config = dict(entry.get("config") or {})
+    unknown = sorted(map(str, entry.keys() - {"class_name", "config", "tool_schema"}))
+    config = entry.get("config") or {}
+    if unknown or not isinstance(config, dict):
+        wrong = f"has the key {unknown[0]}" if unknown else "has a config that is no dict"
+        fix = "class_name, config (a dict) and tool_schema"
+        raise bad_value(key, path, f"tools[{n}] {wrong}", fix)
     kind = config.get("type", "native")
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
@@ -149,10 +182,19 @@ def _tool(key: str, path: str, n: int, entry: Any) -> Any:
     with stand_ins():
         kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
-    return kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
+    try:
+        made = kind_of(
+            config=dict(config), tool_schema=Schema.model_validate(schema) if schema else None
+        )
+        VerlTool(made, {})
+    except RAISED as error:
+        rule = f"tools[{n}], {name}, cannot be made: {failure(error)}"
+        fix = "a subclass of BaseTool, its config, and tool_schema in OpenAI's form"
+        raise bad_value(key, path, rule, fix) from error
+    return made
 
 
-def load_function_tools(path: str, key: str = _KEY) -> list[FunctionTool]:
+def load_function_tools(path: str, key: str = "agents.tools") -> list[FunctionTool]:
     """Return the functions of a file that verl's @function_tool marks. Raises ConfigError."""
     check_file(key, path, path)
     with stand_ins():
