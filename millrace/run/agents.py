@@ -49,7 +49,9 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
     report = check_template(tokenizer)
     if agents.tools or agents.tool_config_path or agents.environment in ("chase", "code_tests"):
         report.require_tools()
-    return [f"chat template: {line}" for line in report.refusals]
+        report.require_format(agents.tool_format)
+    lines = [*report.refusals, report.unread_calls(agents.tool_format)]
+    return [f"chat template: {line}" for line in lines if line]
 
 
 def described(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
