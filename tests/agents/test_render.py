@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from millrace.agents.parse import FORMATS
 from millrace.agents.render import Renderer
 from millrace.agents.request import RequestError
-from millrace.agents.parse import FORMATS
 from millrace.agents.template import check_template
 from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError
