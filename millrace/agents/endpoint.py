@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 from typing import TYPE_CHECKING
 
 from millrace.agents.service import Answer, Service, refused, too_large
 from millrace.agents.wire import Refusal
-from millrace.errors import INSTALL, MissingDependency
+from millrace.errors import INSTALL, MissingDependency, bad_value
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -31,7 +32,7 @@ class Endpoint:
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> None:
-        """Listen. Raises MissingDependency without aiohttp."""
+        """Listen. Raises ConfigError, or MissingDependency without aiohttp."""
         try:
             from aiohttp import web
         except ImportError:
@@ -55,7 +56,14 @@ class Endpoint:
         )
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        except OSError as error:
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            key, value = ("port", self._port) if taken else ("host", self._host)
+            fix = "agents.port=0 takes a free port" if taken else "an address of this machine"
+            rule = f"the endpoint cannot listen there: {error.strerror}"
+            raise bad_value(f"agents.{key}", value, rule, fix) from error
         self._port = self._runner.addresses[0][1]
 
     @property
