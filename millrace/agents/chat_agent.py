@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from millrace.agents.request import ChatRequest, ChatTurn, RequestError
 from millrace.data.user_code import failure
 from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
 from millrace.environments.deadline import deadline
+from millrace.environments.threads import RAISED, own_cancellation
 from millrace.environments.tools import CallLimits, Cut, run_calls
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import PolicySession
@@ -124,7 +126,9 @@ class ChatAgent:
             raise EpisodeError(
                 "environment_late", f"{what} took longer than {limit:g} s"
             ) from error
-        except Exception as error:
+        except (*RAISED, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and own_cancellation():
+                raise
             raise EpisodeError("environment", f"{what}: {failure(error)}") from error
 
 
@@ -143,7 +147,7 @@ async def _step(answer: Awaitable[Step]) -> Step:
     for message in step.messages:
         normal(message)
     if step.reward is not None:
-        math.isfinite(step.reward)
+        _finite(step.reward)
     return step
 
 
@@ -151,13 +155,19 @@ async def _score(answer: Awaitable[Score | None]) -> Score | None:
     score = await answer
     if score is not None:
         for value in (_of(Score, score).value, *score.extra.values()):
-            math.isfinite(value)
+            _finite(value)
     return score
 
 
 async def _count(session: PolicySession, counts: Mapping[str, float]) -> None:
     for name, value in counts.items():
-        session.count(name, float(value))
+        session.count(name, _finite(value))
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no finite number")
+    return float(value)
 
 
 def _of(kind: type[_T], value: Any) -> _T:

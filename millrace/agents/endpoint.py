@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class Endpoint:
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> None:
-        """Listen. Raises MissingDependency without aiohttp."""
+        """Listen. Raises ConfigError, or MissingDependency without aiohttp."""
         try:
             from aiohttp import web
         except ImportError:
@@ -57,10 +58,12 @@ class Endpoint:
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
-        except OSError as error:  # a taken port, or an address of another machine
-            value, rule = f"{self._host}:{self._port}", f"nothing can listen there: {error}"
-            fix = "agents.port=0 for a free port, and agents.host=127.0.0.1"
-            raise bad_value("agents.host:agents.port", value, rule, fix) from None
+        except OSError as error:
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            key, value = ("port", self._port) if taken else ("host", self._host)
+            fix = "agents.port=0 takes a free port" if taken else "an address of this machine"
+            rule = f"the endpoint cannot listen there: {error.strerror}"
+            raise bad_value(f"agents.{key}", value, rule, fix) from error
         self._port = self._runner.addresses[0][1]
 
     @property

@@ -137,6 +137,14 @@ class RemoteProgram:
             "lease_s": self._lease_s,
         }
 
+    def settle(self, answer: Body, delivered: bool) -> None:
+        """Take back an episode whose claim no worker received."""
+        episode = None if delivered else self._leased.pop(answer.get("api_key", ""), None)
+        if episode is not None and episode.timer is not None:
+            episode.timer.cancel()
+            self._waiting.appendleft(episode)
+            self._more.set()
+
     def _of(self, key: Any) -> _Episode:
         if not isinstance(key, str):
             raise wrong("api_key", key, "must be the key that the claim gave")

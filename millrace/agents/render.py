@@ -159,6 +159,14 @@ class Renderer:
                 found[role] = str(error)
         return found
 
+    def answer(self, message: Message, tools: Sequence[ToolSchema] = ()) -> Tokens:
+        """Return the tokens with which the template writes an answer. Raise RequestError."""
+        whole = self._text([USER, message], tools, head=False)
+        head = self._text([USER], tools, head=True)
+        pairs = enumerate(zip(whole, head, strict=False))
+        common = next((n for n, (one, other) in pairs if one != other), len(head))
+        return self._tokens(whole[common:])
+
     def shows(self, messages: Messages, text: str, tools: Sequence[ToolSchema] = ()) -> bool:
         """Whether the template writes `text`, which is in `messages` or `tools`."""
         try:

@@ -77,6 +77,10 @@ class Claims(Protocol):
 
     async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body: ...
 
+    def settle(self, answer: Body, delivered: bool) -> None:
+        """Note whether a worker got an answer."""
+        ...
+
 
 class Service:
     """The keys of all live episodes, and the routes."""
@@ -134,7 +138,7 @@ class Service:
                 self.claims.authorise(headers)
                 _post(method)
                 answer = await self.claims.answer(route, self._json(headers, body), headers)
-                return _answer(200, answer)
+                return _answer(200, answer, partial(self.claims.settle, answer))
             episode = self._episode(path_key, headers)
             _known(method, route)
             if method == "GET":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from millrace.agents.parse import FORMATS, Call
 from millrace.agents.render import ANSWER, CALL, USER, A, Messages, Renderer, V
 from millrace.agents.request import RequestError, ToolSchema
 from millrace.errors import bad_value
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 Bridge = Literal["exact", "short", "none"]
 """How drawn tokens are extended: by the true history, by a short one in its place, or never."""
 
-_NAME = "probe_tool"
+_NAME, _JSON = "probe_tool", '{"x": "v"}'
 _TOOL: ToolSchema = {
     "type": "function",
     "function": {
@@ -44,6 +45,8 @@ class TemplateReport:
     """Whether the head of an answer ends inside of <think>."""
     user_bridge: Bridge
     tool_bridge: Bridge
+    formats: tuple[str, ...] | None
+    """The tool formats that read the template's own calls. None if it writes no calls."""
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -80,6 +83,21 @@ class TemplateReport:
             rule = "agents with tools need a chat template with tool results"
             raise bad_value(_KEY, "its chat template", rule, self.refusals[-1].split("Fix: ")[-1])
 
+    def unread_calls(self, tool_format: str) -> str:
+        """Return why a tool format is wrong for this template, with the fix. Empty if it is not."""
+        if self.formats is None or tool_format in self.formats:
+            return ""
+        rule = f"the chat template writes calls in a form that {tool_format} does not read"
+        fix = " or ".join(f"agents.tool_format={name}" for name in self.formats)
+        own = f"a chat template that writes calls as one of {', '.join(FORMATS)}, in model.path"
+        return f"{rule}. Fix: {fix or own}"
+
+    def require_format(self, tool_format: str) -> None:
+        """Raise ConfigError if millrace could read no call of a policy with this template."""
+        if why := self.unread_calls(tool_format):
+            rule, _, fix = why.partition(". Fix: ")
+            raise bad_value("agents.tool_format", tool_format, rule, fix)
+
     def lines(self) -> list[str]:
         """Return the report, one feature a line, for the dry run."""
         yes = {True: "yes", False: "no"}
@@ -88,6 +106,10 @@ class TemplateReport:
             ("tools in the prompt", yes[self.tools]),
             ("tool results", yes[self.tool_results]),
             ("parallel calls", yes[self.parallel_calls]),
+            (
+                "tool calls",
+                "none" if self.formats is None else ", ".join(self.formats) or "unknown",
+            ),
             ("thinking", self.thinking),
             ("bridge at user messages", self.user_bridge),
             ("bridge at tool results", self.tool_bridge),
@@ -115,7 +137,23 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> TemplateReport:
         opens_thinking=renderer.opens_thinking,
         user_bridge=_bridge(renderer, [USER, ANSWER], [USER | {"content": V}]),
         tool_bridge=_bridge(renderer, [USER, _calls(1)], _results(1)),
+        formats=_formats(renderer),
     )
+
+
+def _formats(renderer: Renderer) -> tuple[str, ...] | None:
+    call = {"id": CALL["id"], "type": "function", "function": {"name": _NAME, "arguments": _JSON}}
+    try:
+        tokens = renderer.answer(
+            {"role": "assistant", "content": "", "tool_calls": [call]}, [_TOOL]
+        )
+    except RequestError:
+        return None
+    if _NAME not in renderer.decode(tokens):
+        return None
+    texts = {name: renderer.decode(tokens, form.marks) for name, form in FORMATS.items()}
+    wanted = (Call(_NAME, _JSON),)
+    return tuple(n for n, text in texts.items() if FORMATS[n].parse(text, [_TOOL]).calls == wanted)
 
 
 def _calls(count: int) -> Message:

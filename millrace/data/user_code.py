@@ -98,8 +98,13 @@ def failure(error: BaseException) -> str:
     if frames:
         last = frames[-1]
         at = f" ({Path(last.filename).name}:{last.lineno} in {last.name}: {last.line})"
+    return sendable(f"{message_of(error)}{at}")
+
+
+def message_of(error: BaseException) -> str:
+    """Return the error's type and its message."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - the user's own __str__
         text = "its message cannot be read"
-    return sendable(f"{type(error).__name__}: {text}{at}")
+    return f"{type(error).__name__}: {text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import logging
@@ -20,6 +21,8 @@ _CONNECTION_CLOSED, _INVALID_PARAMS, _INTERNAL_ERROR = -32000, -32602, -32603
 _REASONS = {_CONNECTION_CLOSED: "tool_lost", _INTERNAL_ERROR: "tool_error"}
 """The reasons of JSON-RPC's codes. All others mean that a side does not keep the protocol."""
 
+_MOST_LINE = 16 * 2**20
+"""Bytes of one line of a stdio server. More end the connection."""
 _CLOSE_S = 10.0
 """The most seconds for an orderly end. A stdio server that ignores its end is killed sooner."""
 
@@ -235,7 +238,9 @@ class McpConnection:
                 yield streams
             return
         program, *arguments = self.options.command
-        parameters = mcp.StdioServerParameters(command=program, args=arguments)
+        parameters = mcp.StdioServerParameters(
+            command=program, args=arguments, encoding=_LINES.name
+        )
         with self._said.pipe() as pipe:
             async with mcp.stdio_client(parameters, errlog=pipe) as streams:
                 yield streams
@@ -256,6 +261,36 @@ class McpTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         return await self._connection.call(self.name, arguments)
+
+
+class _WholeLines(codecs.IncrementalDecoder):
+    """Decodes whole lines. The package reads a line in pieces, in time that is quadratic in them.
+
+    Bytes that are no text become a mark, so that such a line is no message and does no other harm.
+    """
+
+    def __init__(self, errors: str = "strict") -> None:
+        super().__init__(errors)
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def decode(self, data: Any, final: bool = False) -> str:
+        head, newline, rest = bytes(data).rpartition(b"\n")
+        whole = b"".join((*self._pieces, head, newline)) if newline else b""
+        if newline:
+            self._pieces.clear()
+            self._size = 0
+        self._pieces.append(rest)
+        self._size += len(rest)
+        if self._size > _MOST_LINE:
+            raise ValueError(f"a line of its output has over {_MOST_LINE} bytes")
+        return whole.decode(errors="replace")
+
+
+_LINES = codecs.CodecInfo(
+    codecs.utf_8_encode, codecs.utf_8_decode, incrementaldecoder=_WholeLines, name="millrace_lines"
+)
+codecs.register({_LINES.name: _LINES}.get)
 
 
 class _Tail:

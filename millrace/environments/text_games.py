@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from millrace.data.user_code import message_of
 from millrace.environments.chat import Start, Step
 from millrace.environments.prompts import opening, seed_of
+from millrace.environments.threads import RAISED
 from millrace.errors import INSTALL, EpisodeError, MissingDependency, bad_value
 from millrace.types import Message, Prompt, Score
 
@@ -122,8 +124,8 @@ class TextGame:
                 return call(*arguments)
             except (EpisodeError, MissingDependency):
                 raise
-            except Exception as error:
-                detail = f"{self._games.name}: {type(error).__name__}: {error}"
+            except RAISED as error:
+                detail = f"{self._games.name}: {message_of(error)}"
                 raise EpisodeError("environment_error", detail) from error
 
 

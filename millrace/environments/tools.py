@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.data.user_code import failure
+from millrace.data.user_code import failure, message_of
 from millrace.environments.chat import Tool, ToolError
 from millrace.environments.deadline import deadline
+from millrace.environments.threads import RAISED, in_thread, own_cancellation
 from millrace.errors import EpisodeError, bad_value
 from millrace.types import Message
 
@@ -88,7 +89,7 @@ class FunctionTool:
         result = (
             self.function(**arguments)
             if inspect.iscoroutinefunction(self.function)
-            else await asyncio.to_thread(self.function, **arguments)
+            else await in_thread(self.function, **arguments)
         )
         return text_of(await result if inspect.isawaitable(result) else result)
 
@@ -217,9 +218,11 @@ async def _run_one(
         raise
     except (ConnectionError, MemoryError) as error:
         raise EpisodeError("tool", f"{name}: {failure(error)}") from error
-    except Exception as error:  # noqa: BLE001 - the user's own function: the policy may be the cause
+    except (*RAISED, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and own_cancellation():
+            raise
         count("tool_errors", 1)
-        return f"Error: {type(error).__name__}: {error}"
+        return f"Error: {message_of(error)}"
 
 
 def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from millrace.data.user_code import failure
 from millrace.environments.chat import Start, Step, Tool
 from millrace.environments.prompts import messages_of
 from millrace.environments.task_tools import selected
+from millrace.environments.threads import in_thread
 from millrace.environments.tools import FunctionTool, schema_of
 from millrace.errors import EpisodeError, bad_value
 from millrace.types import Message, Prompt, Score
@@ -105,4 +105,4 @@ def _row(task: Prompt) -> dict[str, Any]:
 async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    return await in_thread(function, **arguments)

@@ -16,11 +16,12 @@ from typing import Any
 from uuid import uuid4
 
 from millrace.data.spec import nearest
-from millrace.data.user_code import check_file, load, load_module
+from millrace.data.user_code import check_file, failure, load, load_module
 from millrace.environments.chat import Tool
 from millrace.environments.task_tools import column
+from millrace.environments.threads import RAISED
 from millrace.environments.tools import FunctionTool, text_of
-from millrace.errors import bad_row, bad_value
+from millrace.errors import EpisodeError, bad_row, bad_value
 from millrace.types import Prompt
 
 _KEY, _CONFIG_KEY = "agents.tools", "agents.tool_config_path"
@@ -78,7 +79,9 @@ class VerlTool:
         self._options = {part: dict(options.get(part) or {}) for part in _PARTS}
         self._instance: str | None = None
         self.schema = schema_dict(tool.get_openai_tool_schema())
-        self.name = str(self.schema["function"]["name"])
+        self.name = self.schema["function"]["name"]
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"the name of a tool is a text, and not {self.name!r}")
         self.counts: dict[str, float] = {}
         """The rewards and metrics that calls returned. verl logs them too, and trains neither."""
 
@@ -97,7 +100,9 @@ class VerlTool:
         if isinstance(response, str):
             return response
         if getattr(response, "image", None) or getattr(response, "video", None):
-            raise bad_value(_KEY, self.name, "returned images or a video", "a tool of text")
+            raise EpisodeError(
+                "tool", f"{self.name} returned images or a video, and not text alone"
+            )
         return text_of(response.text or "")
 
     async def close(self) -> None:
@@ -130,34 +135,52 @@ def entries_of(path: str, key: str = _CONFIG_KEY) -> list[dict[str, Any]]:
         name = entry.get("class_name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name.partition(".")[2]:
             raise bad_value(key, path, f"tools[{n}] has no class_name", "class_name: module.Class")
-        if unknown := sorted(map(str, entry.keys() - _ENTRY)):
+        if unknown := sorted(map(str, entry.keys() - set(_ENTRY))):
             rule = f"tools[{n}] has the key {unknown[0]}; the keys are {', '.join(_ENTRY)}"
             raise bad_value(key, path, rule, nearest(unknown[0], _ENTRY))
-        for part in ("config", "tool_schema"):
-            if not isinstance(entry.get(part) or {}, dict):
-                raise bad_value(key, path, f"tools[{n}].{part} must be a mapping", fix)
+        if not isinstance(entry.get("config") or {}, dict):
+            raise bad_value(key, path, f"tools[{n}].config must be a mapping", fix)
     return entries
 
 
 def load_tool_config(path: str, key: str = _CONFIG_KEY) -> Callable[[Prompt], Sequence[Tool]]:
     """Return the tools of verl's tool YAML, for each prompt anew. Raises ConfigError."""
     made = [_tool(key, path, n, entry) for n, entry in enumerate(entries_of(path, key))]
+    names = [VerlTool(tool, {}).name for tool in made]
+    if len(set(names)) < len(names):
+        raise bad_value(key, path, f"has two tools of one name: {', '.join(names)}", "other names")
 
     def of(prompt: Prompt) -> list[Tool]:
-        given = column(prompt, "tools_kwargs") or {}
-        names = [str(schema_dict(t.get_openai_tool_schema())["function"]["name"]) for t in made]
-        unknown = sorted(set(given) - set(names)) if isinstance(given, dict) else [given]
-        if unknown:
-            where = f"row of prompt {prompt.index}, tools_kwargs"
-            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
-            raise bad_row(where, unknown[0], rule, "correct the column or the file")
+        given = _options_of(prompt, path, names)
         return [VerlTool(t, given.get(n) or {}) for t, n in zip(made, names, strict=True)]
 
     return of
 
 
+def _options_of(prompt: Prompt, path: str, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return the row's tools_kwargs: options by tool and by part. Raises DataError."""
+    where = f"row of prompt {prompt.index}, tools_kwargs"
+    given = column(prompt, "tools_kwargs") or {}
+    if not isinstance(given, Mapping):
+        rule = "must be a dict by the names of tools"
+        raise bad_row(where, given, rule, 'such as {"search": {"create_kwargs": {"top": 3}}}')
+    for name, options in given.items():
+        if options is None:  # Parquet gives each row the names of all rows.
+            continue
+        if name not in names:
+            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
+            raise bad_row(where, name, rule, "correct the column or the file")
+        if not isinstance(options, Mapping) or any(
+            part not in _PARTS or not isinstance(value, Mapping | None)
+            for part, value in options.items()
+        ):
+            rule = f"{name} must be a dict of dicts, and its parts are {', '.join(_PARTS)}"
+            raise bad_row(where, options, rule, "correct the column")
+    return given
+
+
 def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
-    config = dict(entry.get("config") or {})
+    name, config = entry["class_name"], dict(entry.get("config") or {})
     kind = config.get("type", "native")
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
@@ -167,18 +190,16 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
         kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
     try:
-        tool: Any = kind_of(
-            config=config, tool_schema=Schema.model_validate(schema) if schema else None
-        )
-        VerlTool(tool, {})
-    except Exception as error:  # the user's own constructor
-        rule = f"tools[{n}] cannot be made: {type(error).__name__}: {error}"
-        fix = "tool_schema as OpenAI's {type: function, function: {name, ...}}, and its config"
+        made = kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
+        VerlTool(made, {})
+    except RAISED as error:
+        rule = f"tools[{n}], {name}, cannot be made: {failure(error)}"
+        fix = "a subclass of BaseTool, its config, and tool_schema in OpenAI's form"
         raise bad_value(key, path, rule, fix) from error
-    return tool
+    return made
 
 
-def load_function_tools(path: str, key: str = _KEY) -> list[FunctionTool]:
+def load_function_tools(path: str, key: str = "agents.tools") -> list[FunctionTool]:
     """Return the functions of a file that verl's @function_tool marks. Raises ConfigError."""
     check_file(key, path, path)
     with stand_ins():

@@ -82,9 +82,11 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
     own = OWN.get(agents.environment)
     if agents.player in TOOLS or (own is not None and own.tools):
         report.require_tools()
+        report.require_format(agents.tool_format)
     if agents.tool_format == "line":  # demonstrations teach these calls; no template shows them
         report = replace(report, tools=True)
-    return [f"chat template: {line}" for line in report.refusals]
+    lines = [*report.refusals, report.unread_calls(agents.tool_format)]
+    return [f"chat template: {line}" for line in lines if line]
 
 
 def described(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:

@@ -64,11 +64,10 @@ class Rule:
     """Whether the change is harmless, from the configurations (now, before)."""
 
 
-def _same_server_elsewhere(now: Config, before: Config) -> bool:
-    """Whether only the address of an environment's server changes."""
-    kinds = [c.agents.environment.partition(":http")[0] for c in (now, before)]
-    served = all(":http" in c.agents.environment for c in (now, before))
-    return served and kinds[0] == kinds[1]
+def _same_server_elsewhere(*values: str) -> bool:
+    """Whether only the address of an environment's server differs."""
+    kinds = {value.partition(":http")[0] for value in values}
+    return all(":http" in value for value in values) and len(kinds) == 1
 
 
 _SHAPE = (
@@ -114,7 +113,9 @@ RULES = (
     Rule(
         tuple(f"agents.{player}" for player in LOCAL),
         "its episodes in flight were played with it",
-        _same_server_elsewhere,
+        lambda now, before: _same_server_elsewhere(
+            now.agents.environment, before.agents.environment
+        ),
     ),
     Rule(
         tuple(f"agents.{player}" for player in SERVED),

@@ -201,7 +201,7 @@ def _write_files(spec: dict[str, Any], uid: int | None) -> None:
     if uid is not None:
         os.chown(folder, uid, uid)
     for name, text in spec["inputs"].items():
-        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, name), "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
 

@@ -309,7 +309,7 @@ async def _talk(
 
     async def write(stream: asyncio.StreamWriter) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            stream.write(stdin.encode())
+            stream.write(stdin.encode(errors="replace"))
             await stream.drain()
         stream.close()
 

@@ -214,9 +214,20 @@ async def _hang() -> Step:
     return Step()
 
 
+async def _exit() -> Step:
+    raise SystemExit(1)
+
+
+async def _cancel() -> Step:
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
-    [(_fail, "environment"), (_mute, "environment"), (_hang, "environment_late")],
+    [
+        *((step, "environment") for step in (_fail, _mute, _exit, _cancel)),
+        (_hang, "environment_late"),
+    ],
 )
 def test_a_failing_environment_fails_the_episode_and_is_closed(step: Any, reason: str) -> None:
     game = Game(step)
@@ -247,6 +258,9 @@ BAD: dict[str, dict[str, Any]] = {
     "value": {"score": Score("1")},  # type: ignore[arg-type]
     "extra": {"score": Score(1.0, {"a": "x"})},  # type: ignore[dict-item]
     "counts": {"counts": {"a": "x"}},
+    "a reward that is not finite": {"step": Step((), True, float("inf"))},
+    "a component that is not finite": {"score": Score(1.0, {"a": float("nan")})},
+    "a count that is not finite": {"counts": {"a": float("nan")}},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from millrace.agents.request import ChatRequest
+from millrace.agents.service import Service
 from millrace.errors import ConfigError, MissingDependency
 from millrace.types import Message
 from tests import listening
-from tests.agents.talks import CHAT, USER, Desk, in_loop, said
+from tests.agents.talks import CHAT, USER, Desk, in_loop, options, said
 
 pytest.importorskip("aiohttp", reason="the endpoint listens with aiohttp")
 from millrace.agents.endpoint import Endpoint
@@ -60,6 +62,21 @@ async def spoken(endpoint: Endpoint, raw: bytes) -> tuple[int, str]:
     finally:
         writer.close()
     return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize(
+    ("host", "fix"),
+    [("127.0.0.1", "agents.port = .*in use.*agents.port=0"), ("203.0.113.7", "agents.host = ")],
+)
+@in_loop
+async def test_an_address_that_is_taken_or_elsewhere_is_named_with_the_fix(
+    host: str, fix: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = Endpoint(Service(options()), host, other.getsockname()[1])
+        with pytest.raises(ConfigError, match=fix):
+            await endpoint.start()
+        await endpoint.close()
 
 
 @in_loop

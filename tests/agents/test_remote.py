@@ -242,3 +242,19 @@ def test_the_token_can_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RemoteProgram(1.0).token == "mine"
     monkeypatch.delenv(TOKEN_VARIABLE)
     assert len({RemoteProgram(1.0).token for _ in range(3)}) == 3
+
+
+def test_a_claim_that_no_worker_received_is_claimed_again_at_once(tmp_path: Path) -> None:
+    async def check(r: Remote) -> None:
+        begun = asyncio.ensure_future(r.at.play())
+        await asyncio.sleep(0)
+        head = {"authorization": f"Bearer {r.program.token}"}
+        lost = await r.at.endpoint.service.handle("POST", "/episodes/claim", head, b'{"wait_s": 5}')
+        lost.settle(False)
+        claim = await r.claim()
+        assert await r.ask(claim) == 200
+        await r.post("/episodes/finish", api_key=claim["api_key"], reward=0.5)
+        done = await begun
+        assert done.score is not None and done.score.value == 0.5
+
+    remote(tmp_path, check)

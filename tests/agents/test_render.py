@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from millrace.agents.parse import FORMATS
 from millrace.agents.render import Renderer
 from millrace.agents.request import RequestError
 from millrace.agents.template import check_template
@@ -39,12 +40,34 @@ def test_the_report_says_what_a_template_supports(name: str) -> None:
     lacking = not (family.system and family.tools and family.results and family.parallel)
     assert bool(report.refusals) == lacking
     assert all("Fix: " in line for line in report.refusals)
-    assert len(report.lines()) == 7 + len(report.refusals)
+    assert len(report.lines()) == 8 + len(report.refusals)
     if family.results:
         report.require_tools()
     else:
         with pytest.raises(ConfigError, match=r"need a chat template with tool results.*Fix: "):
             report.require_tools()
+
+
+FORMATS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen2.5", "qwen3", "qwen3-thinking"), ("hermes",)),
+    **dict.fromkeys(("llama3.1", "mistral-v0.3", "granite"), ("json",)),
+    "qwen3-coder": ("qwen",),
+    **dict.fromkeys(("deepseek-r1", "harmony", "glm4"), ()),
+}
+"""The formats that read the calls of a template. Others write no calls."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tool_format_that_cannot_read_the_template_s_calls_is_refused(name: str) -> None:
+    report = check_template(tokenizer_of(name))
+    assert report.formats == FORMATS_OF.get(name)
+    for chosen in FORMATS:
+        if report.formats is None or chosen in report.formats:
+            report.require_format(chosen)
+            continue
+        fix = f"agents.tool_format={report.formats[0]}" if report.formats else "a chat template"
+        with pytest.raises(ConfigError, match=f"agents.tool_format = '{chosen}'.*Fix: {fix}"):
+            report.require_format(chosen)
 
 
 @pytest.mark.parametrize(

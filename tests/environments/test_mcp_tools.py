@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +167,8 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
         (("python3", "-c", "import sys; sys.exit('bad luck')"), "lost"),
         (("sleep", "60"), "deadline"),
         (("yes",), "deadline"),
-        (("python3", "-c", "while True: print('x' * 65536, end='')"), "deadline"),
+        (("python3", "-c", "while True: print('x' * 65536)"), "deadline"),
+        (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost"),
     ],
 )
 def test_a_server_that_does_not_come_up(command: tuple[str, ...], reason: str) -> None:
@@ -177,10 +179,22 @@ def test_a_server_that_does_not_come_up(command: tuple[str, ...], reason: str) -
         with pytest.raises(EpisodeError) as caught:
             await environment.reset(prompt())
         assert caught.value.reason == f"tool_{reason}"
-        assert ("bad luck" in str(caught.value)) == ("sys.exit" in " ".join(command))
+        said, code = str(caught.value), " ".join(command)
+        assert ("bad luck" in said) == ("sys.exit" in code)
+        assert ("a line of its output has over" in said) == ("end=''" in code)
         await environment.close()
 
     run(work)
+
+
+def test_lines_are_decoded_whole_however_they_come() -> None:
+    """The package would join a line of 10 MB once for each of its pieces."""
+    sent = "é".encode() * 5 + b"\n\xff{}\n" + b"a" * 9 + b"\n\n"
+    for size in range(1, len(sent)):
+        decoder = codecs.getincrementaldecoder("millrace_lines")()
+        given = [decoder.decode(sent[i : i + size]) for i in range(0, len(sent), size)]
+        assert "".join(given) == "ééééé\n\ufffd{}\naaaaaaaaa\n\n"
+        assert all(text.endswith("\n") for text in given if text)
 
 
 @pytest.mark.parametrize("kind", ["500", "garbage", "silence", "nobody"])

@@ -101,13 +101,22 @@ def test_the_columns_of_verl_choose_tools(verl_tools: Path) -> None:
     assert done.counts["turns"] == 1 and done.ended == "done"
     none = prompt_of("x", extra_info={"tool_selection": []})
     assert play(hermes(tools), none, ["end"]).counts["turns"] == 1
+    absent = {"tools_kwargs": {"guess": {"create_kwargs": None}, "other": None}}  # as in Parquet
+    assert play(hermes(tools), prompt_of("x", extra_info=absent), ["end"]).counts["turns"] == 1
     for column, value, rule in (
         ("tool_selection", ["gess"], "must be a list of names of tools; these are guess"),
         ("agent_name", "my_agent", "the agents of rows are tool_agent, single_turn_agent"),
         ("tools_kwargs", {"gess": {}}, "names tools that .*tools.yaml lacks; it has guess"),
+        ("tools_kwargs", '{"guess": {}}', "must be a dict by the names of tools"),
+        ("tools_kwargs", {"guess": 3}, "guess must be a dict of dicts"),
+        ("tools_kwargs", {"guess": {"create_kwargs": "ab"}}, "guess must be a dict of dicts"),
+        ("tools_kwargs", {"guess": {"creat_kwargs": {}}}, "its parts are create_kwargs,"),
     ):
         with pytest.raises(DataError, match=rule):
             play(hermes(tools), prompt_of("x", extra_info={column: value}), ["end"])
+
+
+MADE = "tools: [{class_name: millrace.environments.verl_tools.BaseTool"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +128,14 @@ def test_the_columns_of_verl_choose_tools(verl_tools: Path) -> None:
         ("tools: [{class_name: no_such_module.B}]", "importing it raised ModuleNotFoundError"),
         ("tools: [{clas_name: a.B}]", r"tools\[0\] has no class_name"),
         ("tools: [{class_name: a.B, confg: {}}]", "has the key confg.* Fix: config"),
-        ("tools: [{class_name: a.B, config: [1]}]", r"tools\[0\].config must be a mapping"),
-        ("tools: [{class_name: a.B", "cannot be read: while parsing"),
+        ("tools: [{class_name: a.B, config: 3}]", r"tools\[0\].config must be a mapping"),
+        ("tools: [", "cannot be read: while parsing"),
+        (f"{MADE}}}]", r"verl_tools.BaseTool, cannot be made: AttributeError"),
+        (f"{MADE}, tool_schema: x}}]", "cannot be made: AttributeError"),
+        (f"{MADE}, tool_schema: {{function: {{name: 3}}}}}}]", "is a text, and not 3"),
         (
-            "tools: [{class_name: millrace.environments.verl_tools.BaseTool,"
-            " tool_schema: {function: {nam: f}}}]",
-            r"tools\[0\] cannot be made: AttributeError.* Fix: tool_schema as",
+            f"{MADE}, tool_schema: &a {{function: {{name: t}}}}}}, {MADE[8:]}, tool_schema: *a}}]",
+            "has two tools of one name: t, t",
         ),
     ],
 )

@@ -77,6 +77,7 @@ def test_a_program_runs_with_its_input_and_its_files() -> None:
     assert result.stdout == "HELLO ÜNÏCODE\n" and result.stderr == "to err\n"
     assert (result.status, result.reason) == (3, "exit") and result.seconds > 0
     assert run(["/bin/sh", "-c", "kill -SEGV $$"]).reason == "signal"
+    assert run("print(input())", stdin="\ud800").stdout == "?\n"
 
 
 def test_nothing_of_the_driver_is_visible(secret: Path) -> None:

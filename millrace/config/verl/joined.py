@@ -41,6 +41,13 @@ EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
 """Keys that must equal another key: its names, its default, and the reason."""
 _SCHEDULE = "the schedule ends at the run's last optimizer step"
 
+_TURNS = "rollout.multi_turn.enable"
+_TOOLS = {
+    f"{section}.{theirs}": f"agents.{ours}"
+    for section in ("data", "rollout.multi_turn")
+    for theirs, ours in (("function_tool_path", "tools"), ("tool_config_path",) * 2)
+}
+
 JOINED: dict[str, str] = {
     "actor.clip_ratio": "both clip_ratio_low and clip_ratio_high, where they are not set",
     **{
@@ -54,6 +61,8 @@ JOINED: dict[str, str] = {
     "rollout.max_model_len": "it must have room for a prompt and a response",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
+    _TURNS: "false leaves tools out; else an episode has turns once a key of agents says who plays",
+    **{key: f"{ours}, unless {_TURNS} is false" for key, ours in _TOOLS.items()},
     **dict.fromkeys((*_DECAY, *_CRITIC_DECAY), _SCHEDULE),
     **{key: why for key, (_, _, why) in EQUAL.items()},
 }
@@ -153,6 +162,12 @@ def _reward_model(given: Given, *, section: str, path: str) -> Parts:
 _OFF = "%s.enable is not true"
 
 
+def _tools(given: Given, *, key: str) -> Parts:
+    off = given.get(_TURNS) is False
+    tools = [(_TOOLS[key], given[key])] if given.get(key) and not off else []
+    return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
+
+
 def _room(given: Given) -> Parts:
     """Accept a limit of vLLM's that cuts nothing."""
     key = "rollout.max_model_len"
@@ -192,6 +207,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
         (f"{s}.{path}", f"{s}.enable"): partial(_reward_model, section=s, path=path)
         for s, path in (("reward.reward_model", "model_path"), ("reward_model", "model.path"))
     },
+    **{(key, _TURNS): partial(_tools, key=key) for key in _TOOLS},
     ("rollout.max_model_len",): _room,
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),

@@ -139,11 +139,6 @@ MAPPED: dict[str, Mapped] = {
     "rollout.multi_turn.max_tool_response_length": Mapped(
         "agents.max_tool_tokens", note="verl counts characters, and millrace tokens"
     ),
-    **{
-        f"{section}.{theirs}": Mapped(f"agents.{ours}", not_none)
-        for section in ("data", "rollout.multi_turn")
-        for theirs, ours in (("function_tool_path", "tools"), ("tool_config_path",) * 2)
-    },
     "rollout.name": Mapped("rollout.engine", by_engine),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
     "rollout.response_length": Mapped("rollout.max_response_length"),

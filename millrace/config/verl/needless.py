@@ -132,7 +132,6 @@ NEEDLESS: dict[str, str] = {
     "rollout.log_prob_*": _OWN_PASS,
     "rollout.mode": "rollout engines are always asynchronous",
     "rollout.multi_turn._target_": "millrace builds its own objects",
-    "rollout.multi_turn.enable": "an episode has turns once a key of agents names who plays",
     "rollout.multi_turn.max_user_turns": "each follows a turn of the policy: agents.max_turns",
     "rollout.multi_turn.tokenization_sanity_check_mode": "drawn tokens are never encoded again",
     "rollout.multi_stage_wake_up": "weights and KV cache wake up together",

@@ -117,10 +117,8 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         }),
         ("async_training.compute_prox_log_prob", True, BYPASS),
         ("actor_rollout_ref.rollout.multi_turn.enable", False, {}),
-        ("actor_rollout_ref.rollout.multi_turn.enable", True, {}),
         ("actor_rollout_ref.rollout.multi_turn.format", "qwen3_coder", {"agents": {"tool_format": "qwen"}}),
         ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", 16, {"agents": {"max_turns": 16}}),
-        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", None, {"agents": {"max_turns": 0}}),
         ("actor_rollout_ref.rollout.multi_turn.max_parallel_calls", 1, {"agents": {"max_parallel_calls": 1}}),
         ("actor_rollout_ref.rollout.multi_turn.max_tool_response_length", 256, {"agents": {"max_tool_tokens": 256}}),
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "t.yaml", {"agents": {"tool_config_path": "t.yaml"}}),
@@ -288,7 +286,9 @@ BYPASS_KEY, PROX = f"{RS}.bypass_mode", "async_training.compute_prox_log_prob"
         ({f"{RS}.loss_type": "reinforce"}, {BYPASS_KEY: False}, {"async_training.use_rollout_log_probs": False}),
         ({"trainer.max_ckpt_to_keep": 3}, {"trainer.max_actor_ckpt_to_keep": None}, {"trainer.max_ckpt_to_keep": 1_000_000}),
         ({BYPASS_KEY: True}, {PROX: True}, {"async_training.use_rollout_log_probs": False}),
-        ({"rollout.multi_turn.enable": True}, {"rollout.multi_turn.enable": False}, {}),
+        ({"rollout.multi_turn.tool_config_path": "t.yaml"}, {"rollout.multi_turn.enable": False}, {}),
+        ({"rollout.multi_turn.enable": False}, {"data.function_tool_path": "t.py"}, {}),
+        ({"rollout.multi_turn.enable": False, "data.function_tool_path": "t.py"}, {"rollout.multi_turn.enable": True}, {"agents.tools": "t.py"}),
     ],
 )  # fmt: skip
 def test_layers_are_read_together_and_the_last_one_wins(
