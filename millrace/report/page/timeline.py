@@ -41,7 +41,7 @@ def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
     colocated = run.key("async_training.placement") == "colocated"
     if found.end > 0:
         complete = run.audit is not None and run.audit.complete
-        every = lanes(found, capacity, colocated=colocated, complete=complete)
+        every = lanes(found, capacity, colocated=colocated, complete=complete, tools=run.agents)
         if every:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
