@@ -53,14 +53,15 @@ def main() -> None:
         sizes = {
             name: sum(p.stat().st_size for p in (folder / name).iterdir()) for name in ("trace", "samples")
         }  # fmt: skip
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         path = write_report([folder])
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         result = {
             "samples": versions * WINDOW,
             "trajectories": versions * WINDOW * N,
             "versions": versions,
             "seconds": round(seconds, 2),
+            "cpu_seconds": round(used, 2),
             "bytes": path.stat().st_size,
             "trace_bytes": sizes["trace"],
             "samples_bytes": sizes["samples"],

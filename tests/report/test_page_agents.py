@@ -108,3 +108,10 @@ def test_parts_that_fit_no_messages_keep_their_author(tmp_path: Path) -> None:
     made = _response(tmp_path, first, opened, messages=messages)
     assert [p[1] for p in made["segments"]] == ["policy", "environment", "opening", "policy"]
     assert made["threads"] == 2
+
+
+def test_a_long_conversation_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    messages = tuple({"role": "user", "content": str(i)} for i in range(1000))
+    said = _response(tmp_path, Thread((segment(0, [65]),)), messages=messages)["messages"]
+    assert [text for _, text in said[:2]] == ["0", "1"] and said[-1] == ["user", "999"]
+    assert ["…", "[940 messages are left out]"] in said and len(said) == 61

@@ -25,6 +25,8 @@ _FILES = 48
 _MOST_TEXT = 6000
 """The most characters of one text. Longer ones keep their beginning and their end."""
 _MOST_SAMPLES = 2000
+_MOST_MESSAGES = 60
+"""The most messages of one conversation. Longer ones keep their beginning and their end."""
 
 
 @dataclass
@@ -212,7 +214,13 @@ def _messages(packed: object) -> list[list[str]]:
     except (ValueError, RecursionError):
         return []
     messages = [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
-    return [[str(m.get("role") or "?"), _cut(_said(m)) or ""] for m in messages]
+    shown, half = messages, _MOST_MESSAGES // 2
+    if len(messages) > _MOST_MESSAGES:
+        shown = messages[:half] + messages[-half:]
+    said = [[str(m.get("role") or "?"), _cut(_said(m)) or ""] for m in shown]
+    if len(shown) < len(messages):
+        said.insert(half, ["…", f"[{len(messages) - len(shown):,} messages are left out]"])
+    return said
 
 
 def _said(message: dict[str, Any]) -> str:
