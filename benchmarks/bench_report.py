@@ -1,7 +1,8 @@
 """Seconds and bytes of the report of a large run, in a folder with synthetic contents.
 
-    python benchmarks/bench_report.py --samples 100000
+    python benchmarks/bench_report.py --samples 100000 [--agents]
 
+With --agents, each trajectory has three turns, two calls of a tool and its messages.
 The files have the formats of real runs. The trace and the accounts come from their real writers.
 """
 
@@ -13,6 +14,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,25 +41,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, default=None, help="keep the run's folder here")
+    parser.add_argument("--agents", action="store_true", help="the trajectories are episodes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary) / "run"
         versions = -(-options.samples // WINDOW)
         if not (folder / "metrics.jsonl").exists():
             began = time.perf_counter()
-            make(folder, versions)
+            make(folder, versions, options.agents)
             print(f"made {folder} in {time.perf_counter() - began:.0f} s")
         sizes = {
             name: sum(p.stat().st_size for p in (folder / name).iterdir()) for name in ("trace", "samples")
         }  # fmt: skip
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         path = write_report([folder])
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         result = {
             "samples": versions * WINDOW,
             "trajectories": versions * WINDOW * N,
             "versions": versions,
             "seconds": round(seconds, 2),
+            "cpu_seconds": round(used, 2),
             "bytes": path.stat().st_size,
             "trace_bytes": sizes["trace"],
             "samples_bytes": sizes["samples"],
@@ -66,19 +70,19 @@ def main() -> None:
         print(json.dumps(result))
 
 
-def make(folder: Path, versions: int) -> None:
+def make(folder: Path, versions: int, agents: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     keys = [f"rollout.n={N}", "actor.ppo_mini_batch_size=32", f"rollout.n_gpus_per_node={REPLICAS}"]
     config = recipe.load(find(Path("quickstart"), Path(), "NAME"), keys)
     (folder / "config.yaml").write_text(recipe.dump(config))
     (folder / ".millrace-run").write_text("a benchmark made this folder\n")
-    _metrics(folder, versions)
+    _metrics(folder, versions, agents)
     _history_and_accounts(folder, versions)
-    _samples(folder, versions)
-    _trace(folder, versions)
+    _samples(folder, versions, agents)
+    _trace(folder, versions, 3 if agents else 1)
 
 
-def _metrics(folder: Path, versions: int) -> None:
+def _metrics(folder: Path, versions: int, agents: bool) -> None:
     chance = random.Random(0)
     with (folder / "metrics.jsonl").open("w") as file:
         for version in range(1, versions + 1):
@@ -90,6 +94,9 @@ def _metrics(folder: Path, versions: int) -> None:
             }
             row |= {f"staleness/token_hist/{age}": 1e5 / (age + 1) for age in range(4)}
             row |= {"sync/transfer_s": 0.5, "sync/pause_s": 0.1, "sync/bytes": 3e9}
+            if agents:
+                row |= {"agents/turns/mean": 3.0, "agents/turns/max": 3.0, "agents/ended/done": 1.0}
+                row |= {"agents/drawing": 200.0, "agents/waiting": 300.0, "agents/dead_turns": 0.0}
             row |= {f"response_length/p{p}": 3.0 * p for p in (50, 90, 99)}
             file.write(json.dumps({"version": version, **row}) + "\n")
             if version % 20 == 0:
@@ -114,7 +121,7 @@ def _history_and_accounts(folder: Path, versions: int) -> None:
         (folder / name).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
-def _samples(folder: Path, versions: int) -> None:
+def _samples(folder: Path, versions: int, agents: bool) -> None:
     (folder / "samples").mkdir()
     chance = np.random.default_rng(0)
     picks = chance.integers(0, len(WORDS), (4096, 120))
@@ -139,9 +146,12 @@ def _samples(folder: Path, versions: int) -> None:
             "prompt_tokens": [100] * count,
             "tokens": lengths,
             "stop": ["eos"] * count,
+            "ended": ["done"] * count,
+            "threads": [1] * count,
+            "messages": [_messages(text) if agents else None for text in drawn],
             "admitted_version": [version - 1] * count,
             "segments": [
-                [{"version": version - 1, "author": "policy", "tokens": int(n), "text": text}]
+                _segments(version - 1, int(n), text, agents)
                 for n, text in zip(lengths, drawn, strict=True)
             ],
         }
@@ -150,8 +160,31 @@ def _samples(folder: Path, versions: int) -> None:
         pq.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), folder / "samples" / name, compression="zstd")  # fmt: skip
 
 
-def _trace(folder: Path, versions: int) -> None:
-    """Write the spans of every trajectory, reward, sync and step."""
+def _parts(text: str) -> list[tuple[str, str]]:
+    """Return the turns of an episode: the policy asks a tool twice, and answers."""
+    third = len(text) // 3
+    said = text[:third], text[third : 2 * third], text[2 * third :]
+    tool = [("tool", "42")]
+    return [("assistant", said[0]), *tool, ("assistant", said[1]), *tool, ("assistant", said[2])]
+
+
+def _messages(text: str) -> str:
+    return json.dumps([{"role": role, "content": words} for role, words in _parts(text)])
+
+
+def _segments(version: int, tokens: int, text: str, agents: bool) -> list[dict[str, Any]]:
+    if not agents:
+        return [{"version": version, "author": "policy", "tokens": tokens, "text": text}]
+    return [
+        {"version": version, "author": "policy", "tokens": tokens // 3, "text": words}
+        if role == "assistant"
+        else {"version": -1, "author": "environment", "tokens": 2, "text": words}
+        for role, words in _parts(text)
+    ]
+
+
+def _trace(folder: Path, versions: int, turns: int) -> None:
+    """Write the spans of every turn, reward, sync and step."""
     now = [0.0]
     writer = TraceWriter(folder, 1, lambda: now[0], print, limit_mb=4096, most_events=10**9, close_s=3600)  # fmt: skip
     watch = Watch(lambda: now[0], [writer])
@@ -167,8 +200,10 @@ def _trace(folder: Path, versions: int) -> None:
             for k in range(N):
                 track, key = f"rollout-{(i + k) % REPLICAS}", f"{i}/{k}"
                 start, length = admitted + 0.2, min(10.0, chance.lognormvariate(1.0, 0.8))
-                moments.append((start, "begin", track, "request", key))
-                moments.append((start + length, "end", track, "request", key))
+                for turn in range(turns):
+                    at = start + turn * length / turns
+                    moments.append((at, "begin", track, "request", key))
+                    moments.append((at + 0.8 * length / turns, "end", track, "request", key))
             moments.append((admitted + 10.5, "begin", "rewards", "score", str(i)))
             moments.append((admitted + 10.9, "end", "rewards", "score", str(i)))
         for at, state in ((0.0, "wait_samples"), (12.0, "train"), (18.5, "sync_transfer"), (18.8, "sync_activate"), (18.9, "other")):  # fmt: skip

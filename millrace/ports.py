@@ -45,6 +45,8 @@ class RolloutStats:
     """Tokens of contexts whose KV was there already. They are not in prefill_tokens."""
     evicted_tokens: int = 0
     """Tokens of idle sessions whose KV had to make room."""
+    cancelled_tokens: int = 0
+    """Those of `tokens` whose requests were cancelled: no call returned them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class TorchRolloutEngine:
         self._tokens = 0
         self._prefill_tokens = 0
         self._reused_tokens = 0
+        self._cancelled_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = 0.0
 
@@ -172,6 +173,7 @@ class TorchRolloutEngine:
             self._slots,
             self._reused_tokens,
             self._decoder.kept.evicted_tokens,
+            self._cancelled_tokens,
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:
@@ -273,6 +275,7 @@ class TorchRolloutEngine:
         """Remove a request that its caller cancelled, from its slot or from the queue."""
         if request.slot >= 0:
             self._tick()
+            self._cancelled_tokens += self._table.drawn(request)
             self._table.release([request])
         elif request in self._queue:
             self._queue.remove(request)

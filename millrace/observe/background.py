@@ -41,16 +41,19 @@ class Background:
         most_rows: int = 1000,
         close_s: float = 10.0,
         share: float = 1.0,
+        pause_s: float = 0.0,
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
         """`abandon` is called if the tracker does not end in time.
 
-        Writing takes at most `share` of a processor: rows wait meanwhile. It takes more while a
-        tenth of `most_rows` wait, and at the end.
+        Rows that wait are written together. Then the thread rests for `pause_s` or longer, so that
+        writing takes at most `share` of a processor. It does not rest while a tenth of `most_rows`
+        wait, or at the end.
         """
         self.name, self.dropped = name, 0
         self._start, self._note, self._abandon = start, note, abandon
-        self._most_rows, self._close_s, self._share = most_rows, close_s, share
+        self._most_rows, self._close_s = most_rows, close_s
+        self._share, self._pause_s = share, pause_s
         self._rows: SimpleQueue[tuple[int, Row] | None] = SimpleQueue()
         self._closing, self._complete, self._warned = threading.Event(), False, False
         self._end = 0.0
@@ -96,7 +99,7 @@ class Background:
             )
 
     def _work(self) -> None:
-        tracker = self._open()
+        tracker, spent_s = self._open(), 0.0
         while tracker is not None and (item := self._rows.get()) is not None:
             begin = time.thread_time()
             try:
@@ -108,7 +111,10 @@ class Background:
             with self._lock:
                 self._unwritten -= 1
                 self.dropped += failed
-            self._rest(time.thread_time() - begin)
+            spent_s += time.thread_time() - begin
+            if self._rows.empty() or spent_s >= self._share * self._pause_s:
+                self._rest(spent_s)
+                spent_s = 0.0
         if tracker is not None:
             try:
                 tracker.close(self._complete)
@@ -116,9 +122,9 @@ class Background:
                 self._warn(text_of(error))
 
     def _rest(self, spent_s: float) -> None:
-        """Wait after a row that took `spent_s` of the processor, so that it takes its share."""
+        """Wait after rows that took `spent_s` of the processor, so that they take their share."""
         if self._unwritten <= self._most_rows // 10:
-            self._closing.wait(spent_s * (1 / self._share - 1))
+            self._closing.wait(max(self._pause_s, spent_s * (1 / self._share - 1)))
 
     def _open(self) -> Tracker | None:
         """Start the tracker. Returns None if that fails until the run ends."""

@@ -288,6 +288,9 @@ def _wandb_may_start() -> bool:
 SHARE = 0.01
 """The most of a processor that writing to one tracker takes while the run goes on."""
 
+PAUSE_S = 5.0
+"""The rest of a tracker after rows. Most of Trackio's cost is for each write, not for each row."""
+
 
 def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> list[Background]:
     """Start each tracker that `loggers` names, in a thread of its own."""
@@ -309,6 +312,7 @@ def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> 
             starter(make),
             note,
             share=SHARE,
+            pause_s=PAUSE_S,
             abandon=_end_wandb if name == "wandb" else lambda: None,
         )
         for name, (make, *_) in TRACKERS.items()

@@ -53,6 +53,7 @@ class RolloutPool:
             slots=sum(s.slots for s in each),
             reused_tokens=sum(s.reused_tokens for s in each),
             evicted_tokens=sum(s.evicted_tokens for s in each),
+            cancelled_tokens=sum(s.cancelled_tokens for s in each),
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:

@@ -70,7 +70,7 @@ class SimRolloutEngine:
         self._draws: dict[_Draw, None] = {}
         self._interrupting = False
         self._running = 0
-        self._tokens = self._prefill = 0
+        self._tokens = self._prefill = self._cancelled = 0
         self._busy = 0.0
         self._pace = Pace(cost.token_s, cost.request_s) if cost.request_s else None
 
@@ -102,7 +102,7 @@ class SimRolloutEngine:
         total = 0
         while total < length:
             version = self.version
-            drawn = await self._draw(length - total)
+            drawn = await self._draw(length - total, total)
             first, total = params.offset + total, total + drawn
             stop = None
             if total == length:
@@ -126,8 +126,11 @@ class SimRolloutEngine:
             await self._wait(end - clock())
         return not (self._interrupting and interruptible)
 
-    async def _draw(self, limit: int) -> int:
-        """Draw up to `limit` tokens, fewer after an interruption or a swap. Return their number."""
+    async def _draw(self, limit: int, before: int) -> int:
+        """Draw up to `limit` tokens, fewer after an interruption or a swap. Return their number.
+
+        `before` is the number of tokens that this call has drawn already.
+        """
         draw = _Draw(
             asyncio.get_running_loop().time(), limit, self._pace.now() if self._pace else 0.0
         )
@@ -138,6 +141,7 @@ class SimRolloutEngine:
                 drawn = self._so_far(draw)
         except asyncio.CancelledError:
             drawn = self._so_far(draw)
+            self._cancelled += before + drawn
             raise
         finally:
             del self._draws[draw]
@@ -224,7 +228,11 @@ class SimRolloutEngine:
         now = asyncio.get_running_loop().time()
         tokens = self._tokens + sum(map(self._so_far, self._draws))
         return RolloutStats(
-            tokens, self._prefill, self._busy + sum(now - d.start for d in self._draws), self._slots
+            tokens,
+            self._prefill,
+            self._busy + sum(now - d.start for d in self._draws),
+            self._slots,
+            cancelled_tokens=self._cancelled,
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:

@@ -178,6 +178,8 @@ def test_cancelled_requests_free_their_slots_at_once_running_or_queued() -> None
         assert eng._table.occupied == 2 and len(eng._queue) == 1
         kept = await asyncio.gather(*(tasks[i] for i in (1, 2, 4)))
         assert [len(joined(r)) for r in kept] == [60] * 3
+        stats = await eng.stats()
+        assert stats.cancelled_tokens > 0 and stats.tokens == 180 + stats.cancelled_tokens
         return [error(qwen(), prompt(i), s) for i, (s,) in zip((1, 2, 4), kept, strict=True)]
 
     assert max(asyncio.run(run())) < 1e-5

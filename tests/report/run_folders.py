@@ -42,9 +42,14 @@ class _Attempt:
     """The writers of one attempt."""
 
     def __init__(
-        self, folder: Path, attempt: int, start: LedgerSnapshot | None, before: _Attempt | None
+        self,
+        folder: Path,
+        attempt: int,
+        start: LedgerSnapshot | None,
+        before: _Attempt | None,
+        tools: bool,
     ) -> None:
-        self._folder, self._attempt, self._now = folder, attempt, 0.0
+        self._folder, self._attempt, self._now, self._tools = folder, attempt, 0.0, tools
         self._start, self._before = start, before
         self.tokens = TokenAccount()
         self.closing: list[TraceWriter | SampleStore] = []
@@ -61,7 +66,7 @@ class _Attempt:
         self.tokens = tokens
         devices = DeviceAccount(
             now, ledger.schedule, flow, trainers=1, replicas={"rollout-0": 1, "rollout-1": 1},
-            limit=ledger.limit, retired=ledger.retired,
+            limit=ledger.limit, retired=ledger.retired, tools=self._tools,
         )  # fmt: skip
         self.accounts = Accounts(
             path=self._folder / FILE, attempt=self._attempt, version=ledger.version,
@@ -114,7 +119,7 @@ def write_run(
     chosen |= options
     attempts = [killed_at, None] if killed_at else [None]
     for attempt, stop_at in enumerate(attempts, start=1):
-        writers = _Attempt(folder, attempt, start, writers)
+        writers = _Attempt(folder, attempt, start, writers, "agent" in options)
         done: Outcome = simulate(
             schedule, samples, watchers=writers, start=start, stop_at=stop_at, **chosen
         )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
-from millrace.errors import EpisodeError
+from millrace.errors import EpisodeError, LimitReached
 from millrace.ports import PolicySession
+from millrace.report.accounts.tokens import tokens_of_slot
+from millrace.schedule.ledger import LedgerSnapshot
 from millrace.simulate.cost import CostModel
-from millrace.types import Author, Ending, Score, tokens_of
-from tests.pipeline.simulated import RUNS, schedule_of
+from millrace.types import Author, Ending, Score, Turn, tokens_of
+from tests.pipeline.simulated import RUNS, mixed, schedule_of
 from tests.report.accounts_cases import Accounts, run
 
 COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)
@@ -65,3 +68,94 @@ def test_the_accounts_of_agents_add_up_over_a_stop_and_a_resume(mode: str) -> No
     run(schedule, 40, second, cost=COST, agent=Tools(), start=snapshot)
     totals = second.tokens.totals()
     assert sum(totals.values()) == second.tokens.generated and "held" not in totals
+
+
+class Wild:
+    """An agent by chance: cancelled draws, draws at once, dead turns, new threads, tools, errors."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    async def play(self, session: PolicySession) -> Ending:
+        chance = random.Random(f"{self._seed}/{session.prompt.index}/{session.name}")
+        try:
+            await self._play(session, chance)
+        except LimitReached as limit:
+            return Ending(limit.limit, Score(0.0))
+        return Ending(score=Score(float(chance.random() < 0.5)))
+
+    async def _play(self, session: PolicySession, chance: random.Random) -> None:
+        turn: Turn | None = None
+        for k in range(chance.randint(1, 5)):
+            context = session.prompt.tokens if turn is None else tokens_of([k + 1] * (k + 1))
+            after, what = None if turn is None else turn.number, chance.random()
+            if what < 0.15:
+                cut = asyncio.ensure_future(session.draw(context, after=after, max_tokens=40))
+                await asyncio.sleep(chance.choice([0, 0.01, 0.2, 1.0]))
+                cut.cancel()
+                await asyncio.gather(cut, return_exceptions=True)
+            elif what < 0.3:
+                await asyncio.gather(
+                    *(session.draw(tokens_of([j]), max_tokens=9 * j + 1) for j in range(3))
+                )
+            drawn = await session.draw(context, after=after, max_tokens=chance.randint(1, 60))
+            if k and chance.random() < 0.15:
+                session.kill(drawn.number)
+            else:
+                turn = drawn if chance.random() < 0.9 else None
+            await asyncio.sleep(chance.choice([0, 0, 0.5, 3.0]))
+            if session.prompt.index % 12 == 5 and chance.random() < 0.3:
+                raise EpisodeError("tool", "died")
+        if turn is None:
+            await session.draw(tokens_of([7]), max_tokens=5)
+
+    async def close(self) -> None: ...
+
+
+def _held(snapshot: LedgerSnapshot) -> int:
+    return sum(tokens_of_slot(slot) for _, slot in snapshot.slots)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_accounts_of_wild_agents_add_up_over_a_stop_and_a_kill(seed: int) -> None:
+    """One attempt stops. A second one resumes, is killed after some version, and a third resumes.
+
+    The identities hold at each event: see `Accounts.check`.
+    """
+    chance = random.Random(seed)
+    schedule = schedule_of(RUNS[seed % len(RUNS)], staleness=chance.choice([0.5, 1.0, 2.7]))
+    options = {
+        "cost": COST,
+        "agent": Wild(seed),
+        "chance": chance.choice([mixed, None]),
+        "greedy": chance.random() < 0.3,
+        "retries": chance.choice([0, 2]),
+        "validation_s": chance.choice([0.0, 2.0]),
+    }
+    first = Accounts(replicas=2)
+    stopped = run(schedule, 30, first, stop_at=chance.uniform(0.5, 30.0), **options)
+    first.check_time()
+    snapshot = stopped.record.saved or stopped.ledger.snapshot()
+    first.tokens.end(snapshot)
+    assert first.tokens.totals().get("held", 0) == _held(snapshot)
+    second = Accounts(2, first.tokens.counts(snapshot), first.tokens.generated)
+    resumed = run(schedule, 30, second, start=snapshot, **options)
+    second.check_time()
+    totals = second.tokens.totals()
+    assert "held" not in totals and "lost" not in totals
+    done = [s for o in (stopped, resumed) for _, s in o.trained]
+    assert totals["trained"] == sum(t.num_policy_tokens for s in done for t in s.trajectories)
+    greedy = [s.greedy for s in done if s.greedy]
+    every = [t for s in done for t in s.trajectories] + greedy
+    assert totals.get("dead", 0) == sum(t.dead_tokens for t in every)
+    if not second.cuts:
+        return
+    at, kept, _ = chance.choice(second.cuts)
+    third = Accounts(2, kept, second.tokens.generated)
+    repeated = run(schedule, 30, third, start=at, **options)
+    third.check_time()
+    totals = third.tokens.totals()
+    trained = [*done[: at.retired], *(s for _, s in repeated.trained)]
+    assert totals["trained"] == sum(t.num_policy_tokens for s in trained for t in s.trajectories)
+    survives = sum(int(n) for n in kept.values()) + _held(at)
+    assert totals.get("lost", 0) == second.tokens.generated - survives and "held" not in totals

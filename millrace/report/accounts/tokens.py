@@ -6,6 +6,7 @@
 | rejected | the same, where an off-policy correction removed the token from the loss |
 | filtered | the same, where overlong_filtering removed the token from the loss |
 | dead | turns of agents that nobody received, or that another draw replaced |
+| cancelled | requests that were cancelled, by an agent or with a failed sample |
 | baseline | greedy responses, whose scores are a baseline (remax) |
 | dropped/REASON | samples that were dropped |
 | evaluated | validations |
@@ -61,15 +62,20 @@ class TokenAccount:
         known = self.buckets.total() + sum(self._in_slots.values())
         self.buckets["lost"] += max(0, generated - known)
         self._earlier = max(generated, known)
-        self._returned = 0
+        self._returned = self._cancelled = 0
+        """Tokens of this attempt that a request returned, and those of cancelled requests."""
 
     def __call__(self, event: Event) -> None:
         if event.name == "request":
             if event.phase == "end":
                 self._count(event.key, event.facts.get("tokens", 0))
         elif event.name == "stats":
-            self._start.setdefault(event.track, event.facts["stats"])
-            self._now[event.track] = event.facts["stats"]
+            new: RolloutStats = event.facts["stats"]
+            self._start.setdefault(event.track, new)
+            known = self._now.get(event.track, new)
+            self.buckets["cancelled"] += new.cancelled_tokens - known.cancelled_tokens
+            self._cancelled += new.cancelled_tokens - known.cancelled_tokens
+            self._now[event.track] = new
         elif event.name == "dropped":
             sample_id = int(event.key)
             reason, tokens = event.facts["reason"], self._in_slots.pop(sample_id, 0)
@@ -119,7 +125,7 @@ class TokenAccount:
         A token counts when its engine reports it or when its request returns.
         """
         reported = sum(now.tokens - self._start[track].tokens for track, now in self._now.items())
-        return self._earlier + max(reported, self._returned)
+        return self._earlier + max(reported, self._returned + self._cancelled)
 
     def read(self) -> int:
         """Return the tokens that this attempt has read into KV caches."""
@@ -155,6 +161,7 @@ class TokenAccount:
         The last checkpoint has the samples of `snapshot`. All other tokens are thrown away.
         """
         self.buckets = self._buckets_at(snapshot)
+        self._dropped.clear()
         held = sum(tokens_of_slot(slot) for _, slot in snapshot.slots)
         self.buckets["regenerated"] += self.generated - self.buckets.total() - held
 

@@ -53,6 +53,11 @@ class RunFolder:
         return default if value is None else value
 
     @property
+    def agents(self) -> bool:
+        """Whether agents played the episodes."""
+        return any(name.startswith("agents/") for row in self.rows.values() for name in row)
+
+    @property
     def versions(self) -> int:
         """Return the newest version."""
         return max([*self.rows, *self.validations, *(line.version for line in self.lines)], default=0)  # fmt: skip

@@ -164,7 +164,7 @@ def lanes(
     """Return a lane for the trainer and one for each replica.
 
     `capacity` is the number of slots. On shared devices the replicas have the trainer's states in
-    its turn, and the trainer has no lane. A complete run admits nothing after its last sample.
+    its turn, and the trainer has no lane. A complete run ends once it needs no more samples.
     `tools` says whether sessions wait for tools and environments.
     """
     trainer = _trainer(spans)
@@ -202,16 +202,16 @@ class _Waits:
 
     def __init__(self, spans: Spans, capacity: int, complete: bool, tools: bool) -> None:
         self._capacity, self._pauses = capacity, union(spans.pauses)
-        self._scored, self._tools = union(spans.scores), tools
+        self._tools, self._scored = tools, union(spans.scores)
         self._starts = {name: np.sort(rows[:, 0]) for name, rows in spans.slots.items()}
         self._ends = {name: np.sort(rows[:, 1]) for name, rows in spans.slots.items()}
         drawn = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
         self._drawn = union(drawn[np.argsort(drawn[:, 0])])
-        admitted = self._starts.get("waiting", np.empty(0))
-        self._last_admitted = admitted[-1] if complete and len(admitted) else np.inf
+        self._retired = self._ends.get("sealed", np.empty(0))
+        self._complete = complete
         moves = [*self._starts.values(), *self._ends.values(), self._pauses.ravel()]
-        moves += [self._drawn.ravel(), self._scored.ravel()]
-        cuts = np.unique(np.concatenate([*moves, [0.0, spans.end]]))
+        moves += [self._scored.ravel()] if tools else []
+        cuts = np.unique(np.concatenate([*moves, self._drawn.ravel(), [0.0, spans.end]]))
         states = self._at((cuts[:-1] + cuts[1:]) / 2)
         pieces = _merged("", cuts[:-1], cuts[1:], states)
         self.starts, self._states = pieces.starts, pieces.states
@@ -235,17 +235,20 @@ class _Waits:
         trainer, sync = self._count(_OF_TRAINER, times), self._count(_OF_SYNC, times)
         drawing = self._count(_DRAWN, times)
         states = np.full(len(times), NAMES.index("other"))
-        full = drawing + trainer + sync >= self._capacity
+        occupied = drawing + trainer + sync
+        full = occupied >= self._capacity
+        # The run needs no more samples than those that it retires until its end.
+        needed = len(self._retired) - np.searchsorted(self._retired, times, side="right")
         behind = np.maximum(trainer, sync) >= drawing
         running = within(self._drawn, times)
-        idle = ~within(self._scored, times) & self._tools
+        in_tools = full & ~behind & ~running & ~within(self._scored, times) & self._tools
         for mask, name in (
             (full & behind & (trainer >= sync), "wait_trainer"),
             (full & behind & (trainer < sync), "wait_sync"),
             (full & ~behind & running, "wait_trajectories"),
             (full & ~behind & ~running, "wait_rewards"),
-            (full & ~behind & ~running & idle, "wait_tools"),
-            (times > self._last_admitted, "tail"),
+            (in_tools, "wait_tools"),
+            (self._complete & (occupied >= needed), "tail"),
             (within(self._pauses, times), "sync"),
         ):
             states[mask] = NAMES.index(name)

@@ -6,6 +6,8 @@ the chosen samples alone.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ _FILES = 48
 _MOST_TEXT = 6000
 """The most characters of one text. Longer ones keep their beginning and their end."""
 _MOST_SAMPLES = 2000
+_MOST_MESSAGES = 60
+"""The most messages of one conversation. Longer ones keep their beginning and their end."""
 
 
 @dataclass
@@ -185,6 +189,8 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
     parts = [[s.get("version"), str(s.get("author")), s.get("tokens"), _cut(s.get("text"))] for s in segments]  # fmt: skip
     if not any(part[3] for part in parts):
         parts = [[part[0] if segments else row["version"], "policy", row["tokens"], _cut(row.get("response"))] for part in parts[:1] or [[row["version"]]]]  # fmt: skip
+    spoken = _messages(row.get("messages"))
+    _name_authors(parts, spoken)
     return {
         "reward": _round(row.get("reward")),
         "raw": _round(row.get("raw")),
@@ -192,8 +198,58 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
         "answer": _cut(row.get("answer")),
         "stop": str(row.get("stop") or ""),
         "tokens": row["tokens"],
+        "ended": str(row.get("ended") or "") if spoken or (row.get("threads") or 1) > 1 else "",
+        "threads": row.get("threads") or 1,
         "segments": parts,
+        "messages": spoken,
     }
+
+
+def _messages(packed: object) -> list[list[str]]:
+    """Return the author and the text of each message of a conversation."""
+    if not isinstance(packed, str):
+        return []
+    try:
+        found = json.loads(packed)
+    except (ValueError, RecursionError):
+        return []
+    messages = [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
+    shown, half = messages, _MOST_MESSAGES // 2
+    if len(messages) > _MOST_MESSAGES:
+        shown = messages[:half] + messages[-half:]
+    said = [[str(m.get("role") or "?"), _cut(_said(m)) or ""] for m in shown]
+    if len(shown) < len(messages):
+        said.insert(half, ["…", f"[{len(messages) - len(shown):,} messages are left out]"])
+    return said
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Return the text of a message, with a line for each call of a tool."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    words = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    for call in calls if isinstance(calls, list) else []:
+        tool = call.get("function") if isinstance(call, dict) else None
+        given = tool if isinstance(tool, dict) else {}
+        arguments = given.get("arguments")
+        shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        words.append(f"calls {given.get('name')}({shown})")
+    return "\n".join(word for word in words if word and word != "null")
+
+
+def _name_authors(parts: list[list[Any]], spoken: list[list[str]]) -> None:
+    """Replace the author `environment` by the roles of its messages, where they surely fit."""
+    gaps: list[list[str]] = []
+    for before, after in itertools.pairwise([role for role, _ in spoken]):
+        if after == "assistant":
+            continue
+        if before == "assistant":
+            gaps.append([])
+        if gaps and after not in gaps[-1]:
+            gaps[-1].append(after)
+    others = [part for part in parts if part[1] == "environment"]
+    if len(others) == len(gaps) and not any(part[1] == "opening" for part in parts):
+        for part, roles in zip(others, gaps, strict=True):
+            part[1] = ", ".join(roles)
 
 
 def _round(value: Any) -> float | None:

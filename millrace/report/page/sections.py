@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from millrace.report.page import curves, head, timeline, totals
+from millrace.report.page import agents, curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
 from millrace.report.page.folder import RunFolder, flat
 from millrace.report.page.lanes import Spans, columns
@@ -17,6 +17,7 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
     """Return the page of a run, and its samples without their texts."""
     table, found = read_table(run.path), _spans(run)
     run.notes += table.notes
+    played = agents.agents(run)
     return {
         "title": f"{run.key('name', run.name)}: report of {run.name}",
         "keys": flat(run.config),
@@ -25,6 +26,7 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
             section("alarms", "Alarms", head.alarms(run)),
             section("advice", "Advice", head.advice(run)),
             section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
+            *([section("agents", "Agents", played)] if played else []),
             section("timeline", "Timeline", timeline.timeline(run, found, head.capacity_of(run))),
             section("devices", "Where the time went", totals.devices(run)),
             section("staleness", "Staleness", [curves.staleness(run)]),

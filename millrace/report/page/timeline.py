@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from millrace.config.agent_keys import Players
 from millrace.report.accounts.lines import Line
 from millrace.report.page.figures import (
     Array,
@@ -42,8 +41,7 @@ def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
     colocated = run.key("async_training.placement") == "colocated"
     if found.end > 0:
         complete = run.audit is not None and run.audit.complete
-        tools = any(run.key(f"agents.{key}") for key in Players)
-        every = lanes(found, capacity, colocated=colocated, complete=complete, tools=tools)
+        every = lanes(found, capacity, colocated=colocated, complete=complete, tools=run.agents)
         if every:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]

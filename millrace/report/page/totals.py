@@ -36,6 +36,7 @@ BUCKETS = {
     "rejected": ("removed by a correction: `algorithm.rollout_correction`", PINK),
     "filtered": ("removed by `algorithm.rollout_correction` or the overlong filter", PINK),
     "dead": ("of turns that no agent received, or that another draw replaced", GREY),
+    "cancelled": ("of requests that were cancelled, by an agent or with a failed sample", GREY),
     "regenerated": ("thrown away by a stop or a resume, and drawn again", YELLOW),
     "lost": ("lost in a kill after the last checkpoint: `trainer.save_freq`", RED),
 }

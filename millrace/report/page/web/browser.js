@@ -15,7 +15,8 @@ const ORDERS = {
 function browse(place, data) {
   const all = data.samples;
   all.forEach((s) => {
-    s.found = [s.prompt, s.truth, ...s.responses.flatMap((r) => [r.answer, ...r.segments.map((p) => p[3])])]
+    s.found = [s.prompt, s.truth, ...s.responses.flatMap((r) => [r.answer, ...r.segments.map((p) => p[3]),
+      ...r.messages.map((m) => m[1])])]
       .join("\n").toLowerCase();
   });
   place.append(element("p", "how",
@@ -105,7 +106,8 @@ function card(sample) {
 function response(r, low, high) {
   const made = element("div", "response");
   const left = element("div", "reward");
-  left.append(element("b", "", r.reward === null ? "no reward" : r.reward), " · " + r.tokens + " tokens, " + r.stop);
+  const turns = r.messages.filter(([role]) => role === "assistant").length;
+  left.append(element("b", "", r.reward === null ? "no reward" : r.reward), " · " + r.tokens + " tokens, " + (turns > 1 ? turns + " turns, " : "") + (r.ended || r.stop));
   const bar = element("div", "bar");
   const fill = element("i");
   fill.style.width = (100 * ((r.reward ?? low) - low)) / (high - low || 1) + "%";
@@ -114,9 +116,15 @@ function response(r, low, high) {
   const lines = Object.entries(r.components).map(([name, value]) => name + " " + value);
   if (r.raw !== null && r.raw !== r.reward) lines.unshift("before shaping " + r.raw);
   if (r.answer !== null) lines.push("answer: " + r.answer);
+  if (r.threads > 1) lines.unshift(r.threads + " threads");
   lines.forEach((line) => left.append(element("div", "", line)));
   const words = element("div", "words");
-  r.segments.forEach(([version, author, tokens, text]) => {
+  let thread = 1;
+  r.segments.forEach(([version, author, tokens, text], i) => {
+    if (author === "opening") {
+      if (i) thread += 1;
+      words.append(element("div", "thread", "thread " + thread));
+    }
     const policy = author === "policy";
     const tint = policy ? TINTS[Math.max(0, version) % TINTS.length] : "#999999";
     const chip = element("span", "chip", policy ? "v" + version : author);
@@ -126,6 +134,18 @@ function response(r, low, high) {
     segment.style.borderBottomColor = tint;
     words.append(chip, segment);
   });
-  made.append(left, words);
+  const right = element("div");
+  right.append(words);
+  if (r.messages.length) right.append(conversation(r.messages));
+  made.append(left, right);
+  return made;
+}
+
+function conversation(messages) {
+  const made = element("details", "said");
+  made.append(element("summary", "", "who said what: " + messages.length + " messages"));
+  messages.forEach(([role, text]) => {
+    made.append(element("div", "role", role === "assistant" ? "policy" : role), element("div", "words", text));
+  });
   return made;
 }
