@@ -109,7 +109,7 @@ class _Chat(AsyncChat):
 
 class _ChatCompletions(AsyncChatCompletions):
     @functools.wraps(AsyncChatCompletions.create)
-    async def create(self, **given: Any) -> Any:
+    async def create(self, **given: Any) -> Any:  # type: ignore[override]  # of overloads
         if (body := _plain(self._client, given, _CHAT)) is None:
             return await super().create(**given)
         kinds = ChatCompletion, ChatCompletionChunk
@@ -118,7 +118,7 @@ class _ChatCompletions(AsyncChatCompletions):
 
 class _Completions(AsyncCompletions):
     @functools.wraps(AsyncCompletions.create)
-    async def create(self, **given: Any) -> Any:
+    async def create(self, **given: Any) -> Any:  # type: ignore[override]  # of overloads
         if (body := _plain(self._client, given, _TEXT)) is None:
             return await super().create(**given)
         kinds = Completion, Completion

@@ -87,7 +87,7 @@ def shown(value: Any) -> Any:
     """Return all that a program can read of an object of openai's, without ids and times."""
     if isinstance(value, openai.BaseModel):
         fields = {name: shown(one) for name, one in value if name not in ("id", "created")}
-        calls = {"id": value.id} if type(value).__name__.endswith("ToolCall") else {}
+        calls = {"id": dict(value)["id"]} if type(value).__name__.endswith("ToolCall") else {}
         own = value.model_fields_set, value.model_extra
         return type(value), fields, calls, own, getattr(value, "_request_id", "none")
     return [shown(one) for one in value] if isinstance(value, list) else value
@@ -120,7 +120,9 @@ async def played(case: Case, own_way: bool) -> tuple[Any, ...]:
     desk = Desk(script, strict=case.strict)
     client = client_of(desk.service, desk.episode.key)
     assert isinstance(client, openai.AsyncOpenAI)
-    create = client.chat.completions.create if case.route == "chat" else client.completions.create
+    create: Any = (
+        client.chat.completions.create if case.route == "chat" else client.completions.create
+    )
     given = {"model": "policy", **({"messages": [USER]} if case.route == "chat" else {})}
     given |= case.given | (OWN_WAY if own_way else {})
     found = await outcome(lambda: create(**given))
