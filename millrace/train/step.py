@@ -56,7 +56,7 @@ class TrainSteps(ABC):
         """
 
     async def begin(self, phase: Phase, horizon: int) -> None:
-        self.restart(optim_of(self.config, phase), horizon)
+        self.restart(optim_of(self.config.actor.optim, self.config.sft, phase), horizon)
 
     @property
     def steps(self) -> int:

@@ -112,15 +112,17 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     from `model_folder`. If it has none, they are drawn from `trainer.seed`, the same on every rank.
     """
     device = pick(config.trainer.device)
-    trust = config.model.trust_remote_code
+    own, model = config.trainer.megatron, config.model
+    trust = model.trust_remote_code
     hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
-    shape = sizes.shape_of(config, world_size)
+    shape = sizes.shape_of(own, world_size)
     sizes.check_model(hf, shape)
     deadline, seed = config.trainer.wait_deadline_s, config.trainer.seed
     owns_group = sizes.up(shape, rank=rank, seed=seed, deadline_s=deadline)
 
     def policy() -> Policy:
-        return Policy(sizes.transformer_config(hf, shape, config, device), hf, shape).to(device)
+        settings = sizes.transformer_config(hf, shape, model, own, device)
+        return Policy(settings, hf, shape).to(device)
 
     reference = policy().requires_grad_(False) if config.needs_reference else None
     engine = MegatronTrainEngine(
@@ -133,7 +135,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
         device=device,
         reference=reference,
     )
-    with _with_weights(model_folder, config) as folder:
+    with _with_weights(model_folder, seed, trust) as folder:
         weights.load([engine.policy], folder, shape, hf)
     engine.actor.weights_changed()
     engine.owns_group = owns_group
@@ -141,13 +143,12 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
 
 
 @contextlib.contextmanager
-def _with_weights(folder: str, config: Config) -> Iterator[str]:
+def _with_weights(folder: str, seed: int, trust: bool) -> Iterator[str]:
     """Yield a folder of the model with weights. They are drawn from the seed if it has none."""
     if not Path(folder).is_dir() or has_weights(Path(folder)):
         yield folder
         return
-    trust = config.model.trust_remote_code
-    drawn = load_model(folder, seed=config.trainer.seed, dtype="float32", trust_remote_code=trust)
+    drawn = load_model(folder, seed=seed, dtype="float32", trust_remote_code=trust)
     with tempfile.TemporaryDirectory() as own:
         drawn.save_pretrained(own)
         yield own

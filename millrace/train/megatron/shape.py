@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
-from millrace.config import Config
+from millrace.config import MegatronConfig, ModelConfig
 from millrace.errors import ConfigError, bad_value
 from millrace.models.model import DTYPES
 
@@ -77,10 +77,9 @@ class Shape:
         return -(-vocab_size // self.tensor) * self.tensor
 
 
-def shape_of(config: Config, world_size: int) -> Shape:
-    """Return the sizes that the configuration asks for. Raises ConfigError if they do not fit."""
-    own = config.trainer.megatron
-    shape = Shape(
+def shape_of(own: MegatronConfig, world_size: int) -> Shape:
+    """Return the sizes of the configuration, whose checks prove that they divide the ranks."""
+    return Shape(
         world_size=world_size,
         tensor=own.tensor_model_parallel_size,
         pipeline=own.pipeline_model_parallel_size,
@@ -89,11 +88,6 @@ def shape_of(config: Config, world_size: int) -> Shape:
         expert_tensor=own.expert_tensor,
         sequence_parallel=own.sequence_parallel,
     )
-    parts = shape.tensor * shape.pipeline * shape.context
-    _divides("tensor x pipeline x context_parallel_size", parts, world_size, "the trainer's ranks")
-    parts = shape.expert_tensor * shape.expert * shape.pipeline
-    _divides("expert_tensor x expert x pipeline", parts, world_size, "the trainer's ranks")
-    return shape
 
 
 def check_model(hf: Any, shape: Shape) -> None:
@@ -152,9 +146,11 @@ def experts_of(hf: Any) -> int:
     return int(getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None) or 0)
 
 
-def transformer_config(hf: Any, shape: Shape, config: Config, device: torch.device) -> Any:
+def transformer_config(
+    hf: Any, shape: Shape, model: ModelConfig, own: MegatronConfig, device: torch.device
+) -> Any:
     """Return Megatron's configuration of a Hugging Face model."""
-    dtype = DTYPES[config.model.dtype]
+    dtype = DTYPES[model.dtype]
     half = dtype is torch.bfloat16
     experts = experts_of(hf)
     mixture: dict[str, Any] = {}
@@ -205,13 +201,12 @@ def transformer_config(hf: Any, shape: Shape, config: Config, device: torch.devi
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         **mixture,
-        **_recompute(config),
+        **_recompute(model, own),
     )
 
 
-def _recompute(config: Config) -> dict[str, Any]:
+def _recompute(model: ModelConfig, own: MegatronConfig) -> dict[str, Any]:
     """Return Megatron's names for what the backward pass recomputes."""
-    own, model = config.trainer.megatron, config.model
     granularity = own.recompute_granularity or ("full" if model.gradient_checkpointing else None)
     if granularity == "full":
         number = own.recompute_num_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,12 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Q
 
 from millrace.config import Config, OptimConfig
 from millrace.ports import TrainBatch
+from millrace.train.log_probs import log_probs_and_entropy
+from millrace.train.log_probs import sum_of_squares as plain_squares
 from millrace.train.megatron import engine as megatron
 from millrace.train.megatron import weights
+from millrace.train.megatron.log_probs import log_probs_and_entropy as vocab_parallel
+from millrace.train.megatron.log_probs import sum_of_squares, vocabulary_of
 from millrace.train.metrics import Meter
 from millrace.train.packing import Outputs
 from millrace.train.rows import Rows, rows_of_samples
@@ -151,12 +156,13 @@ def run(engine: Any) -> dict[str, Any]:
     return found
 
 
-def steps(engine: Any) -> dict[str, Any]:
-    """Forget the gradients, and return the metrics of two batches and the log-probs after them."""
+def steps(engine: Any, after: Callable[[Any], bool] = lambda _: False) -> dict[str, Any]:
+    """Forget the gradients. Return the metrics of two batches, and the log-probs after them."""
     engine.actor.clear()
     reports = [asyncio.run(engine.step(batch)) for batch in batches()]
     return {
         "metrics": [report.metrics for report in reports],
+        "late": after(engine),
         "totals": [report.totals for report in reports],
         "after": asyncio.run(engine.log_probs(batches()[0].samples)),
     }
@@ -169,7 +175,9 @@ def run_rank(rank: int, folder: str, cases: dict[str, Case]) -> None:
     shim.install()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results = {name: run_case(case, folder, rank) for name, case in cases.items()}
+    results: dict[str, Any] = {name: run_case(case, folder, rank) for name, case in cases.items()}
+    results["heads"] = run_heads(rank)
+    results["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     torch.save(results, f"{folder}/results-{rank}.pt")
     dist.destroy_process_group()
 
@@ -181,11 +189,55 @@ def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
     if case.whole:
         gradients = {n: p.main_grad.clone() for n, p in engine.policy.named_parameters()}
         found["gradients"] = compare(engine, gradients, f"{folder}/{case.model} gradients")
-    found |= steps(engine)
-    engine.actor.gather()
+    found |= steps(engine, late_weights)
     weights = {n: p.detach() for n, p in engine.policy.named_parameters()}
     found["weights"] = compare(engine, weights, f"{folder}/{case.model} after")
     asyncio.run(engine.close())
+    return found
+
+
+def late_weights(engine: Any) -> bool:
+    """Gather the weights, and return whether the last step had left them stale."""
+    before = [p.detach().clone() for p in engine.policy.parameters()]
+    engine.actor.gather()
+    after = engine.policy.parameters()
+    return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def run_heads(rank: int) -> dict[str, float]:
+    """Return the largest differences between a shared vocabulary and a whole one."""
+    found = {}
+    group = dist.group.WORLD
+    # An odd vocabulary; and one that leaves the second rank without a row.
+    for vocab, padded in ((13, 7), (4, 4)):
+        for chunk in (0, 2):
+            torch.manual_seed(0)
+            whole = torch.randn(vocab, 8)
+            whole[1] = -torch.inf  # a token that cannot be drawn
+            hidden, targets = torch.rand(5, 8) + 0.1, torch.tensor([0, 2, 3, 2, vocab - 1])
+            head = torch.full((2 * padded, 8), 7.0)
+            head[:vocab] = whole
+            own = head[rank * padded :][:padded].clone().requires_grad_()
+            h, w, other = (hidden.clone().requires_grad_(), whole.requires_grad_(), hidden.clone())
+            other.requires_grad_()
+            vocabulary = vocabulary_of(group, padded, vocab)
+            got = vocab_parallel(h, own, targets, 0.7, vocabulary, chunk=chunk)
+            want = log_probs_and_entropy(other, w, targets, 0.7)
+            weights = torch.rand(2, 5)
+            for outputs in (got, want):
+                (torch.stack(outputs) * weights).sum().backward()
+            dist.all_reduce(h.grad)
+            squares = sum_of_squares(hidden, own, 0.7, vocabulary)
+            rows = slice(rank * padded, min(vocab, (rank + 1) * padded))
+            n = vocabulary.rows
+            name = f"vocabulary {vocab}, chunk {chunk}"
+            found[name] = max(
+                *(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)),
+                float((squares - plain_squares(hidden, whole, 0.7)).abs().max()),
+                float((own.grad[:n] - w.grad[rows]).nan_to_num().abs().sum()),
+                float(own.grad[n:].abs().sum()),
+                float((h.grad - other.grad).nan_to_num().abs().max()),
+            )
     return found
 
 

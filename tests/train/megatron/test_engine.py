@@ -96,3 +96,25 @@ def test_log_probs_are_those_of_hugging_face_row_by_row(
     found = ranks[0][name]["tokens"]
     torch.testing.assert_close(found[0], log_probs, rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1], entropies, rtol=0, atol=1e-5)
+
+
+def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """With padded rows, a rank without rows, several chunks and a logit of -inf."""
+    for rank in ranks:
+        assert len(rank["heads"]) == 4
+        assert max(rank["heads"].values()) < 2e-6
+
+
+def test_weights_are_stale_after_a_step_until_they_are_gathered(
+    ranks: list[dict[str, Any]],
+) -> None:
+    late = {name for name in CASES if ranks[0][name]["late"]}
+    assert late == {name for name, case in CASES.items() if "overlap_param_gather" in case.keys}
+
+
+def test_kernels_of_one_gpu_keep_their_order_under_sequence_parallelism(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["connections"] == "1"
