@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from millrace.config import Config
 from millrace.errors import CheckpointError
 from millrace.train.fsdp.lora import StartPolicy
-from millrace.train.fsdp.optim import apply_settings
 from millrace.train.fsdp.trainable import Trainable
+from millrace.train.optim import apply_settings
 from millrace.train.state_writer import StateWriter, expect_one_process
 
 SKIPPED_FILES = ("config.json", "generation_config.json")

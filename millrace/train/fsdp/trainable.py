@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from millrace.config import ActorConfig, OptimConfig
 from millrace.errors import MillraceError
-from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
 from millrace.train.layout import Ints
 from millrace.train.metrics import Meter
+from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
 

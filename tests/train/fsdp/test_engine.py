@@ -21,8 +21,8 @@ from millrace.errors import CheckpointError, ConfigError, MillraceError
 from millrace.models.model import load_model, write_shape
 from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
+from millrace.train import log_probs as logprob
 from millrace.train.fsdp import engine as fsdp_train
-from millrace.train.fsdp import log_probs as logprob
 from tests.train import cases as train_cases
 from tests.train.cases import CASES, LAYOUTS
 from tests.train.plain import plain_log_probs, plain_run

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.config import Config, OptimConfig, recipe
 from millrace.errors import ConfigError
-from millrace.train.fsdp.optim import lr_at
+from millrace.train.optim import lr_at
 from millrace.train.options import optim_of
 from tests.train.cases import HORIZON
 
