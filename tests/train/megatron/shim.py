@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 VERSION = "0.16.1"
@@ -30,7 +31,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class Stream:
-    """A stream of a device without streams. transformers needs a class for an annotation."""
+    """A stream or an event of a device without them. An annotation in transformers needs a class."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -41,14 +42,15 @@ class Stream:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def wait_stream(self, _: Any) -> None:
-        pass
+    def record_event(self, *_: Any) -> Stream:
+        return self
 
-    wait_event = synchronize = record_event = wait_stream
+    wait_stream = wait_event = synchronize = record_event
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+def _nothing() -> Any:
+    """Return a function that does nothing. torch.compile allows no object under two names."""
+    return lambda *_, **__: None
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -59,15 +61,15 @@ RANDOM = "megatron.core.tensor_parallel.random"
 PATCHES: dict[str, dict[str, Any]] = {
     "torch.cuda": {
         "current_device": lambda: "cpu",
-        "synchronize": _nothing,
-        "manual_seed": _nothing,
+        "synchronize": _nothing(),
+        "manual_seed": _nothing(),
         "Stream": Stream,
         "current_stream": lambda *_: Stream(),
         "stream": lambda stream: Stream(),
     },
     RANDOM: {
         "_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "_set_cuda_rng_state": _nothing,
+        "_set_cuda_rng_state": _nothing(),
     },
     "megatron.core.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": _to_numpy},
 }
@@ -80,7 +82,8 @@ def install() -> None:
     """Patch this process, and enter the mode in this thread. A second call changes nothing."""
     if _installed:
         return
-    # Megatron's import compiles functions, so the names change after it.
+    # Megatron compiles functions when they first run. A CPU needs minutes for it.
+    torch._dynamo.config.disable = True
     modules = {name: importlib.import_module(name) for name in reversed(PATCHES)}
     for module, names in PATCHES.items():
         for name, value in names.items():

@@ -1,0 +1,206 @@
+"""The cases of the Megatron engine: models, shapes of two ranks, and what a rank does for a case."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from millrace.config import Config, OptimConfig
+from millrace.ports import TrainBatch
+from millrace.train.megatron import engine as megatron
+from millrace.train.megatron import weights
+from millrace.train.metrics import Meter
+from millrace.train.packing import Outputs
+from millrace.train.rows import Rows, rows_of_samples
+from tests.train.megatron import shim
+from tests.train.samples import VOCAB, random_samples
+
+# The epsilon is large because AdamW's division turns gradients near 0 into noise.
+OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=1, weight_decay=0.1, eps=1e-3, clip_grad=0.05)
+HORIZON = 12
+WIDTHS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 64,
+}
+EXPERTS = WIDTHS | {"num_hidden_layers": 2}
+LONG_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, Any] = {
+    "qwen2": Qwen2Config(**WIDTHS, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]),
+    "one KV head": Qwen2Config(
+        **WIDTHS | {"num_key_value_heads": 1}, architectures=["Qwen2ForCausalLM"]
+    ),
+    "qwen3": Qwen3Config(**WIDTHS, head_dim=12, architectures=["Qwen3ForCausalLM"]),
+    "llama": LlamaConfig(**WIDTHS, rope_parameters=LONG_ROPE, architectures=["LlamaForCausalLM"]),
+    "qwen3_moe": Qwen3MoeConfig(
+        **EXPERTS,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
+    "mixtral": MixtralConfig(**EXPERTS, num_local_experts=4, architectures=["MixtralForCausalLM"]),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    whole: bool = True
+    """Whether every rank has the whole gradients of its weights."""
+
+
+TP = {"tensor_model_parallel_size": 2}
+SP = TP | {"sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+PLAIN = {"use_distributed_optimizer": False}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+CASES = {
+    "TP2": Case("qwen2", TP),
+    "TP2, one KV head": Case("one KV head", TP),
+    "TP2, sequence parallel": Case("qwen3", SP),
+    "TP2, long rope": Case("llama", TP),
+    "PP2, tied": Case("qwen2", PP),
+    "PP2, untied": Case("qwen3", PP),
+    "DP2": Case("qwen2", PLAIN),
+    "DP2, distributed optimizer": Case("qwen3", whole=False),
+    "DP2, distributed optimizer, overlaps": Case("qwen2", OVERLAP, whole=False),
+    "CP2": Case("qwen3", CP | PLAIN),
+    "CP2, one KV head": Case("one KV head", CP | PLAIN),
+    "EP2": Case("qwen3_moe", EP | PLAIN),
+    "EP2, distributed optimizer": Case("mixtral", EP, whole=False),
+    "PP2, experts": Case("mixtral", PP),
+    "TP2, experts": Case("qwen3_moe", SP),
+    "TP2, EP2": Case("mixtral", SP | EP | {"expert_tensor_parallel_size": 1}),
+    "full recompute": Case("qwen3", SP | {"recompute_granularity": "full"}),
+    "selective recompute": Case(
+        "qwen2", TP | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    ),
+}  # fmt: skip
+
+
+def config_of(engine: str, keys: dict[str, Any], ranks: int) -> Config:
+    return Config(
+        trainer={"device": "cpu", "n_gpus_per_node": ranks, "engine": engine, "megatron": keys},
+        rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
+        actor={
+            "ppo_max_token_len_per_gpu": 60,
+            "ppo_mini_batch_size": 4,
+            "optim": OPTIM.model_dump(),
+            "entropy_coeff": 0.01,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+        },
+    )
+
+
+def batches() -> list[TrainBatch]:
+    """Ragged rows, some with one token. The second batch has shares without a row."""
+    return [
+        TrainBatch(random_samples(10, [4, 1, 3, 5]), 0),
+        TrainBatch(random_samples(11, [1, 2, 0, 1]), 1),
+    ]
+
+
+def gradient_case() -> tuple[Rows, Any]:
+    rows = rows_of_samples(batches()[0].samples)
+    return rows, np.arange(len(rows.starts))
+
+
+def weighted(outputs: Outputs, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss of log-probs and entropies whose weights differ by token."""
+    factors = 0.1 + torch.sin(micro.source.double()).abs().float()
+    loss = -(outputs[0] * factors).sum() / 40 - 0.01 * outputs[1].sum()
+    return loss, loss.detach().double().reshape(1)
+
+
+def run(engine: Any) -> dict[str, Any]:
+    """Return log-probs, entropies, the gradient's norm, and the metrics of two batches."""
+    engine.restart(OPTIM, HORIZON)
+    rows, members = gradient_case()
+    found: dict[str, Any] = {"tokens": engine.actor.tokens(rows, temperature=0.8, squares=True)}
+    meter = Meter(("loss",))
+    engine.actor.accumulate(rows, members, 0.8, weighted, meter)
+    found["norm"] = float(engine.actor.gradient_norm())
+    found["loss"] = float(engine.actor.reduce(meter.take(), dist.ReduceOp.SUM))
+    return found
+
+
+def steps(engine: Any) -> dict[str, Any]:
+    """Forget the gradients, and return the metrics of two batches and the log-probs after them."""
+    engine.actor.clear()
+    reports = [asyncio.run(engine.step(batch)) for batch in batches()]
+    return {
+        "metrics": [report.metrics for report in reports],
+        "totals": [report.totals for report in reports],
+        "after": asyncio.run(engine.log_probs(batches()[0].samples)),
+    }
+
+
+def run_rank(rank: int, folder: str, cases: dict[str, Case]) -> None:
+    """Run every case, in one of two processes, and write its results."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    shim.install()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    results = {name: run_case(case, folder, rank) for name, case in cases.items()}
+    torch.save(results, f"{folder}/results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
+    config = config_of("megatron", case.keys, 2)
+    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
+    found = run(engine)
+    if case.whole:
+        gradients = {n: p.main_grad.clone() for n, p in engine.policy.named_parameters()}
+        found["gradients"] = compare(engine, gradients, f"{folder}/{case.model} gradients")
+    found |= steps(engine)
+    engine.actor.gather()
+    weights = {n: p.detach() for n, p in engine.policy.named_parameters()}
+    found["weights"] = compare(engine, weights, f"{folder}/{case.model} after")
+    asyncio.run(engine.close())
+    return found
+
+
+def compare(engine: Any, got: dict[str, Any], folder: str) -> dict[str, float]:
+    """Return the largest difference of each tensor to what a folder has for this rank."""
+    got = {name: tensor.clone() for name, tensor in got.items()}
+    own = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
+    with torch.no_grad():
+        for p in engine.policy.parameters():
+            p.zero_()
+    weights.load([engine.policy], folder, engine.shape, engine.hf)
+    found = {}
+    with torch.no_grad():
+        for name, p in engine.policy.named_parameters():
+            rows = slice(None)
+            found[name] = float((got[name][rows] - p[rows]).abs().max())
+            p.copy_(own[name])
+    return found
