@@ -162,10 +162,7 @@ class TrainerConfig(Section):
 
     @property
     def shard_size(self) -> int:
-        """Number of ranks that share one copy of the model.
-
-        The ranks of the first copy send the weights.
-        """
+        """Number of ranks that share one copy of the model."""
         return self.fsdp_size or self.ranks
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
-from millrace.train.fsdp.sharding import load, mesh_of
+from millrace.train.fsdp.sharding import load, mesh_of, sent_rows
 from millrace.train.fsdp.trainable import Trainable, moved
 from millrace.train.step import TrainSteps
 
@@ -109,23 +109,24 @@ class FsdpTrainEngine(TrainSteps):
             weight = moved(own, self.device).to(dtype)
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        """Yield (name, whole shape, serving dtype, this rank's rows of the live weight).
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, Tensor]]:
+        """Yield (name, whole shape, serving dtype, first row, rows of the live weight to send).
 
         Names and order are those of `full_weights`. Without adapters, the rows are float32. With
         adapters, the tensors are those of the frozen base, in the serving dtype.
         """
+        dtype = DTYPES[self.config.model.dtype]
         for name, weight in lora.base_weights(self.policy.model):
-            yield name, tuple(weight.shape), DTYPES[self.config.model.dtype], lora.own_rows(weight)
+            yield name, tuple(weight.shape), dtype, *sent_rows(weight)
 
-    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, Tensor]]:
         """Yield the values of `shards` for every adapter A [rank, in] and B [out, rank], float32.
 
         The adapters of a weight W have the names W.lora_A and W.lora_B. `full_weights` yields
         W + model.lora_scale x B A.
         """
         for name, weight in lora.adapters(self.policy.model):
-            yield name, tuple(weight.shape), torch.float32, lora.own_rows(weight)
+            yield name, tuple(weight.shape), torch.float32, *sent_rows(weight)
 
     async def sleep(self) -> None:
         """Move weights and optimizer state from the GPU to the host, if trainer.offload is set."""
