@@ -176,6 +176,14 @@ def check_machine(config: Config) -> None:
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
         _check_lora(config.model)
+        _check_train_engine(config.trainer)
+
+
+def _check_train_engine(trainer: TrainerConfig) -> None:
+    if trainer.engine == "megatron" and importlib.util.find_spec("megatron") is None:
+        raise MissingDependency(
+            f"trainer.engine=megatron needs megatron-core. Fix: {INSTALL['megatron-core']}."
+        )
 
 
 def _check_device(trainer: TrainerConfig) -> None:

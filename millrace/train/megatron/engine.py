@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_model
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -150,5 +151,5 @@ def _with_weights(folder: str, seed: int, trust: bool) -> Iterator[str]:
         return
     drawn = load_model(folder, seed=seed, dtype="float32", trust_remote_code=trust)
     with tempfile.TemporaryDirectory() as own:
-        drawn.save_pretrained(own)
+        save_model(drawn, f"{own}/model.safetensors")  # on every rank, in a folder of its own
         yield own
