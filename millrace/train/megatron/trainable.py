@@ -162,16 +162,16 @@ class MegatronTrainable(Passes, Learner):
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
         super().begin(optim, horizon)
-        for part in self.optimizers():
-            part.state.clear()
+        for part in self.parts():
+            part.optimizer.state.clear()
         self.apply_settings()
         self.clear()
 
-    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield torch's optimizers: dense weights and experts have one each."""
+    def parts(self) -> Iterator[Any]:
+        """Yield Megatron's optimizers that have weights: dense ones and experts have one each."""
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if part.optimizer is not None:
-                yield part.optimizer
+                yield part
 
     def apply_settings(self) -> None:
         """Set weight decay, betas and epsilon. Weight decay acts on matrices alone."""
@@ -182,6 +182,14 @@ class MegatronTrainable(Passes, Learner):
     def weights_changed(self) -> None:
         """Take over the weights of the model, after they were loaded."""
         self.optimizer.reload_model_params()
+
+    def weights_loaded(self) -> None:
+        """Take over the optimizer's float32 weights, after they were loaded."""
+        for part in self.parts():
+            if hasattr(part, "_copy_main_params_to_model_params"):
+                part._copy_main_params_to_model_params()
+        if self.chunk.ddp_config.use_distributed_optimizer:
+            self.chunk.start_param_sync(force_sync=True)
 
     def gather(self) -> None:
         """Make the weights whole, if the last step left their gathering to the next pass."""

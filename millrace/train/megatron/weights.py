@@ -36,6 +36,11 @@ def parameters(
             yield parameter, boxes(name, parameter.shape[-1], hf, shape, place, first)
 
 
+def is_copy(parameter: nn.Parameter, policy: nn.Module) -> bool:
+    """Return whether this is the last stage's copy of tied embeddings. The first stage has them."""
+    return getattr(parameter, "shared_embedding", False) and not _bare(policy).pre_process
+
+
 def _bare(chunk: Any) -> Any:
     """Return a chunk without its wrappers."""
     while hasattr(chunk, "module"):
@@ -69,8 +74,8 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
     dtype = torch.float32
     for parameter, parts in parameters([policy], shape, hf):
         dtype = parameter.dtype
-        if getattr(parameter, "shared_embedding", False) and not _bare(policy).pre_process:
-            continue  # the first stage sends tied embeddings
+        if is_copy(parameter, policy):
+            continue
         for box in parts:
             rows = parameter.detach()[box.row : box.row + box.rows]
             own.setdefault(box.name, []).append((box, rows))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from millrace.models.model import load_model
 from millrace.sync.buckets import Spec
 from millrace.sync.table import check_cover
+from millrace.train.fsdp import engine as fsdp
 from tests.train.cases import start_ranks
 
 pytest.importorskip("megatron.core")
 
-from tests.train.megatron.cases import MODELS
-from tests.train.megatron.weight_cases import CASES, run_rank
+from tests.train.megatron.cases import HORIZON, MODELS, OPTIM, batches, config_of
+from tests.train.megatron.weight_cases import CASES, CHAINS, run_rank
 
 pytestmark = pytest.mark.xdist_group("megatron weights")
 
@@ -32,7 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
             for p in model.parameters():  # also norms and biases differ, and -0.0 stays -0.0
                 p.add_(torch.randn_like(p) / 10).view(-1)[0] = -0.0
         model.save_pretrained(f"{path}/{name}")
+    for name in CHAINS:
+        engine = fsdp_engine(path, name)
+        asyncio.run(engine.step(batches()[0]))
+        asyncio.run(engine.save(f"{path}/{name} state of fsdp"))
+        asyncio.run(engine.close())
     return path
+
+
+def fsdp_engine(folder: str, name: str) -> Any:
+    engine = fsdp.build(config_of("fsdp", {}, 1), f"{folder}/{name}", rank=0, world_size=1)
+    engine.restart(OPTIM, HORIZON)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +99,53 @@ def test_the_rows_that_ranks_send_cover_every_tensor_once(
     if "TP2" in name or "PP2" in name or "EP2" in name:
         sizes = [sum(t.numel() for *_, t in rank[name]["shards"]) for rank in ranks]
         assert max(sizes) < 0.8 * sum(sizes), "both ranks send"
+
+
+def tensors_of(state: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a state on disk, by their keys."""
+    if isinstance(state, dict):
+        parts = [tensors_of(value, f"{name}.{key}") for key, value in state.items()]
+        return {key: tensor for part in parts for key, tensor in part.items()}
+    return {name: state} if isinstance(state, torch.Tensor) else {}
+
+
+def read(folder: str, target: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(folder, target)
+    return tensors_of(torch.load(target, weights_only=False))
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_a_state_that_went_through_other_shapes_trains_on_bit_for_bit(
+    model: str, ranks: list[dict[str, Any]], folder: str, tmp_path: Path
+) -> None:
+    for rank in ranks:
+        found = rank[f"{model} states"]
+        assert found["got"]["metrics"] == found["want"]["metrics"]
+        for name, tensor in found["want"]["weights"].items():
+            assert torch.equal(bits(found["got"]["weights"][name]), bits(tensor)), name
+    first = read(f"{folder}/{model} state 0", tmp_path / "first")
+    last = read(ranks[0][f"{model} states"]["last"], tmp_path / "last")
+    assert first.keys() == last.keys() and len(first) > 40
+    assert all(torch.equal(last[key], tensor) for key, tensor in first.items())
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_states_pass_between_the_engines_bit_for_bit(
+    model: str, ranks: list[dict[str, Any]], folder: str, tmp_path: Path
+) -> None:
+    of_fsdp = read(f"{folder}/{model} state of fsdp", tmp_path / "fsdp")
+    again = read(f"{folder}/{model} state of fsdp again", tmp_path / "again")
+    assert of_fsdp.keys() == again.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in of_fsdp.items())
+    engine = fsdp_engine(folder, model)
+    asyncio.run(engine.load(f"{folder}/{model} state 0"))
+    asyncio.run(engine.save(str(tmp_path / "loaded")))
+    loaded = read(str(tmp_path / "loaded"), tmp_path / "loaded.pt")
+    written = read(f"{folder}/{model} state 0", tmp_path / "first")
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in written.items())
+    metrics = asyncio.run(engine.step(batches()[1])).metrics
+    want = ranks[0][f"{model} states"]["want"]
+    assert metrics == pytest.approx(want["metrics"], rel=1e-4, abs=1e-6)
+    for name, tensor in engine.full_weights():
+        torch.testing.assert_close(tensor, want["weights"][name], rtol=0, atol=1e-5)
+    asyncio.run(engine.close())

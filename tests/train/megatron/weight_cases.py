@@ -15,12 +15,15 @@ from tests.train.megatron import shim
 from tests.train.megatron.cases import (
     CP,
     EP,
+    HORIZON,
+    OPTIM,
     OVERLAP,
     PLAIN,
     PP,
     SP,
     TP,
     Case,
+    batches,
     config_of,
 )  # fmt: skip
 
@@ -50,6 +53,7 @@ def run_rank(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     results = {name: run_case(name, folder, rank) for name in CASES}
+    results |= {f"{model} states": run_states(rank, folder, model) for model in CHAINS}
     torch.save(results, f"{folder}/weights-{rank}.pt")
     dist.destroy_process_group()
 
@@ -69,3 +73,45 @@ def run_case(name: str, folder: str, rank: int) -> dict[str, Any]:
     asyncio.run(engine.export(target))
     asyncio.run(engine.close())
     return found
+
+
+CHAINS = {
+    "qwen2": [TP, PP, OVERLAP, CP, TP],
+    "mixtral": [EP, SP, PP, SP | EP | {"expert_tensor_parallel_size": 1}, EP],
+}
+"""Shapes of a model. Each loads the state that the one before it saved. The last is the first."""
+
+
+def run_states(rank: int, folder: str, model: str) -> dict[str, Any]:
+    """Return the weights and metrics of a step before and after a way through all shapes."""
+
+    def built(keys: dict[str, Any]) -> Any:
+        config = config_of("megatron", keys, 2)
+        engine = megatron.build(config, f"{folder}/{model}", rank=rank, world_size=2)
+        engine.restart(OPTIM, HORIZON)
+        return engine
+
+    def stepped(engine: Any) -> dict[str, Any]:
+        metrics = asyncio.run(engine.step(batches()[1])).metrics
+        weights = {n: t.clone() for n, t in engine.full_weights()}
+        asyncio.run(engine.close())
+        return {"metrics": metrics, "weights": weights}
+
+    def path(number: int) -> str:
+        return f"{folder}/{model} state {number}"
+
+    first, *others, last = CHAINS[model]
+    engine = built(first)
+    asyncio.run(engine.load(f"{folder}/{model} state of fsdp"))
+    asyncio.run(engine.save(f"{folder}/{model} state of fsdp again"))
+    asyncio.run(engine.step(batches()[0]))
+    asyncio.run(engine.save(path(0), staged=True))
+    want = stepped(engine)  # while the state is written
+    for number, keys in enumerate(others):
+        engine = built(keys)
+        asyncio.run(engine.load(path(number)))
+        asyncio.run(engine.save(path(number + 1)))
+        asyncio.run(engine.close())
+    engine = built(last)
+    asyncio.run(engine.load(path(len(others))))
+    return {"want": want, "got": stepped(engine), "last": path(len(others))}
