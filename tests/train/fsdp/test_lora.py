@@ -133,7 +133,7 @@ def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(
     ):
         assert name == own and torch.equal(whole, parameter)
     other = lora_cases.with_reference(folder, trainer={"seed": 1})
-    assert not torch.equal(*(next(e.adapters())[3] for e in (alone, other)))
+    assert not torch.equal(*(next(e.adapters())[4] for e in (alone, other)))
 
 
 def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(
