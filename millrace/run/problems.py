@@ -175,15 +175,7 @@ def check_machine(config: Config) -> None:
     _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
-        _check_lora(config.model)
-        _check_train_engine(config.trainer)
-
-
-def _check_train_engine(trainer: TrainerConfig) -> None:
-    if trainer.engine == "megatron" and importlib.util.find_spec("megatron") is None:
-        raise MissingDependency(
-            f"trainer.engine=megatron needs megatron-core. Fix: {INSTALL['megatron-core']}."
-        )
+        _check_training(config.model, config.trainer)
 
 
 def _check_device(trainer: TrainerConfig) -> None:
@@ -220,12 +212,12 @@ def _check_judge(reward: RewardConfig) -> None:
         )
 
 
-def _check_lora(model: ModelConfig) -> None:
-    """Raise MissingDependency if train workers on this machine cannot import peft."""
-    if model.lora_rank and importlib.util.find_spec("peft") is None:
-        raise MissingDependency(
-            f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}."
-        )
+def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
+    needed = {"model.lora_rank": model.lora_rank and "peft"}
+    needed["trainer.engine"] = trainer.engine == "megatron" and "megatron-core"
+    for key, name in needed.items():
+        if name and importlib.util.find_spec(name.removesuffix("-core")) is None:
+            raise MissingDependency(f"{key} needs {name}. Fix: {INSTALL[name]}.")
 
 
 def _check_model(path: str, rollout_engine: str) -> None:

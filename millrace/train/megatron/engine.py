@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -51,6 +51,7 @@ class MegatronTrainEngine(TrainSteps):
             policy, config.actor, config.trainer.megatron, *place
         )
         self.critic = None
+        self.owns_sizes = False
         self.reference: Passes | None = reference and Passes(reference, config.actor, *place)
 
     def restart(self, optim: OptimConfig, horizon: int) -> None:
@@ -101,7 +102,8 @@ class MegatronTrainEngine(TrainSteps):
     async def close(self) -> None:
         """Wait for a save, and destroy the process groups that `build` made."""
         await self.saved()
-        sizes.down()
+        if self.owns_sizes:
+            sizes.down()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -119,7 +121,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     shape = sizes.shape_of(own, world_size)
     sizes.check_model(hf, shape)
     deadline, seed = config.trainer.wait_deadline_s, config.trainer.seed
-    owns_group = sizes.up(shape, rank=rank, seed=seed, deadline_s=deadline)
+    made = sizes.up(shape, seed=seed, deadline_s=deadline)
 
     def policy() -> Policy:
         settings = sizes.transformer_config(hf, shape, model, own, device)
@@ -139,7 +141,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     with _with_weights(model_folder, seed, trust) as folder:
         weights.load([engine.policy], folder, shape, hf)
     engine.actor.weights_changed()
-    engine.owns_group = owns_group
+    engine.owns_sizes, engine.owns_group = made
     return engine
 
 
@@ -151,5 +153,7 @@ def _with_weights(folder: str, seed: int, trust: bool) -> Iterator[str]:
         return
     drawn = load_model(folder, seed=seed, dtype="float32", trust_remote_code=trust)
     with tempfile.TemporaryDirectory() as own:
-        save_model(drawn, f"{own}/model.safetensors")  # on every rank, in a folder of its own
+        # save_pretrained would write on the first rank alone. Tied tensors come once here.
+        tensors = {name: p.detach().contiguous() for name, p in drawn.named_parameters()}
+        save_file(tensors, f"{own}/model.safetensors")
         yield own

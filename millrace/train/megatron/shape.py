@@ -218,8 +218,14 @@ def _recompute(model: ModelConfig, own: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def up(shape: Shape, *, rank: int, seed: int, deadline_s: float) -> bool:
-    """Make Megatron's process groups. Return whether this also made the default process group."""
+def up(shape: Shape, *, seed: int, deadline_s: float) -> tuple[bool, bool]:
+    """Make Megatron's process groups, and the default process group of a single rank.
+
+    Return whether this made the former and the latter. Megatron's groups are global, so a second
+    engine in a process shares those of the first one, and must have its shape.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        return False, False
     if shape.tensor > 1 and shape.sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     made = not dist.is_initialized()
@@ -237,7 +243,7 @@ def up(shape: Shape, *, rank: int, seed: int, deadline_s: float) -> bool:
     )
     # This tracker of random states does nothing: there is no dropout, and weights are loaded.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
-    return made
+    return True, made
 
 
 def down() -> None:

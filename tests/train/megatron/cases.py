@@ -15,6 +15,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Q
 
 from millrace.config import Config, OptimConfig
 from millrace.ports import TrainBatch
+from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train.log_probs import log_probs_and_entropy
 from millrace.train.log_probs import sum_of_squares as plain_squares
 from millrace.train.megatron import engine as megatron
@@ -180,6 +181,24 @@ def run_rank(rank: int, folder: str, cases: dict[str, Case]) -> None:
     results["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     torch.save(results, f"{folder}/results-{rank}.pt")
     dist.destroy_process_group()
+
+
+def conform(rank: int, folder: str) -> None:
+    """Check the port of a train engine, in a process of its own."""
+    torch.set_num_threads(1)
+    shim.install()
+
+    async def make() -> Any:
+        tree = config_of("megatron", {}, 1).model_dump()
+        tree["actor"]["use_kl_loss"] = False
+        built = megatron.build(
+            Config.model_validate(tree), f"{folder}/qwen2", rank=rank, world_size=1
+        )
+        built.restart(OptimConfig(lr=1e-2), 60)
+        return built
+
+    case = TrainCase(mini_batch_size=4, vocab_size=VOCAB)
+    asyncio.run(check_sleeping_train_engine(make, case))
 
 
 def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:

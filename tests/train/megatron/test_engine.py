@@ -118,3 +118,7 @@ def test_kernels_of_one_gpu_keep_their_order_under_sequence_parallelism(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert ranks[0]["connections"] == "1"
+
+
+def test_conformance(folder: str) -> None:
+    start_ranks(cases.conform, (folder,), 1)
