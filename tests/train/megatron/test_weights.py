@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.train.cases import start_ranks
 pytest.importorskip("megatron.core")
 
 from tests.train.megatron.cases import HORIZON, MODELS, OPTIM, batches, config_of
-from tests.train.megatron.weight_cases import CASES, CHAINS, run_rank
+from tests.train.megatron.weight_cases import CASES, CHAINS, SYNCS, run_rank
 
 pytestmark = pytest.mark.xdist_group("megatron weights")
 
@@ -52,7 +53,7 @@ def fsdp_engine(folder: str, name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks(folder: str) -> list[dict[str, Any]]:
-    start_ranks(run_rank, (folder,), 2)
+    start_ranks(run_rank, (folder,), 3)
     return [torch.load(f"{folder}/weights-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -99,6 +100,20 @@ def test_the_rows_that_ranks_send_cover_every_tensor_once(
     if "TP2" in name or "PP2" in name or "EP2" in name:
         sizes = [sum(t.numel() for *_, t in rank[name]["shards"]) for rank in ranks]
         assert max(sizes) < 0.8 * sum(sizes), "both ranks send"
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_a_rollout_engine_serves_each_version_that_the_ranks_sent(
+    name: str, folder: str, ranks: list[dict[str, Any]]
+) -> None:
+    served = torch.load(f"{folder}/replica.pt", weights_only=False)[name]
+    for sent in (rank[f"{name} sync"] for rank in ranks):
+        assert len(sent) == len(served) == 3
+        for old, new in itertools.pairwise(sent):
+            assert any(not torch.equal(old[key], tensor) for key, tensor in new.items())
+        for got, want in zip(served, sent, strict=True):
+            assert list(got) == list(want)
+            assert all(torch.equal(bits(got[key]), bits(want[key])) for key in want)
 
 
 def tensors_of(state: Any, name: str = "") -> dict[str, torch.Tensor]:

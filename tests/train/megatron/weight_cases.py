@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from millrace.decode import engine as rollout
+from millrace.sync.agreement import Agreement
+from millrace.sync.collective import Receiver, join_sender
 from millrace.train.megatron import engine as megatron
 from tests.train.megatron import shim
 from tests.train.megatron.cases import (
@@ -45,17 +48,65 @@ CASES = {
 }
 
 
+SYNCS = {"TP2": Case("qwen2", TP), "PP2": Case("qwen3", PP), "EP2": Case("mixtral", EP)}
+"""Shapes that send to a rollout engine of torch."""
+
+
 def run_rank(rank: int, folder: str) -> None:
-    """Run every case in one of two processes, and write its results."""
+    """Run every case in one of two processes, and write its results. A third is the replica."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if rank == 2:
+        torch.save({name: run_replica(name, folder) for name in SYNCS}, f"{folder}/replica.pt")
+        return
     shim.install()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results = {name: run_case(name, folder, rank) for name in CASES}
+    results = {f"{name} sync": run_sender(name, folder, rank) for name in SYNCS}
+    results |= {name: run_case(name, folder, rank) for name in CASES}
     results |= {f"{model} states": run_states(rank, folder, model) for model in CHAINS}
     torch.save(results, f"{folder}/weights-{rank}.pt")
     dist.destroy_process_group()
+
+
+def run_sender(name: str, folder: str, rank: int) -> list[dict[str, Any]]:
+    """Send three versions, the last one from a copy while the engine steps. Return them."""
+    case, sent = SYNCS[name], []
+    config = config_of("megatron", case.keys, 2)
+    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
+    engine.restart(OPTIM, HORIZON)
+    store = dist.FileStore(f"{folder}/sync {name}", 3)
+
+    async def main() -> None:
+        sender = await join_sender(engine, store, rank, Agreement.of(config))
+        for version in range(3):
+            sent.append({n: t.clone() for n, t in engine.full_weights()})
+            await (sender.keep if version == 2 else sender.transfer)(version)
+            await engine.step(batches()[version % 2])
+        await sender.sent()
+
+    asyncio.run(main())
+    asyncio.run(engine.close())
+    return sent
+
+
+def run_replica(name: str, folder: str) -> list[dict[str, Any]]:
+    """Receive three versions, prove and serve them. Return the weights that are live then."""
+    case, live = SYNCS[name], []
+    config = config_of("megatron", case.keys, 2)
+    replica = rollout.build(config.sides, config.model, f"{folder}/{case.model}")
+    store = dist.FileStore(f"{folder}/sync {name}", 3)
+
+    async def main() -> None:
+        receiver = await Receiver.join(replica, store, 0, Agreement.of(config))
+        for version in range(3):
+            await receiver.transfer(version)
+            await receiver.activate(version)
+            live.append({n: t.clone() for n, t in replica.weights().items()})
+        await replica.close()
+
+    asyncio.run(main())
+    return live
 
 
 def run_case(name: str, folder: str, rank: int) -> dict[str, Any]:
