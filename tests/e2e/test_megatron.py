@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.run.export import export
 from tests.e2e import runs
 
 pytest.importorskip("megatron.core")
@@ -35,6 +36,8 @@ def test_a_run_with_two_tensor_parallel_ranks_learns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = runs.rows(folder)
+    exported = export(folder, tmp_path / "exported")
+    assert exported["version"] == 15 and exported["parameters"] > 0
     assert len(rows) == 15
     first, last = (rows[i]["reward/mean"] for i in (0, -1))
     assert last > max(0.6, first + 0.1)

@@ -262,7 +262,9 @@ def _score(
         (mine,) = torch.nonzero(select // own == rank, as_tuple=True)
         select, targets = select[mine] - rank * own, targets[mine]
     head = (states.index_select(0, select), self.output_layer.weight if weight is None else weight)
-    outputs = log_probs_and_entropy(*head, targets, temperature, self._vocabulary)
+    outputs: tuple[Tensor, ...] = log_probs_and_entropy(
+        *head, targets, temperature, self._vocabulary
+    )
     if squares:
         outputs = (*outputs, sum_of_squares(*head, temperature, self._vocabulary))
     if mine is None:

@@ -80,13 +80,13 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
             rows = parameter.detach()[box.row : box.row + box.rows]
             own.setdefault(box.name, []).append((box, rows))
     for name, whole in names_of(hf).items():
-        first, rows = _sent(own.get(name, []), whole, place)
+        first, sent = _sent(own.get(name, []), whole, place)
         yield (
             name,
             whole,
             dtype,
             first,
-            rows if rows is not None else torch.empty((0, *whole[1:]), dtype=dtype),
+            sent if sent is not None else torch.empty((0, *whole[1:]), dtype=dtype),
         )
 
 

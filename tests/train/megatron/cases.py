@@ -31,7 +31,7 @@ from tests.train.samples import VOCAB, random_samples
 # The epsilon is large because AdamW's division turns gradients near 0 into noise.
 OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=1, weight_decay=0.1, eps=1e-3, clip_grad=0.05)
 HORIZON = 12
-WIDTHS = {
+WIDTHS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -42,7 +42,7 @@ WIDTHS = {
     "max_position_embeddings": 64,
 }
 EXPERTS = WIDTHS | {"num_hidden_layers": 2}
-LONG_ROPE = {
+LONG_ROPE: Any = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
     "factor": 8.0,
@@ -58,8 +58,7 @@ MODELS: dict[str, Any] = {
     "qwen3": Qwen3Config(**WIDTHS, head_dim=12, architectures=["Qwen3ForCausalLM"]),
     "llama": LlamaConfig(**WIDTHS, rope_parameters=LONG_ROPE, architectures=["LlamaForCausalLM"]),
     "qwen3_moe": Qwen3MoeConfig(
-        **EXPERTS,
-        head_dim=8,
+        **EXPERTS | {"head_dim": 8},
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -253,7 +252,7 @@ def late_weights(engine: Any) -> bool:
 def run_heads(rank: int) -> dict[str, float]:
     """Return the largest differences between a shared vocabulary and a whole one."""
     found = {}
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     # An odd vocabulary; and one that leaves the second rank without a row.
     for vocab, padded in ((13, 7), (4, 4)):
         for chunk in (0, 2):
@@ -263,16 +262,18 @@ def run_heads(rank: int) -> dict[str, float]:
             hidden, targets = torch.rand(5, 8) + 0.1, torch.tensor([0, 2, 3, 2, vocab - 1])
             head = torch.full((2 * padded, 8), 7.0)
             head[:vocab] = whole
-            own = head[rank * padded :][:padded].clone().requires_grad_()
-            h, w, other = (hidden.clone().requires_grad_(), whole.requires_grad_(), hidden.clone())
-            other.requires_grad_()
+            own: Any = head[rank * padded :][:padded].clone().requires_grad_()
+            h, w, other = (x.clone().requires_grad_() for x in (hidden, whole, hidden))
+            leaves: Any = (h, w, other)
             vocabulary = vocabulary_of(group, padded, vocab)
             got = vocab_parallel(h, own, targets, 0.7, vocabulary, chunk=chunk)
             want = log_probs_and_entropy(other, w, targets, 0.7)
             weights = torch.rand(2, 5)
             for outputs in (got, want):
                 (torch.stack(outputs) * weights).sum().backward()
-            dist.all_reduce(h.grad)
+            grads: list[Any] = [x.grad for x in (own, *leaves)]
+            to_own, to_h, to_w, to_other = grads
+            dist.all_reduce(to_h)
             squares = sum_of_squares(hidden, own, 0.7, vocabulary)
             rows = slice(rank * padded, min(vocab, (rank + 1) * padded))
             n = vocabulary.rows
@@ -280,9 +281,9 @@ def run_heads(rank: int) -> dict[str, float]:
             found[name] = max(
                 *(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)),
                 float((squares - plain_squares(hidden, whole, 0.7)).abs().max()),
-                float((own.grad[:n] - w.grad[rows]).nan_to_num().abs().sum()),
-                float(own.grad[n:].abs().sum()),
-                float((h.grad - other.grad).nan_to_num().abs().max()),
+                float((to_own[:n] - to_w[rows]).nan_to_num().abs().sum()),
+                float(to_own[n:].abs().sum()),
+                float((to_h - to_other).nan_to_num().abs().max()),
             )
     return found
 

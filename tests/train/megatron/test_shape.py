@@ -31,7 +31,7 @@ ORDER = "tp-cp-ep-dp-pp"
         {"context": 4, "expert": 2, "expert_tensor": 4},
     ],
 )
-def test_a_rank_has_the_place_that_megatron_gives_it(sizes: dict[str, int]) -> None:
+def test_a_rank_has_the_place_that_megatron_gives_it(sizes: dict[str, Any]) -> None:
     shape = Shape(world_size=16, **sizes)
     dense = RankGenerator(
         tp=shape.tensor, cp=shape.context, ep=1, dp=shape.data, pp=shape.pipeline, order=ORDER
@@ -118,7 +118,7 @@ def test_keys_of_megatron_are_not_ignored_by_another_engine() -> None:
     ],
 )
 def test_a_model_that_megatron_cannot_divide_is_refused(
-    model: str, sizes: dict[str, int], change: dict[str, Any], said: str
+    model: str, sizes: dict[str, Any], change: dict[str, Any], said: str
 ) -> None:
     hf = copy.deepcopy(MODELS[model])
     for name, value in change.items():

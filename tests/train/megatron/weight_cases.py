@@ -62,7 +62,7 @@ def run_rank(rank: int, folder: str) -> None:
     shim.install()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results = {f"{name} sync": run_sender(name, folder, rank) for name in SYNCS}
+    results: dict[str, Any] = {f"{name} sync": run_sender(name, folder, rank) for name in SYNCS}
     results |= {name: run_case(name, folder, rank) for name in CASES}
     results |= {f"{model} states": run_states(rank, folder, model) for model in CHAINS}
     torch.save(results, f"{folder}/weights-{rank}.pt")
@@ -126,7 +126,7 @@ def run_case(name: str, folder: str, rank: int) -> dict[str, Any]:
     return found
 
 
-CHAINS = {
+CHAINS: dict[str, list[dict[str, Any]]] = {
     "qwen2": [TP, PP, OVERLAP, CP, TP],
     "mixtral": [EP, SP, PP, SP | EP | {"expert_tensor_parallel_size": 1}, EP],
 }
