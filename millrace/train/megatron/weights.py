@@ -80,14 +80,9 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
             rows = parameter.detach()[box.row : box.row + box.rows]
             own.setdefault(box.name, []).append((box, rows))
     for name, whole in names_of(hf).items():
-        first, rows = _sent(own.get(name, []), whole, place)
-        yield (
-            name,
-            whole,
-            dtype,
-            first,
-            rows if rows is not None else torch.empty((0, *whole[1:]), dtype=dtype),
-        )
+        first, sent = _sent(own.get(name, []), whole, place)
+        none = torch.empty((0, *whole[1:]), dtype=dtype)
+        yield name, whole, dtype, first, none if sent is None else sent
 
 
 def _sent(parts: list[tuple[Box, Tensor]], whole: Sizes, place: Place) -> tuple[int, Tensor | None]:
