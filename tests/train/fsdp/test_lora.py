@@ -133,7 +133,7 @@ def test_every_rank_starts_from_the_base_and_from_the_seeds_adapters(
     ):
         assert name == own and torch.equal(whole, parameter)
     other = lora_cases.with_reference(folder, trainer={"seed": 1})
-    assert not torch.equal(*(next(e.adapters())[3] for e in (alone, other)))
+    assert not torch.equal(*(next(e.adapters())[4] for e in (alone, other)))
 
 
 def test_a_checkpoint_of_two_ranks_holds_adapters_and_goes_on_at_one(
@@ -227,7 +227,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder: st
 @contextmanager
 def without_adapters(engine: Any) -> Iterator[Any]:
     """Set every B to 0 inside the context."""
-    tensors = [own for name, _, _, own in engine.adapters() if name.endswith("lora_B")]
+    tensors = [own for name, *_, own in engine.adapters() if name.endswith("lora_B")]
     kept = [t.clone() for t in tensors]
     for t in tensors:
         t.zero_()
@@ -260,7 +260,7 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_adapters(folder: str
         plain["actor/grad_norm"], rel=0.1
     )
     assert {weight.dtype for _, weight in half.full_weights()} == {torch.bfloat16}
-    assert {dtype for _, _, dtype, _ in half.adapters()} == {torch.float32}
+    assert {dtype for _, _, dtype, *_ in half.adapters()} == {torch.float32}
     asyncio.run(half.close())
 
 
