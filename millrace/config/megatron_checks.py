@@ -11,14 +11,11 @@ from millrace.errors import bad_value
 KEY = "trainer.megatron"
 
 
-def check_megatron(
-    trainer: TrainerConfig, model: ModelConfig, algorithm: AlgorithmConfig, *, colocated: bool
-) -> None:
+def check_megatron(trainer: TrainerConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError at the first check that fails."""
     if trainer.engine != "megatron":
         return
     _check_sizes(trainer.megatron, trainer.ranks)
-    moves = colocated and trainer.device != "cpu"
     fsdp = "or trainer.engine=fsdp"
     for key, value, absent, fix in (
         ("model.lora_rank", model.lora_rank, bool(model.lora_rank), "model.lora_rank=0"),
@@ -37,7 +34,6 @@ def check_megatron(
         ),
         ("trainer.fsdp_size", trainer.fsdp_size, bool(trainer.fsdp_size), "trainer.fsdp_size=0"),
         ("trainer.offload_policy", True, trainer.offload_policy, "trainer.offload_policy=false"),
-        ("trainer.offload", True, trainer.offload and moves, "trainer.offload=false"),
     ):
         if absent:
             raise bad_value(key, value, "the Megatron engine lacks it so far", f"{fix}, {fsdp}")

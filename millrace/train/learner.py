@@ -80,10 +80,6 @@ class Learner(ABC):
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Combine `value` over all ranks, in place, and return it."""
 
-    @abstractmethod
-    def move(self, device: torch.device) -> None:
-        """Move weights and moments to the host, or back to the device."""
-
     def train_on(
         self,
         rows: Rows,

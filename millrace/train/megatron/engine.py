@@ -94,10 +94,14 @@ class MegatronTrainEngine(TrainSteps):
         yield from ()
 
     async def sleep(self) -> None:
-        """Keep the memory: trainer.offload is refused on GPUs."""
+        """Free the memory of optimizer state and gradients on a GPU, if trainer.offload is set."""
+        self.actor.gather()
+        if self.device.type == "cuda" and self.config.trainer.offload:
+            self.actor.park()
+            torch.cuda.empty_cache()
 
     async def wake(self) -> None:
-        """Do nothing: nothing was moved."""
+        self.actor.unpark()
 
     async def close(self) -> None:
         """Wait for a save, and destroy the process groups that `build` made."""

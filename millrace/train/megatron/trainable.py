@@ -131,6 +131,7 @@ class MegatronTrainable(Passes, Learner):
         device: torch.device,
     ) -> None:
         Learner.__init__(self, "actor", actor.optim)
+        self._parked: list[tuple[torch.UntypedStorage, Tensor | int]] = []
         Passes.__init__(self, policy, actor, shape, rank, device)
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=section.use_distributed_optimizer,
@@ -222,5 +223,56 @@ class MegatronTrainable(Passes, Learner):
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def move(self, device: torch.device) -> None:
-        raise NotImplementedError  # refused by `build`
+    def park(self) -> None:
+        """Move the optimizer's weights and moments to the host, and free the gradients' memory.
+
+        The model's own weights stay, because a weight sync reads them. Storages shrink in place, so
+        every view into them stays a view.
+        """
+        if not self._parked:
+            self._parked = [(own, _on_host(own)) for own in self._storages()]
+            self._parked += [(own, own.nbytes()) for own in self._gradients()]
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for own, _ in self._parked:
+                own.resize_(0)
+
+    def unpark(self) -> None:
+        """Undo `park`. The gradients are 0."""
+        for own, copy in self._parked:
+            own.resize_(copy if isinstance(copy, int) else len(copy))
+            whole = torch.empty(0, dtype=torch.uint8, device=own.device).set_(own)
+            if isinstance(copy, int):
+                whole.zero_()
+            else:
+                whole.copy_(copy, non_blocking=True)
+        self._parked = []
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory of main weights and moments that are not in the model's memory."""
+        own = [p.untyped_storage() for p in self.policy.parameters()]
+        found = {storage.data_ptr(): storage for storage in own}
+        kept = set(found)
+        for part in self.parts():
+            inner = part.optimizer
+            main = [p for group in inner.param_groups for p in group["params"]]
+            moments = [x for state in inner.state.values() for x in state.values()]
+            for tensor in (*main, *moments):
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor.device == self.device
+                    and tensor.numel() > 1
+                ):
+                    found[tensor.data_ptr()] = tensor.untyped_storage()
+        by_place = {storage.data_ptr(): storage for storage in found.values()}
+        return [storage for place, storage in by_place.items() if place not in kept]
+
+    def _gradients(self) -> list[torch.UntypedStorage]:
+        buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
+        return [buffer.grad_data.untyped_storage() for buffer in buffers]
+
+
+def _on_host(storage: torch.UntypedStorage) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    copy = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
+    return copy.copy_(whole, non_blocking=True)

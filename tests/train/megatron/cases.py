@@ -76,6 +76,7 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     whole: bool = True
     """Whether every rank has the whole gradients of its weights."""
+    ranks: int = 2
 
 
 TP = {"tensor_model_parallel_size": 2}
@@ -103,6 +104,11 @@ CASES = {
     "PP2, experts": Case("mixtral", PP),
     "TP2, experts": Case("qwen3_moe", SP),
     "TP2, EP2": Case("mixtral", SP | EP | {"expert_tensor_parallel_size": 1}),
+    "TP4, two KV heads": Case("qwen2", {"tensor_model_parallel_size": 4}, ranks=4),
+    "TP2, PP2": Case("qwen3", SP | PP, ranks=4),
+    "TP2, DP2, overlaps": Case("qwen2", SP | OVERLAP, whole=False, ranks=4),
+    "CP2, PP2": Case("qwen3", CP | PP | PLAIN, ranks=4),
+    "PP2, EP2": Case("mixtral", PP | EP, whole=False, ranks=4),
     "full recompute": Case("qwen3", SP | {"recompute_granularity": "full"}),
     "selective recompute": Case(
         "qwen2", TP | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
@@ -157,10 +163,17 @@ def run(engine: Any) -> dict[str, Any]:
     return found
 
 
-def steps(engine: Any, after: Callable[[Any], bool] = lambda _: False) -> dict[str, Any]:
+def steps(
+    engine: Any,
+    between: Callable[[Any], None] = lambda _: None,
+    after: Callable[[Any], bool] = lambda _: False,
+) -> dict[str, Any]:
     """Forget the gradients. Return the metrics of two batches, and the log-probs after them."""
     engine.actor.clear()
-    reports = [asyncio.run(engine.step(batch)) for batch in batches()]
+    reports = []
+    for batch in batches():
+        reports.append(asyncio.run(engine.step(batch)))
+        between(engine)
     return {
         "metrics": [report.metrics for report in reports],
         "late": after(engine),
@@ -169,17 +182,20 @@ def steps(engine: Any, after: Callable[[Any], bool] = lambda _: False) -> dict[s
     }
 
 
-def run_rank(rank: int, folder: str, cases: dict[str, Case]) -> None:
-    """Run every case, in one of two processes, and write its results."""
+def run_rank(rank: int, folder: str, size: int) -> None:
+    """Run every case of `size` ranks, in one of as many processes, and write its results."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     shim.install()
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results: dict[str, Any] = {name: run_case(case, folder, rank) for name, case in cases.items()}
-    results["heads"] = run_heads(rank)
+    store = dist.FileStore(f"{folder}/store {size}", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    results: dict[str, Any] = {
+        name: run_case(case, folder, rank) for name, case in CASES.items() if case.ranks == size
+    }
+    if size == 2:
+        results["heads"] = run_heads(rank)
     results["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    torch.save(results, f"{folder}/results-{rank}.pt")
+    torch.save(results, f"{folder}/results-{size}-{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -202,17 +218,28 @@ def conform(rank: int, folder: str) -> None:
 
 
 def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
-    config = config_of("megatron", case.keys, 2)
-    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
+    config = config_of("megatron", case.keys, case.ranks)
+    model = f"{folder}/{case.model}"
+    engine = megatron.build(config, model, rank=rank, world_size=case.ranks)
     found = run(engine)
     if case.whole:
         gradients = {n: p.main_grad.clone() for n, p in engine.policy.named_parameters()}
         found["gradients"] = compare(engine, gradients, f"{folder}/{case.model} gradients")
-    found |= steps(engine, late_weights)
+    found |= steps(engine, sleep, late_weights)
     weights = {n: p.detach() for n, p in engine.policy.named_parameters()}
     found["weights"] = compare(engine, weights, f"{folder}/{case.model} after")
     asyncio.run(engine.close())
     return found
+
+
+def sleep(engine: Any) -> None:
+    """Park the optimizer state, as on a GPU. The weights stay readable."""
+    before = sum(float(p.double().sum()) for p in engine.policy.parameters())
+    engine.actor.park()
+    parked = [own for own, _ in engine.actor._parked]
+    assert parked and not any(own.nbytes() for own in parked)
+    assert before == sum(float(p.double().sum()) for p in engine.policy.parameters())
+    engine.actor.unpark()
 
 
 def late_weights(engine: Any) -> bool:

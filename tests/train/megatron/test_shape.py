@@ -70,15 +70,6 @@ def config(megatron: dict[str, Any], **sections: Any) -> Config:
         ({}, {"algorithm": {"adv_estimator": "gae"}}, "algorithm.adv_estimator"),
         ({}, {"trainer": {"fsdp_size": 1}}, "trainer.fsdp_size"),
         ({}, {"trainer": {"offload_policy": True}}, "trainer.offload_policy"),
-        (
-            {},
-            {
-                "trainer": {"device": "cuda"},
-                "rollout": {"n_gpus_per_node": 2},
-                "async_training": {"placement": "colocated"},
-            },
-            "trainer.offload ",
-        ),
     ],
 )
 def test_what_the_engine_lacks_is_refused_by_name(
