@@ -81,13 +81,8 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
             own.setdefault(box.name, []).append((box, rows))
     for name, whole in names_of(hf).items():
         first, sent = _sent(own.get(name, []), whole, place)
-        yield (
-            name,
-            whole,
-            dtype,
-            first,
-            sent if sent is not None else torch.empty((0, *whole[1:]), dtype=dtype),
-        )
+        none = torch.empty((0, *whole[1:]), dtype=dtype)
+        yield name, whole, dtype, first, none if sent is None else sent
 
 
 def _sent(parts: list[tuple[Box, Tensor]], whole: Sizes, place: Place) -> tuple[int, Tensor | None]:

@@ -227,7 +227,7 @@ def test_the_reference_is_the_policy_that_rl_starts_from_and_stays_it(folder: st
 @contextmanager
 def without_adapters(engine: Any) -> Iterator[Any]:
     """Set every B to 0 inside the context."""
-    tensors = [own for name, _, _, _, own in engine.adapters() if name.endswith("lora_B")]
+    tensors = [own for name, *_, own in engine.adapters() if name.endswith("lora_B")]
     kept = [t.clone() for t in tensors]
     for t in tensors:
         t.zero_()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from millrace.config import Config
 from millrace.decode import engine as rollout
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, join_sender
@@ -64,7 +65,9 @@ def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     results: dict[str, Any] = {f"{name} sync": run_sender(name, folder, rank) for name in SYNCS}
     results |= {name: run_case(name, folder, rank) for name in CASES}
-    results |= {f"{model} states": run_states(rank, folder, model) for model in CHAINS}
+    for dtype, chains in (("float32", CHAINS), ("bfloat16", HALF_CHAINS)):
+        for model, chain in chains.items():
+            results[f"{model} {dtype}"] = run_states(rank, folder, model, chain, dtype)
     torch.save(results, f"{folder}/weights-{rank}.pt")
     dist.destroy_process_group()
 
@@ -131,13 +134,19 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [EP, SP, PP, SP | EP | {"expert_tensor_parallel_size": 1}, EP],
 }
 """Shapes of a model. Each loads the state that the one before it saved. The last is the first."""
+HALF_CHAINS: dict[str, list[dict[str, Any]]] = {"qwen2": [OVERLAP, TP | PLAIN, PP, OVERLAP]}
+"""The same with weights in bfloat16, of which the optimizer has float32 copies."""
 
 
-def run_states(rank: int, folder: str, model: str) -> dict[str, Any]:
+def run_states(
+    rank: int, folder: str, model: str, chain: list[dict[str, Any]], dtype: str
+) -> dict[str, Any]:
     """Return the weights and metrics of a step before and after a way through all shapes."""
 
     def built(keys: dict[str, Any]) -> Any:
-        config = config_of("megatron", keys, 2)
+        tree = config_of("megatron", keys, 2).model_dump()
+        tree["model"]["dtype"] = dtype
+        config = Config.model_validate(tree)
         engine = megatron.build(config, f"{folder}/{model}", rank=rank, world_size=2)
         engine.restart(OPTIM, HORIZON)
         return engine
@@ -149,12 +158,13 @@ def run_states(rank: int, folder: str, model: str) -> dict[str, Any]:
         return {"metrics": metrics, "weights": weights}
 
     def path(number: int) -> str:
-        return f"{folder}/{model} state {number}"
+        return f"{folder}/{model} {dtype} state {number}"
 
-    first, *others, last = CHAINS[model]
+    first, *others, last = chain
     engine = built(first)
-    asyncio.run(engine.load(f"{folder}/{model} state of fsdp"))
-    asyncio.run(engine.save(f"{folder}/{model} state of fsdp again"))
+    if dtype == "float32":
+        asyncio.run(engine.load(f"{folder}/{model} state of fsdp"))
+        asyncio.run(engine.save(f"{folder}/{model} state of fsdp again"))
     asyncio.run(engine.step(batches()[0]))
     asyncio.run(engine.save(path(0), staged=True))
     want = stepped(engine)  # while the state is written
