@@ -213,8 +213,8 @@ def _check_judge(reward: RewardConfig) -> None:
 
 
 def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
-    needed = {"model.lora_rank": model.lora_rank and "peft"}
-    needed["trainer.engine"] = trainer.engine == "megatron" and "megatron-core"
+    needed = {"model.lora_rank": "peft" if model.lora_rank else ""}
+    needed["trainer.engine"] = "megatron-core" if trainer.engine == "megatron" else ""
     for key, name in needed.items():
         if name and importlib.util.find_spec(name.removesuffix("-core")) is None:
             raise MissingDependency(f"{key} needs {name}. Fix: {INSTALL[name]}.")
