@@ -60,7 +60,7 @@ lint: .venv/.test
 
 .venv/.test: .venv/.run
 	@echo "installing the packages of the tests ..."
-	@$(PIP) -e '.[test,clients,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
+	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
 	@touch $@
 
 # vLLM's audio and vision packages have no CPU builds, and transformers cannot be imported with

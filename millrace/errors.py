@@ -72,6 +72,7 @@ INSTALL = {
     "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
     "gymnasium": "pip install 'gymnasium>=1'",
     "mcp": "pip install 'mcp>=2'",
+    "megatron-core": "pip install 'megatron-core==0.16.1'",
     "mlflow-skinny": "pip install 'mlflow-skinny>=3' 'sqlalchemy>=2' 'alembic>=1.13'",
     "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",

@@ -218,7 +218,8 @@ class TrainEngine(Protocol):
 class WeightSource(Protocol):
     """The in-process side of a trainer rank, from which a sync reads.
 
-    A shard is a tensor's name, its whole shape, its dtype in the transfer, and this rank's rows.
+    A shard is a tensor's name, its whole shape, its dtype in the transfer, the first row that this
+    rank sends, and its rows, perhaps none. Every row has one sender. Only values may change later.
     """
 
     @property
@@ -226,11 +227,11 @@ class WeightSource(Protocol):
         """Return the compute device. The weights may be in host memory."""
         ...
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        """Yield every served tensor, in model order and in the serving dtype, without adapters."""
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, torch.Tensor]]:
+        """Yield every served tensor, in model order, without adapters. It may be collective."""
         ...
 
-    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, torch.Tensor]]:
         """Yield the adapters of each W, in float32, if model.lora_rank is set.
 
         They are W.lora_A [rank, in] and W.lora_B [out, rank].

@@ -228,14 +228,18 @@ def test_few_functions_take_the_whole_configuration() -> None:
     assert len(taking) <= 54, taking
 
 
-def test_the_factory_alone_knows_the_train_engine() -> None:
-    """A second train engine shares the rest of `train/`. The FLOPs count an engine's adapters."""
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_nobody_knows_a_train_engine(engine: str) -> None:
+    """The factory imports it by its name, and shares the rest of `train/` among all engines.
+
+    The FLOPs count an engine's adapters.
+    """
     users = {
         str(p.relative_to(PACKAGE))
         for p in PACKAGE.rglob("*.py")
-        if "from millrace.train.fsdp" in p.read_text() and p.parent.name != "fsdp"
+        if f"millrace.train.{engine}" in p.read_text() and p.parent.name != engine
     }
-    assert users == {"train/factory.py", "bench/flops.py"}
+    assert users == ({"bench/flops.py"} if engine == "fsdp" else set())
 
 
 def test_ray_appears_in_one_file() -> None:

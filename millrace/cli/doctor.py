@@ -56,6 +56,7 @@ _OPTIONAL = {
     "fastapi": ("0.115", INSTALL["fastapi"], "millrace serve"),
     "gymnasium": ("1", INSTALL["gymnasium"], "agents.environment=gymnasium:NAME"),
     "mcp": ("2", INSTALL["mcp"], "agents.environment=mcp:COMMAND"),
+    "megatron-core": ("0.16.1", INSTALL["megatron-core"], "trainer.engine=megatron"),
     "mlflow-skinny": ("3", INSTALL["mlflow-skinny"], "trainer.logger=mlflow"),
     "openai": ("3", INSTALL["openai"], "reward.judge, agents.program"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),

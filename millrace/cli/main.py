@@ -116,10 +116,9 @@ def train(
         return
     from millrace.run import summary
     from millrace.run.stop import StopRequest
-    from millrace.run.train import mode_of
     from millrace.run.train import train as work
 
-    mode = mode_of(config)
+    mode = config.mode_name
     stop = StopRequest()
     outcome = run_async(
         json_,

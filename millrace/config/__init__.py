@@ -18,6 +18,7 @@ from millrace.config.algorithm_keys import (
 from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
 from millrace.config.keys import Config, Derived
+from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.report_keys import ReportConfig
@@ -45,6 +46,7 @@ __all__ = [
     "JudgeConfig",
     "KlCtrlConfig",
     "KlType",
+    "MegatronConfig",
     "MixedReward",
     "ModelConfig",
     "ModelShape",

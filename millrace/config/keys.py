@@ -23,7 +23,7 @@ from millrace.config.section import Section
 from millrace.config.sides import Sides
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
-from millrace.schedule.modes import ModeName, update_steps
+from millrace.schedule.modes import ModeName, name_of, update_steps
 from millrace.schedule.schedule import Schedule
 
 DEFAULT_SAMPLES = 100
@@ -127,6 +127,11 @@ class Config(Section):
         )
         free = a.staleness_threshold > 0 and not self.trainer.deterministic
         return replace(strict, lookahead=a.lookahead or (strict.window if free else 1))
+
+    @property
+    def mode_name(self) -> str:
+        """The name of the mode that the Schedule describes. Overrides may have changed `mode`."""
+        return name_of(self.schedule, self.mode)
 
     @property
     def needs_reference(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.section import Section
 from millrace.errors import ConfigError, bad_value
 
@@ -18,6 +19,10 @@ class TrainerConfig(Section):
 
     Each is one rank of the train engine.
     """
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    """Train engine. megatron needs the extra millrace[megatron]; docs/megatron.md compares them."""
+    megatron: MegatronConfig = MegatronConfig()
+    """How trainer.engine=megatron divides a model among its ranks."""
     fsdp_size: int = Field(0, ge=0)
     """Ranks that share one copy of the model, its gradients and its optimizer state.
 
@@ -157,10 +162,7 @@ class TrainerConfig(Section):
 
     @property
     def shard_size(self) -> int:
-        """Number of ranks that share one copy of the model.
-
-        The ranks of the first copy send the weights.
-        """
+        """Number of ranks that share one copy of the model."""
         return self.fsdp_size or self.ranks
 
     def check(self) -> None:

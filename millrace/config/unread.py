@@ -23,6 +23,7 @@ SWITCHES = {
     "algorithm.norm_adv_by_std_in_grpo",
     "algorithm.use_kl_in_reward",
     "rollout.engine",
+    "trainer.engine",
 }
 """If a layer sets one of these keys to another value, the keys that need it may stay.
 
@@ -86,6 +87,29 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
         "gpu_memory_utilization enforce_eager enable_prefix_caching max_num_batched_tokens "
         "free_cache_engine",
         ({"rollout.engine": ("vllm",)},),
+    ),
+    (
+        "trainer.megatron",
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+        "use_distributed_optimizer overlap_grad_reduce overlap_param_gather recompute_granularity",
+        ({"trainer.engine": ("megatron",)},),
+    ),
+    (
+        "trainer.megatron",
+        "recompute_method recompute_num_layers",
+        (
+            {"trainer.megatron.recompute_granularity": ("full",)},
+            {
+                "trainer.megatron.recompute_granularity": (None,),
+                "model.gradient_checkpointing": (True,),
+            },
+        ),
+    ),
+    (
+        "trainer.megatron",
+        "recompute_modules",
+        ({"trainer.megatron.recompute_granularity": ("selective",)},),
     ),
     (
         "rollout",

@@ -81,7 +81,7 @@ def load_model(
     """
     path = Path(folder)
     model: Any  # transformers' stubs know neither eval() nor to()
-    if not path.is_dir() or _has_weights(path):
+    if not path.is_dir() or has_weights(path):
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=DTYPES[dtype],
@@ -131,7 +131,8 @@ def _first_eos(*sources: Any) -> tuple[int, ...]:
     return ()
 
 
-def _has_weights(path: Path) -> bool:
+def has_weights(path: Path) -> bool:
+    """Return whether a folder has weights in a form that transformers loads."""
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
 
 

@@ -29,7 +29,7 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    on_cpu = config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0})
+    on_cpu = config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0, "engine": "fsdp"})
     config = config.model_copy(update={"trainer": on_cpu})
     parameters = asyncio.run(_write(config, checkpoint, folder))
     for file in (checkpoint / "model").iterdir():

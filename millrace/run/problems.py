@@ -177,7 +177,7 @@ def check_machine(config: Config) -> None:
     _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
-        _check_lora(config.model)
+        _check_training(config.model, config.trainer)
 
 
 def _check_device(trainer: TrainerConfig) -> None:
@@ -214,12 +214,12 @@ def _check_judge(reward: RewardConfig) -> None:
         )
 
 
-def _check_lora(model: ModelConfig) -> None:
-    """Raise MissingDependency if train workers on this machine cannot import peft."""
-    if model.lora_rank and importlib.util.find_spec("peft") is None:
-        raise MissingDependency(
-            f"model.lora_rank needs peft, which is not installed here. Fix: {INSTALL['peft']}."
-        )
+def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
+    needed = {"model.lora_rank": "peft" if model.lora_rank else ""}
+    needed["trainer.engine"] = "megatron-core" if trainer.engine == "megatron" else ""
+    for key, name in needed.items():
+        if name and importlib.util.find_spec(name.removesuffix("-core")) is None:
+            raise MissingDependency(f"{key} needs {name}. Fix: {INSTALL[name]}.")
 
 
 def _check_model(path: str, rollout_engine: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from millrace.config import Config, RolloutConfig
+from millrace.config import Config, GuardConfig, RolloutConfig
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
@@ -39,7 +39,6 @@ from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
-from millrace.schedule.modes import name_of
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
 
@@ -160,7 +159,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 save_freq=c.save_freq,
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
-                guard=make_guard(s.config, rows),
+                guard=make_guard(s.config.guard, rows),
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
@@ -180,7 +179,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             await unless_stopped(recorder.close)
     return Outcome(
         run_dir=s.run.path,
-        mode=mode_of(s.config),
+        mode=s.config.mode_name,
         versions=ledger.version,
         optimizer_steps=int(counts.counts["optimizer_steps"]),
         samples_trained=ledger.retired,
@@ -351,19 +350,11 @@ def drawn_lengths(rollout: RolloutConfig) -> DrawnLengths | None:
     )
 
 
-def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
+def make_guard(section: GuardConfig, rows: dict[int, dict[str, float]]) -> Guard | None:
     """Return the guard, after it has read the rows of earlier attempts."""
-    if not config.guard.enable:
+    if not section.enable:
         return None
-    guard = Guard(config.guard)
+    guard = Guard(section)
     for version, row in rows.items():
         guard.check(version, row)
     return guard
-
-
-def mode_of(config: Config) -> str:
-    """Return the name of the mode that the run's Schedule describes.
-
-    Overrides may have changed it from `config.mode`.
-    """
-    return name_of(config.schedule, config.mode)

@@ -16,8 +16,9 @@ from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Spec, checksum
 from millrace.sync.groups import make_group, wait_for_device
-from millrace.sync.inbox import ADAPTERS, Inbox, read_specs, wire_device
+from millrace.sync.inbox import Inbox, wire_device
 from millrace.sync.proof import bit_sums
+from millrace.sync.table import ADAPTERS, Rows, read_rows, read_specs, sends
 from millrace.types import PolicyVersion
 
 
@@ -107,22 +108,30 @@ def join_inbox(
 ) -> Inbox | AdaptedInbox:
     """Join every trainer rank that sends, and return the inbox of this device.
 
-    This blocks until all devices of the sync have joined.
+    This blocks until all devices of the sync have joined. Raises SyncError unless every row of
+    every tensor has one sender.
     """
+    table = read_rows(store, specs, agreed.ranks)
+    more: dict[int, Rows] = {}
+    if agreed.adapter_scale is not None:
+        adapters = read_specs(store, ADAPTERS)
+        more = read_rows(store, adapters, agreed.ranks, ADAPTERS)
     wire = wire_device(agreed, device)
     position = 1 + replica * agreed.devices + shard
     size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
-    groups = [
-        make_group(store, str(r), wire, position, size, timeout_s) for r in range(agreed.senders)
-    ]
+    groups = {
+        r: make_group(store, str(r), wire, position, size, timeout_s)
+        for r in range(agreed.ranks)
+        if sends(table[r], more.get(r))
+    }
     bucket_bytes = agreed.bucket_bytes
     # vLLM fuses and splits tensors on loading. Bit sums can verify such tensors, but checksums
     # cannot.
-    base = Inbox(groups, specs, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
+    base = Inbox(groups, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
     if agreed.adapter_scale is None:
         return base
     return AdaptedInbox(
         base,
-        Inbox(groups, read_specs(store, ADAPTERS), bucket_bytes, wire, replica),
+        Inbox(groups, adapters, more, bucket_bytes, wire, replica),
         agreed.adapter_scale,
     )

@@ -11,8 +11,8 @@ from millrace.config import Config
 class Agreement:
     """The settings of a weight sync. Every end computes the same ones from the configuration."""
 
-    senders: int
-    """Trainer ranks of the first copy of the model. Each sends its rows."""
+    ranks: int
+    """Trainer ranks. Each tells which rows it sends. Some send none."""
     receivers: int
     """Devices of all replicas."""
     devices: int
@@ -28,7 +28,7 @@ class Agreement:
     def of(cls, config: Config) -> Agreement:
         model, sync = config.model, config.sync
         return cls(
-            senders=config.trainer.shard_size,
+            ranks=config.trainer.ranks,
             receivers=config.rollout.devices,
             devices=config.rollout.tensor_model_parallel_size,
             bucket_bytes=sync.bucket_mb << 20,

@@ -90,24 +90,6 @@ def specs_of(tensors: Mapping[str, Tensor]) -> list[Spec]:
     ]
 
 
-def rows_of(spec: Spec, part: int, parts: int) -> slice:
-    """Return the rows of rank `part` of `parts`, as FSDP2 distributes them.
-
-    Each rank gets ceil(rows / parts) rows, until no rows remain.
-    """
-    rows = spec.shape[0]
-    each = -(-rows // parts)
-    return slice(min(part * each, rows), min((part + 1) * each, rows))
-
-
-def part_of(specs: list[Spec], part: int, parts: int) -> list[Spec]:
-    """Return the specs of the rows that rank `part` of `parts` sends."""
-    if parts == 1:
-        return specs
-    cut = ((s, rows_of(s, part, parts)) for s in specs)
-    return [Spec(s.name, (rows.stop - rows.start, *s.shape[1:]), s.dtype) for s, rows in cut]
-
-
 def plan(specs: list[Spec], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets in order. A tensor larger than a bucket gets its own bucket."""
     buckets: list[Bucket] = []

@@ -1,8 +1,8 @@
 """Weight transfer from the train engine's ranks to every replica, over persistent process groups.
 
-The groups use gloo on CPUs and NCCL on GPUs. Each trainer rank of the first copy of the model has
-its own group with all replicas. It sends its own rows: nothing is gathered, and other copies of the
-model send nothing. `transfer` stages the received weights in separate tensors while rollouts
+The groups use gloo on CPUs and NCCL on GPUs. Each trainer rank that has rows to send has its own
+group with all replicas. It sends its own rows: nothing is gathered. It tells them once, at the
+start. Of several copies of the model, one sends. `transfer` stages the received weights in separate tensors while rollouts
 continue. `activate` then copies them over the live weights between two tokens.
 
 The sender's checksums travel with the weights. A replica verifies them on the received weights, and
@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,17 +27,23 @@ from millrace.ports import TransferReport, WeightHolder, WeightSource
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.background import Background
-from millrace.sync.buckets import Bucket, Spec, part_of, plan, specs_of
+from millrace.sync.buckets import Bucket, plan, specs_of
 from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
-from millrace.sync.inbox import ADAPTERS, IN_FLIGHT, PLAN, Inbox, read_specs, wire_device
+from millrace.sync.inbox import IN_FLIGHT, Inbox, wire_device
+from millrace.sync.table import (
+    ADAPTERS,
+    Shards,
+    compare_specs,
+    part_of,
+    read_specs,
+    sends,
+    tell,
+)
 from millrace.types import PolicyVersion
-
-Shards = Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]
-"""(name, whole shape, dtype of the transfer, this rank's rows in any dtype) of each tensor."""
 
 
 class Sender:
-    """The sending end of one trainer rank of the first copy of the model."""
+    """The sending end of one trainer rank that has rows to send."""
 
     def __init__(
         self,
@@ -57,24 +62,6 @@ class Sender:
         self._sending = Background("sender")
         self._stream = torch.cuda.Stream(wire) if wire.type == "cuda" else None
         """The stream of transfers that run during the engine's steps."""
-
-    @classmethod
-    async def join(cls, source: WeightSource, store: Any, rank: int, agreed: Agreement) -> Sender:
-        """Join the replicas, and return this rank's end. Waits until all have joined."""
-
-        def planned(specs: list[Spec]) -> list[Bucket]:
-            return plan(part_of(specs, rank, agreed.senders), agreed.bucket_bytes)
-
-        buckets = planned(tell_specs(source.shards(), store, rank))
-        adapters = (
-            planned(tell_specs(source.adapters(), store, rank, ADAPTERS))
-            if agreed.adapter_scale is not None
-            else None
-        )
-        wire = wire_device(agreed, source.device)
-        size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
-        group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
-        return cls(source, group, buckets, wire, adapters)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send this rank's rows of the current weights as `version`.
@@ -170,9 +157,14 @@ class Sender:
         """Copy the bucket's tensors into its buffer, cast to the serving dtype."""
         views, rows = bucket.views(buffer.zero_()), []
         for spec in bucket.specs:
-            name, _, _, own = next(shards)
+            name, _, _, _, own = next(shards)
             if name != spec.name:
                 raise SyncError(f"the train engine sends {name}, but the plan expects {spec.name}")
+            if own.shape != spec.shape:
+                raise SyncError(
+                    f"the train engine sends {list(own.shape)} of {name}, "
+                    f"but it told {list(spec.shape)}"
+                )
             rows.append(own.to(self._wire))
         torch._foreach_copy_(list(views.values()), rows)
 
@@ -196,10 +188,9 @@ class Sender:
 
 
 class Silent:
-    """The end of a trainer rank of another copy of the model than the first.
+    """The end of a trainer rank that has no rows to send, such as one of another copy of the model.
 
-    It has the methods of a Sender and sends nothing. A Sender of the first copy sends the same
-    rows.
+    It has the methods of a Sender and sends nothing.
     """
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
@@ -224,8 +215,21 @@ class Silent:
 async def join_sender(
     source: WeightSource, store: Any, rank: int, agreed: Agreement
 ) -> Sender | Silent:
-    """Return the end of trainer rank `rank`. A rank that sends joins the replicas."""
-    return await Sender.join(source, store, rank, agreed) if rank < agreed.senders else Silent()
+    """Tell the rows of trainer rank `rank`, and return its end.
+
+    A rank with rows to send joins the replicas, and waits until all have joined.
+    """
+    specs, rows = tell(source.shards(), store, rank)
+    buckets, adapters, more = plan(part_of(specs, rows), agreed.bucket_bytes), None, None
+    if agreed.adapter_scale is not None:
+        specs, more = tell(source.adapters(), store, rank, ADAPTERS)
+        adapters = plan(part_of(specs, more), agreed.bucket_bytes)
+    if not sends(rows, more):
+        return Silent()
+    wire = wire_device(agreed, source.device)
+    size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
+    group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
+    return Sender(source, group, buckets, wire, adapters)
 
 
 class Receiver:
@@ -245,7 +249,7 @@ class Receiver:
         Raises SyncError, with the first tensor that differs, if the models differ.
         """
         specs = await asyncio.to_thread(read_specs, store)
-        _compare_specs(specs, specs_of(holder.weights()), replica)
+        compare_specs(specs, specs_of(holder.weights()), "the trainer", f"replica {replica}")
         device = next(iter(holder.weights().values())).device
         return cls(
             holder,
@@ -278,25 +282,3 @@ class Receiver:
         after = time.perf_counter()
         self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
-
-
-def tell_specs(shards: Shards, store: Any, rank: int, key: str = PLAN) -> list[Spec]:
-    """Return the specs of the tensors to send, in order. Rank 0 also writes them to the store."""
-    specs = [
-        Spec(name, tuple(shape), str(dtype).removeprefix("torch."))
-        for name, shape, dtype, _ in shards
-    ]
-    if rank == 0:
-        store.set(key, msgspec.json.encode(specs))
-    return specs
-
-
-def _compare_specs(sent: list[Spec], own: list[Spec], replica: int) -> None:
-    for s, o in zip(sent, own, strict=False):
-        if s != o:
-            raise SyncError(
-                f"replica {replica} has {o.name} {o.dtype}{list(o.shape)} "
-                f"where the trainer has {s.name} {s.dtype}{list(s.shape)}"
-            )
-    if len(sent) != len(own):
-        raise SyncError(f"replica {replica} has {len(own)} tensors, the trainer {len(sent)}")

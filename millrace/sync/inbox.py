@@ -6,19 +6,16 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import Bucket, Spec, checksum, part_of, plan, rows_of
+from millrace.sync.buckets import Bucket, Spec, checksum, plan
 from millrace.sync.groups import broadcast, finish, start_broadcast, wait_for_device
+from millrace.sync.table import Rows, part_of, rows_in
 from millrace.types import PolicyVersion
 
-PLAN = "millrace/sync/plan"
-ADAPTERS = "millrace/sync/adapters"
-"""The keys under which trainer rank 0 writes the specs of its tensors."""
 IN_FLIGHT = 3  # buckets of one sender
 
 
@@ -31,14 +28,16 @@ class Inbox:
 
     def __init__(
         self,
-        groups: list[Any],
+        groups: Mapping[int, Any],
         specs: list[Spec],
+        table: Mapping[int, Rows],
         bucket_bytes: int,
         wire: torch.device,
         replica: int,
         *,
         with_bit_sums: bool = False,
     ) -> None:
+        """Allocate the staged tensors. `groups` and `table` are by the ranks of the senders."""
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
         """`proof.bit_sum` of every staged tensor by name, if `with_bit_sums`.
@@ -50,24 +49,25 @@ class Inbox:
         self._specs = specs
         self._wire = wire
         self._replica = replica
-        self._plans = [
-            plan(part_of(specs, r, len(groups)), bucket_bytes) for r in range(len(groups))
-        ]
+        self._plans = {r: plan(part_of(specs, table[r]), bucket_bytes) for r in groups}
         whole = (
             [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs]
             if len(groups) > 1
             else []
         )
-        self._buffers = [self._landing(buckets, alone=not whole) for buckets in self._plans]
+        self._buffers = {r: self._landing(p, alone=not whole) for r, p in self._plans.items()}
         # Computed once: this process decodes while a thread receives, and Python work in the thread
         # slows both down.
-        self._rows = [self._moves(r, whole) for r in range(len(groups))] if whole else []
-        only = zip(self._plans[0], self._buffers[0], strict=False)
+        self._rows = {r: self._moves(r, whole, table[r]) for r in groups} if whole else {}
+        only = next(iter(groups))
+        arrive = zip(self._plans[only], self._buffers[only], strict=True)
         self.staged = (
             dict(zip((s.name for s in specs), whole, strict=True))
             if whole
             else {
-                name: view for bucket, buffer in only for name, view in bucket.views(buffer).items()
+                name: view
+                for bucket, buffer in arrive
+                for name, view in bucket.views(buffer).items()
             }
         )
         """Whole tensors, for `swap`."""
@@ -87,11 +87,12 @@ class Inbox:
         ]
         return [ring[k % IN_FLIGHT][: b.num_bytes] for k, b in enumerate(buckets)]
 
-    def _moves(self, rank: int, whole: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _moves(
+        self, rank: int, whole: list[Tensor], rows: Rows
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return for each bucket of sender `rank` its copies: (targets, rows in the buffer)."""
-        parts = len(self._groups)
         at = {
-            s.name: tensor[rows_of(s, rank, parts)]
+            s.name: rows_in(tensor, s.name, rows)
             for s, tensor in zip(self._specs, whole, strict=True)
         }
         arrive = [
@@ -106,7 +107,7 @@ class Inbox:
         This blocks, so call it in a thread.
         """
         self.version, self.bit_sums = None, {}
-        sums: list[list[Tensor]] = [[] for _ in self._groups]
+        sums: dict[int, list[Tensor]] = {rank: [] for rank in self._groups}
         in_flight: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
 
         def land(rank: int) -> None:
@@ -126,7 +127,7 @@ class Inbox:
         for rank in list(in_flight):
             while in_flight[rank]:
                 land(rank)
-        for rank, parts in enumerate(sums):
+        for rank, parts in sums.items():
             own = torch.cat(parts)
             sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
             broadcast(self._groups[rank], sent)
@@ -170,17 +171,14 @@ class Inbox:
 
     def _in_order(self) -> list[tuple[int, int]]:
         """Return the pairs (bucket, sender): bucket 0 of every sender, bucket 1, and so on."""
-        longest = max(len(buckets) for buckets in self._plans)
+        longest = max(len(buckets) for buckets in self._plans.values())
         return [
-            (k, r)
-            for k in range(longest)
-            for r, buckets in enumerate(self._plans)
-            if k < len(buckets)
+            (k, r) for k in range(longest) for r, buckets in self._plans.items() if k < len(buckets)
         ]
 
     @property
     def _num_bytes(self) -> int:
-        return sum(bucket.num_bytes for buckets in self._plans for bucket in buckets)
+        return sum(bucket.num_bytes for buckets in self._plans.values() for bucket in buckets)
 
     def compare(
         self,
@@ -208,11 +206,6 @@ class Inbox:
                 f"are not the trainer's: {self._specs[wrong[0]].name}{more} "
                 f"differ in checksum{whose}; it must not serve them"
             )
-
-
-def read_specs(store: Any, key: str = PLAN) -> list[Spec]:
-    """Return the specs that trainer rank 0 writes to the store. Blocks until they are there."""
-    return msgspec.json.decode(store.get(key), type=list[Spec])
 
 
 def wire_device(agreed: Agreement, device: torch.device) -> torch.device:

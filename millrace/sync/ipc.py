@@ -26,8 +26,8 @@ from millrace.errors import SyncError
 from millrace.ports import TransferReport, WeightSource
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, plan
-from millrace.sync.collective import tell_specs
 from millrace.sync.groups import finish, make_group, receive, start_send, wait_for_device
+from millrace.sync.table import tell
 from millrace.types import PolicyVersion
 
 _SLOTS = 2
@@ -127,7 +127,8 @@ class IpcSender:
     ) -> IpcSender:
         """Announce the slots, and wait for the replica that maps them."""
         device = source.device
-        buckets = plan(tell_specs(source.shards(), store, rank), agreed.bucket_bytes)
+        specs, _ = tell(source.shards(), store, rank, rows=False)
+        buckets = plan(specs, agreed.bucket_bytes)
         largest = max(b.num_bytes for b in buckets)
         slots = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         name = _name(device)

@@ -1,6 +1,9 @@
-"""The factory of train engines: the only module that names them."""
+"""The factory of train engines: each has a folder here, with the name of its trainer.engine."""
 
 from __future__ import annotations
+
+import importlib
+from typing import cast
 
 from millrace.config import Config
 from millrace.ports import TrainRank
@@ -12,6 +15,5 @@ def train_engine(config: Config, model_folder: str, *, rank: int, world_size: in
     With several ranks, the default process group must exist and have a CPU backend. The engine is
     imported here, at first use.
     """
-    from millrace.train.fsdp import engine as fsdp_train
-
-    return fsdp_train.build(config, model_folder, rank=rank, world_size=world_size)
+    engine = importlib.import_module(f"millrace.train.{config.trainer.engine}.engine")
+    return cast(TrainRank, engine.build(config, model_folder, rank=rank, world_size=world_size))

@@ -58,6 +58,8 @@ class Meter:
 
     def take(self) -> Tensor:
         """Return this rank's sums [S] float64 of the step so far, and reset them."""
+        if not self._pending:  # another rank counts the tokens of this one
+            return torch.zeros(len(self.sums), dtype=torch.float64)
         sums = torch.stack(self._pending).sum(0)
         self._pending = []
         return sums

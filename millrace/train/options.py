@@ -8,7 +8,7 @@ from millrace.algorithms.correction_plan import CorrectionPlan, Place
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import JOINS_TOKENS, AggMode, default_aggregation
-from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig
+from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig, SftConfig
 from millrace.ports import Phase
 
 
@@ -105,9 +105,8 @@ def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
     )
 
 
-def optim_of(config: Config, phase: Phase) -> OptimConfig:
+def optim_of(optim: OptimConfig, sft: SftConfig, phase: Phase) -> OptimConfig:
     """Return the policy's optimizer settings in a phase."""
-    optim, sft = config.actor.optim, config.sft
     if phase == "rl":
         return optim
     shape = {

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.errors import CheckpointError
 from millrace.sync.background import Background
+from millrace.train.chunks import Chunks
 
 
 class StateWriter:
@@ -100,6 +101,8 @@ def on_host(value: Any) -> Any:
         return {key: on_host(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(on_host(part) for part in value)
+    if isinstance(value, Chunks):
+        return Chunks(tuple(value.shape), on_host(value.parts))
     if isinstance(value, DTensor):
         # from_local would move the copy back to its mesh's device.
         return DTensor(on_host(value.to_local()), value._spec, requires_grad=False)

@@ -44,9 +44,10 @@ from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
-from millrace.sync.inbox import Inbox, read_specs
+from millrace.sync.inbox import Inbox
 from millrace.sync.proof import bit_sums
 from millrace.sync.store import bound_store
+from millrace.sync.table import read_specs
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 def least(requirements: list[str]) -> dict[str, str]:
     """Return the name and the oldest version of each requirement."""
-    found = [re.fullmatch(r"([\w-]+)>=([\d.]+)(,.*)?", line) for line in requirements]
+    found = [re.fullmatch(r"([\w-]+)[>=]=([\d.]+)(,.*)?", line) for line in requirements]
     assert all(found), requirements
     return {match[1]: match[2] for match in found if match}
 

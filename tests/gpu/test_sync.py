@@ -20,6 +20,7 @@ from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import checksum, plan, specs_of
 from millrace.sync.ipc import IpcInbox, IpcSender
 from millrace.sync.proof import bit_sums
+from millrace.sync.table import Shards
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -50,8 +51,8 @@ class Source:
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
-        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.tensors.items())
+    def shards(self) -> Shards:
+        yield from ((name, tuple(t.shape), t.dtype, 0, t) for name, t in self.tensors.items())
 
 
 def replica(_: int, port: int) -> None:

@@ -13,12 +13,12 @@ import torch
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
+from millrace.train import packed_attention as attention
 from millrace.train.fsdp import engine as fsdp_train
-from millrace.train.fsdp import packed_attention as attention
 from millrace.train.fsdp import sharding
 from millrace.train.fsdp.engine import FsdpTrainEngine
-from millrace.train.fsdp.log_probs import log_probs_and_entropy
 from millrace.train.layout import make_layout
+from millrace.train.log_probs import log_probs_and_entropy
 from tests.train.samples import VOCAB, random_samples
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from millrace.config.keys import Trained
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Manifest
 from millrace.run.session import check_end, trained_by
-from millrace.train.fsdp.optim import lr_at
+from millrace.train.optim import lr_at
 
 LIMITS = ("rollout.total_rollout_steps", "trainer.total_epochs", "trainer.total_training_steps")
 SIZE = ["actor.ppo_mini_batch_size=4", "async_training.trigger_parameter_sync_step=2"]

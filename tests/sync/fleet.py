@@ -15,6 +15,7 @@ from millrace.config import Config
 from millrace.ports import TransferReport
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender, join_sender
+from millrace.sync.table import Shards
 
 TRAINERS, REPLICAS = 2, 2
 
@@ -38,18 +39,19 @@ def model(seed: int) -> dict[str, Tensor]:
 class Source:
     """The weights of one trainer rank: the rows that FSDP2 would give it.
 
-    TRAINERS ranks share one copy of the model.
+    TRAINERS ranks share one copy of the model. Ranks of other copies send no rows.
     """
 
     tensors: dict[str, Tensor]
     rank: int
     device = torch.device("cpu")
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+    def shards(self) -> Shards:
         for name, tensor in self.tensors.items():
-            chunks, part = torch.chunk(tensor, TRAINERS), self.rank % TRAINERS
-            own = chunks[part] if part < len(chunks) else tensor[:0]
-            yield name, tuple(tensor.shape), tensor.dtype, own
+            chunks, firsts = torch.chunk(tensor, TRAINERS), [0]
+            firsts += torch.tensor([len(chunk) for chunk in chunks]).cumsum(0).tolist()
+            own = chunks[self.rank] if self.rank < len(chunks) else tensor[:0]
+            yield name, tuple(tensor.shape), tensor.dtype, firsts[min(self.rank, len(chunks))], own
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("a transfer between devices gathers nothing")

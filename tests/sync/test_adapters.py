@@ -26,8 +26,9 @@ from millrace.sync import collective
 from millrace.sync.adapters import AdaptedInbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN
-from millrace.sync.collective import Receiver, Sender, Shards, join_sender
+from millrace.sync.collective import Receiver, join_sender
 from millrace.sync.proof import bit_sums
+from millrace.sync.table import Shards
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
 from tests.sync.fleet import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model
@@ -332,10 +333,10 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             dist.HashStore(),
         )
         sender, receiver = await asyncio.gather(
-            Sender.join(engine, store, 0, Agreement.of(config)),
+            join_sender(engine, store, 0, Agreement.of(config)),
             Receiver.join(replica, store, 0, Agreement.of(config)),
         )
-        base, seen = {name: own.clone() for name, _, _, own in engine.shards()}, []
+        base, seen = {name: own.clone() for name, _, _, _, own in engine.shards()}, []
         prompt = Prompt(0, tokens_of([2, 5, 3]), "", "d")
         for version in range(4):
             sending = asyncio.to_thread(asyncio.run, sender.transfer(version))  # type: ignore[arg-type]
@@ -354,10 +355,10 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             (own,) = await engine.log_probs((sample,))
             assert own == pytest.approx(drawn, abs=1e-5)
             await engine.step(TrainBatch(random_samples(version, [4, 4]), version))
-        assert all(torch.equal(own, base[name]) for name, _, _, own in engine.shards())
+        assert all(torch.equal(own, base[name]) for name, _, _, _, own in engine.shards())
         moved = max(float((t - base[name]).abs().max()) for name, t in engine.full_weights())
         assert moved > 1e-2
-        low_rank = sum(4 * own.numel() for _, _, _, own in engine.adapters())
+        low_rank = sum(4 * own.numel() for *_, own in engine.adapters())
         assert seen[1:] == [seen[1]] * 3 and seen[0] > seen[1] >= low_rank
         await replica.close()
 

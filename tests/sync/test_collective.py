@@ -20,9 +20,9 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
-from millrace.sync import collective, inbox
+from millrace.sync import collective, table
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import ALIGN, Bucket, part_of, plan, specs_of
+from millrace.sync.buckets import ALIGN, Bucket, plan, specs_of
 from millrace.sync.collective import Receiver, Sender
 from tests.sync.fleet import (
     REPLICAS,
@@ -108,10 +108,11 @@ class Slow(Sender):
 def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_told_once() -> None:
     async def main() -> None:
         tensors = model(1)
+        source = Source(tensors, 0)
         sender = Slow(
-            Source(tensors, 0),  # type: ignore[arg-type]
+            source,  # type: ignore[arg-type]
             None,
-            plan(part_of(specs_of(tensors), 0, TRAINERS), 1 << 20),
+            plan([*specs_of({n: t for n, *_, t in source.shards()})], 1 << 20),
             torch.device("cpu"),
         )
         await sender.keep(1)
@@ -313,7 +314,7 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
 ) -> None:
     store = dist.HashStore()
     store.set(
-        inbox.PLAN,
+        table.PLAN,
         msgspec.json.encode(specs_of(model(0))),  # type: ignore[arg-type]
     )  # the rest of Sender.join waits for the replicas
     with pytest.raises(SyncError, match=message):

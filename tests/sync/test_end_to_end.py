@@ -31,7 +31,7 @@ from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.sync.agreement import Agreement
-from millrace.sync.collective import Receiver, Sender
+from millrace.sync.collective import Receiver, Sender, join_sender
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
@@ -127,7 +127,7 @@ async def train(
     replicas = [torch_rollout.build(c.sides, c.model, folder), broken]
     store = dist.HashStore()
     joined = await asyncio.gather(
-        Sender.join(engine, store, 0, Agreement.of(c)),
+        join_sender(engine, store, 0, Agreement.of(c)),
         *(Receiver.join(replica, store, i, Agreement.of(c)) for i, replica in enumerate(replicas)),
     )
     ledger = Ledger(c.schedule, samples)

@@ -27,6 +27,7 @@ from millrace.sync.buckets import plan, specs_of
 from millrace.sync.groups import make_group
 from millrace.sync.ipc import IpcInbox, IpcSender, fits
 from millrace.sync.proof import bit_sums
+from millrace.sync.table import Shards
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ class Source:
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Tensor]]:
+    def shards(self) -> Shards:
         raise AssertionError("whole tensors are handed over")
 
 

@@ -255,7 +255,7 @@ def run_copies(folder: Any, rank: Any) -> dict[str, Any]:
     case = CASES["one micro-batch"]
     engine = engine_of(case, folder, rank, "2 x 2")
     asyncio.run(engine.load(f"{folder}/checkpoint"))
-    rows = {name: own.clone() for name, _, _, own in engine.shards()}
+    rows = {name: (first, own.clone()) for name, _, _, first, own in engine.shards()}
     last = asyncio.run(engine.step(batches_of(case)[0])).metrics
     asyncio.run(engine.save(f"{folder}/checkpoint of copies"))
     exchanged = {keeps: exchanges(engine, keeps) for keeps in (True, False)}

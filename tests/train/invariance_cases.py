@@ -17,11 +17,11 @@ from millrace.ports import TrainBatch
 from millrace.train.experience import Models, make_experience
 from millrace.train.fsdp.critic import PackedCritic
 from millrace.train.fsdp.engine import FsdpTrainEngine
-from millrace.train.fsdp.optim import gradients_of
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
 from millrace.train.metrics import Meter
 from millrace.train.mini_batch import mini_batches, settle
+from millrace.train.optim import gradients_of
 from millrace.train.options import step_options
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.train.rows import arrays_of

@@ -15,7 +15,8 @@ from millrace.config import Config, ModelShape
 from millrace.models.model import load_model, write_shape
 from millrace.runtime.worker import _vllm_environment
 from millrace.sync.agreement import Agreement
-from millrace.sync.collective import Sender
+from millrace.sync.collective import join_sender
+from millrace.sync.table import Shards
 from millrace.testing import joined
 from millrace.types import Segment
 from millrace.vllm.receiver import VllmReceiver
@@ -62,9 +63,9 @@ class Replica:
             }
         )
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+    def shards(self) -> Shards:
         yield from (
-            (name, tuple(p.shape), p.dtype, p.detach())
+            (name, tuple(p.shape), p.dtype, 0, p.detach())
             for name, p in self.current.named_parameters()
         )
 
@@ -83,7 +84,7 @@ class Replica:
         tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
         agreed = Agreement.of(self.config)
         self.sender, self.receiver = await asyncio.gather(
-            Sender.join(self, self.store, 0, agreed),  # type: ignore[arg-type]
+            join_sender(self, self.store, 0, agreed),  # type: ignore[arg-type]
             VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from millrace.config import Config
+from millrace.sync.table import Shards
 from millrace.types import SamplingParams, tokens_of
 from tests.vllm.replica import PROMPT, Replica, gap
 
@@ -44,12 +44,14 @@ class Adapted(Replica):
                 tensors[f"{name}.lora_B"] = torch.randn(tensor.shape[0], RANK, generator=noise) / 8
         return tensors
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
-        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.base.items())
+    def shards(self) -> Shards:
+        yield from ((name, tuple(t.shape), t.dtype, 0, t) for name, t in self.base.items())
 
-    def adapters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.Tensor]]:
+    def adapters(self) -> Shards:
         seed = next(seed for seed, model in self.models.items() if model is self.current)
-        yield from ((name, tuple(t.shape), t.dtype, t) for name, t in self.low_rank[seed].items())
+        yield from (
+            (name, tuple(t.shape), t.dtype, 0, t) for name, t in self.low_rank[seed].items()
+        )
 
 
 def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(

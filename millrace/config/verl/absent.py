@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from millrace.config.verl.kinds import Absent
 
-_MEGATRON = Absent("the Megatron engine", "leave the key out: the train engine is FSDP2")
+_MEGATRON = Absent("this setting of Megatron's", "leave the key out, or a key of trainer.megatron")
+_CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2")
+_STAGES = Absent("several parts of a model on each pipeline stage", "leave the key out", (1,))
 _AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
 _PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
 _MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
@@ -45,7 +47,9 @@ _EXPERTS = Absent("expert and data parallel replicas", "rollout.n_gpus_per_node 
 _SHARING = Absent("lending trainer GPUs to rollouts", "leave the key out")
 _MM = Absent("prompts with images, audio or video", "leave the key out")
 _STRATEGY = Absent(
-    "train engines other than FSDP2", "actor_rollout_ref.actor.strategy=fsdp2", ("fsdp", "fsdp2")
+    "train engines other than FSDP2 and Megatron",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    ("fsdp", "fsdp2", "megatron"),
 )
 
 ABSENT: dict[str, Absent] = {
@@ -55,13 +59,13 @@ ABSENT: dict[str, Absent] = {
         "sequence parallelism", _PARALLEL, (1,)
     ),
     "actor.freeze_vision_tower": _MM,
+    "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
     "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
     "actor.optim.optimizer": _OPTIMIZER,
     "actor.optim.optimizer_impl": _OPTIMIZER,
     "actor.optim.override_optimizer_config*": _OVERRIDES,
     "actor.profiler.enable": _PROFILER,
     "actor.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
-    "actor.strategy": _STRATEGY,
     "actor.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "leave the key out"),
     "async_training.use_dynamic_resource_scheduling": _SHARING,
@@ -222,7 +226,8 @@ ABSENT: dict[str, Absent] = {
     "trainer.validation_data_dir": Absent(
         "another folder for transcripts", "the transcripts in the run's folder"
     ),
-    "*.megatron.*": _MEGATRON,
+    "actor.megatron.*": _MEGATRON,
+    "critic.megatron.*": _CRITIC,
     "*.qat.enable": _QUANTIZED,
     "*.router_replay.mode": _MOE,
     "*.veomni.*": _STRATEGY,

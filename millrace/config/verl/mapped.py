@@ -50,6 +50,36 @@ MAPPED: dict[str, Mapped] = {
     "actor.fsdp_config.use_torch_compile": Mapped("model.compile"),
     "actor.grad_clip": Mapped("actor.optim.clip_grad"),
     "actor.loss_scale_factor": Mapped("actor.loss_scale_factor", never),
+    **{
+        f"actor.megatron.{name}": Mapped(f"trainer.megatron.{name}", not_none)
+        for name in (
+            *(f"{part}_model_parallel_size" for part in ("tensor", "pipeline", "expert")),
+            "context_parallel_size",
+            "expert_tensor_parallel_size",
+            "sequence_parallel",
+            "use_distributed_optimizer",
+        )
+    },
+    "actor.megatron.dtype": Mapped("model.dtype", _DTYPE),
+    "actor.megatron.param_offload": Mapped(
+        "trainer.offload", note="it acts on shared devices, and moves the optimizer too"
+    ),
+    **{
+        f"actor.megatron.override_ddp_config.{name}": Mapped(f"trainer.megatron.{name}")
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+    },
+    **{
+        f"actor.megatron.override_transformer_config.{name}": Mapped(
+            f"trainer.megatron.{name}", not_none
+        )
+        for name in (
+            *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+            "recompute_modules",
+        )
+    },
+    "actor.strategy": Mapped(
+        "trainer.engine", one_of(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")
+    ),
     "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
     **{
         f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)

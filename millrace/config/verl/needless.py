@@ -13,6 +13,10 @@ _FAST = "it changes speed alone"
 _FSDP = "the reference policy uses the policy's settings"
 _CLASSIFIER = "a reward model is a classifier in transformers, which draws no tokens"
 _SIDES = ("actor", "critic")
+_FUSIONS = (
+    *("apply_rope", "masked_softmax", "bias_activation", "bias_dropout", "bias_swiglu"),
+    *("gradient_accumulation", "moe_permute", "moe_router"),
+)
 
 NEEDLESS: dict[str, str] = {
     "actor.calculate_entropy": "the entropy is always a metric",
@@ -37,6 +41,26 @@ NEEDLESS: dict[str, str] = {
         for side in _SIDES
         for name in ("fused", "foreach", "capturable", "differentiable")
     },
+    **dict.fromkeys(
+        ("actor.megatron.use_mbridge", "actor.megatron.vanilla_mbridge"),
+        "weights are always read from and written to Hugging Face folders",
+    ),
+    "actor.megatron.use_dist_checkpointing": "a checkpoint loads in any sizes of groups",
+    "actor.megatron.use_remove_padding": _PACKED,
+    "actor.megatron.seed": _SEED,
+    **{
+        f"actor.megatron.{part}_offload": "it moves with the weights: trainer.offload"
+        for part in ("grad", "optimizer")
+    },
+    **{
+        f"actor.megatron.override_transformer_config.{name}": _FAST
+        for name in (
+            *(f"{part}_fusion" for part in _FUSIONS),
+            *("deallocate_pipeline_outputs", "persist_layer_norm", "moe_grouped_gemm"),
+            *("moe_enable_deepep", "moe_token_dispatcher_type", "moe_router_dtype"),
+        )
+    },
+    "ref.megatron.*": _FSDP,
     "actor.optim.zero_indexed_step": "the first step uses lr / lr_warmup_steps",
     "actor.pad_to_length*": _PACKED,
     "actor.ppo_micro_batch_size*": _PACKED,

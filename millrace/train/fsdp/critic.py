@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.train.fsdp import packed_attention as attention
+from millrace.train import packed_attention as attention
 from millrace.train.fsdp.policy import layers_of
 from millrace.train.packing import MicroBatch
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.errors import bad_value
-from millrace.train.fsdp import packed_attention as attention
-from millrace.train.fsdp.log_probs import log_probs_and_entropy, sum_of_squares
+from millrace.train import packed_attention as attention
+from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares
 from millrace.train.packing import MicroBatch
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millrace.config import ModelConfig, TrainerConfig
@@ -164,3 +165,19 @@ def shard(
 def offloads(trainer: TrainerConfig, device: torch.device) -> bool:
     """Return whether weights stay in host memory and are copied to a GPU for use."""
     return trainer.offload_policy and device.type == "cuda"
+
+
+def sent_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """Return the first row and the rows that this rank sends in a weight sync.
+
+    FSDP2 gives each rank of a copy ceil(rows / ranks) rows, until no rows remain. The ranks of all
+    copies but the first send no rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    own, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    if any(coordinate[:-1]):
+        return 0, own[:0]
+    each = -(-tensor.shape[0] // tensor.device_mesh.size(-1))
+    return min(coordinate[-1] * each, tensor.shape[0]), own

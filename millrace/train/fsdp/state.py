@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from millrace.config import Config
 from millrace.errors import CheckpointError
 from millrace.train.fsdp.lora import StartPolicy
-from millrace.train.fsdp.optim import apply_settings
 from millrace.train.fsdp.trainable import Trainable
+from millrace.train.hf_folder import write_model
+from millrace.train.optim import apply_settings
 from millrace.train.state_writer import StateWriter, expect_one_process
-
-SKIPPED_FILES = ("config.json", "generation_config.json")
-"""Files of a model folder that save_pretrained writes itself."""
-SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files in the source folder. An export replaces these weights."""
 
 
 class Restorable(Protocol):
@@ -205,22 +200,6 @@ def export(engine: Restorable, folder: str) -> None:
         if engine.rank == 0:
             weights[name] = tensor.cpu()
     if engine.rank == 0:
-        model: Any = engine.policy.model
-        model.save_pretrained(folder, state_dict=weights)
-        copy_tokenizer(engine.model_folder, folder)
+        write_model(engine.policy.model, weights, engine.model_folder, folder)
     if engine.world_size > 1:
         dist.barrier()
-
-
-def copy_tokenizer(source: str, folder: str) -> None:
-    """Copy the tokenizer's files of a model folder: all files but weights and configs.
-
-    Files that already exist in `folder` are not replaced.
-    """
-    if not Path(source).is_dir():
-        return
-    for file in Path(source).iterdir():
-        target = Path(folder) / file.name
-        skipped = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
-        if file.is_file() and not skipped and not target.exists():
-            shutil.copy(file, target)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,23 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.config import ActorConfig, OptimConfig
-from millrace.errors import MillraceError
-from millrace.train.fsdp.optim import adamw, clip_, gradient_norm, gradients_of, lr_at
 from millrace.train.layout import Ints
+from millrace.train.learner import Learner, LossOf
 from millrace.train.metrics import Meter
+from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
 
-MAX_NONFINITE_STEPS = 3
-"""The run fails after this number of steps in a row without a finite loss and gradient."""
-
 WHOLE_GRADIENT_BYTES = 1 << 30
 
-LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
-"""(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
 
-
-class Trainable:
+class Trainable(Learner):
     """The policy, the critic or the reference.
 
     All ranks make the same calls with the same arguments. `actor` has the token limit of a
@@ -47,7 +40,7 @@ class Trainable:
         world_size: int,
         device: torch.device,
     ) -> None:
-        self.name = name
+        super().__init__(name, actor.optim)
         self.module = module
         self.rank = rank
         self.world_size = world_size
@@ -61,16 +54,10 @@ class Trainable:
         self.keeps_whole_gradients = (
             4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         )
-        self.optim = actor.optim
-        self.horizon = 1
         self.optimizer: torch.optim.AdamW | None = None
-        self.steps = 0
-        """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
-        self.nonfinite_in_a_row = 0
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
-        """Start a new AdamW and LR schedule for `horizon` optimizer steps. Keep the weights."""
-        self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
+        super().begin(optim, horizon)
         self.optimizer = adamw(self.parameters, optim)
 
     def micro_batches(self, rows: Rows, members: Ints) -> Iterator[tuple[MicroBatch, bool]]:
@@ -103,61 +90,19 @@ class Trainable:
             torch.autograd.backward(loss * self.world_size)
             meter.add(sums, outputs[0].detach(), micro)
 
-    def train_on(
-        self,
-        rows: Rows,
-        members: Ints,
-        temperature: float,
-        loss_of: LossOf | None,
-        meter: Meter,
-        *,
-        first_pass: bool,
-    ) -> None:
-        """Take one optimizer step on the rows `members`.
+    def gradient_norm(self) -> Tensor:
+        return gradient_norm(gradients_of(self.parameters))
 
-        A step without a loss counts for the LR schedule, and does not change weights and moments.
-        """
-        if loss_of is None:
-            self.steps += 1
-            meter.empty += 1
-            return
-        self.accumulate(rows, members, temperature, loss_of, meter)
-        self.optimizer_step(meter, first_pass=first_pass)
+    def apply(self, lr: float, norm: float) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        clip_(gradients_of(self.parameters), norm, self.optim.clip_grad)
+        self.optimizer.step()
 
-    def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
-        """Clip the gradients and step, or skip the step if the loss or the norm is not finite.
-
-        The loss and the norm are global, so all ranks decide alike. Raises MillraceError before
-        `begin`, and after MAX_NONFINITE_STEPS steps in a row without a finite loss and gradient.
-        """
-        if self.optimizer is None:
-            raise MillraceError(
-                "the train engine has no optimizer. "
-                "Fix: call begin(optim, horizon) before the first step"
-            )
-        lr = lr_at(self.optim, self.horizon, self.steps)
-        gradients = gradients_of(self.parameters)
-        sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
-        # This is the only place in an optimizer step where the host waits for the device.
-        *values, norm = torch.cat([sums, gradient_norm(gradients).to(sums).reshape(1)]).tolist()
-        self.steps += 1
-        if math.isfinite(norm) and math.isfinite(values[0]):
-            self.nonfinite_in_a_row = 0
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            clip_(gradients, norm, self.optim.clip_grad)
-            self.optimizer.step()
-            meter.finish(values, norm, lr, first_pass=first_pass)
-        else:
-            self.nonfinite_in_a_row += 1
-            meter.skip_nonfinite()
+    def clear(self) -> None:
+        assert self.optimizer is not None
         self.optimizer.zero_grad()
-        if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
-            raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a loss of the {self.name} "
-                f"or a gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
-                f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
-            )
 
     @torch.no_grad()
     def tokens(

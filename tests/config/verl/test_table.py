@@ -39,7 +39,7 @@ def test_every_entry_matches_a_key_of_verl_or_its_older_spelling() -> None:
     names = [name for table in (MAPPED, ABSENT, NEEDLESS, JOINED) for name in table]
     assert len(names) == len(set(names))
     for name in names:
-        added = any(part in name for part in ("overlong_buffer", "max_resp_len", ".override_"))
+        added = any(p in name for p in ("overlong", "max_resp_len", ".override_", ".megatron."))
         assert "*" in name or name in spelled or name in OLDER or added, name
 
 
@@ -91,11 +91,7 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
             0.3,
             {"actor": {"clip_ratio_low": 0.3, "clip_ratio_high": 0.3}},
         ),
-        (
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
-            4,
-            {"rollout": {"engine_kwargs": {"swap_space": 4}}},
-        ),
+        ("rollout.engine_kwargs.vllm.swap_space", 4, {"rollout": {"engine_kwargs": {"swap_space": 4}}}),
         ("actor_rollout_ref.rollout.enable_chunked_prefill", True, {}),
         (
             "actor_rollout_ref.rollout.enable_chunked_prefill",
@@ -111,10 +107,12 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         ("actor_rollout_ref.rollout.nnodes", 0, {}),
         ("actor_rollout_ref.rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
         ("actor_rollout_ref.actor.use_dynamic_bsz", True, {}),
+        ("actor_rollout_ref.actor.strategy", "megatron", {"trainer": {"engine": "megatron"}}),
+        ("actor.megatron.context_parallel_size", 4, {"trainer": {"megatron": {"context_parallel_size": 4}}}),
+        ("actor.megatron.expert_tensor_parallel_size", None, {}),
+        ("actor.megatron.use_mbridge", True, {}),
         ("trainer.v1.trainer_mode", "separate_async", {"mode": "async_partial"}),
-        ("algorithm.rollout_correction.bypass_mode", False, BYPASS := {
-            "async_training": {"use_rollout_log_probs": False}
-        }),
+        ("algorithm.rollout_correction.bypass_mode", False, BYPASS := {"async_training": {"use_rollout_log_probs": False}}),
         ("async_training.compute_prox_log_prob", True, BYPASS),
         ("actor_rollout_ref.rollout.multi_turn.enable", False, {}),
         ("actor_rollout_ref.rollout.multi_turn.format", "qwen3_coder", {"agents": {"tool_format": "qwen"}}),
@@ -141,8 +139,9 @@ def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str
     [
         ("actor_rollout_ref.rollout.name", "sglang", ["sglang", "rollout.name=vllm"]),
         ("actor_rollout_ref.rollout.multi_turn.interaction_config_path", "a", ["interactions"]),
-        ("actor_rollout_ref.actor.strategy", "megatron", ["FSDP2", "fsdp2"]),
-        ("actor_rollout_ref.actor.megatron.param_offload", True, ["Megatron"]),
+        ("actor_rollout_ref.actor.strategy", "torchtitan", ["fsdp", "megatron"]),
+        ("actor.megatron.virtual_pipeline_model_parallel_size", 2, ["pipeline stage"]),
+        ("critic.megatron.param_offload", True, ["critics in Megatron"]),
         ("trainer.v1.trainer_mode", "other", ["sync, colocate_async, separate_async"]),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2, ["sequence parallelism"]),
         ("trainer.resume_from_path", None, []),
@@ -161,13 +160,13 @@ def test_one_error_names_all_keys_of_a_feature_and_all_features() -> None:
     with pytest.raises(ConfigError) as caught:
         ours_of(
             [
-                ("actor_rollout_ref.actor.megatron.use_mbridge", True),
+                ("actor_rollout_ref.actor.megatron.dist_checkpointing_path", "a"),
                 ("trainer.default_hdfs_dir", "hdfs://a"),
-                ("actor_rollout_ref.ref.megatron.param_offload", True),
+                ("actor_rollout_ref.actor.megatron.dist_checkpointing_prefix", "b"),
             ]
         )
     first, second = str(caught.value).splitlines()
-    assert "use_mbridge" in first and "ref.megatron" in first and "hdfs" in second
+    assert "checkpointing_path" in first and "checkpointing_prefix" in first and "hdfs" in second
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -188,9 +187,9 @@ def test_a_launch_script_resolves_but_for_absent_features(script: Path) -> None:
     features = ("megatron", "multi_turn", "ulysses", "override_config", "custom_cls", "optimizer")
     assert all(any(name in item for name in features) for item in absent), absent
     base = "fully_async" if script.stem.startswith("fully_async") else "one_step_off"
-    config = recipe.load(
-        f"verl/{base}_ppo_trainer", [item for item in overrides if item not in absent]
-    )
+    engine = ["actor_rollout_ref.actor.strategy=megatron"] if "megatron" in script.stem else []
+    kept = [item for item in overrides if item not in absent]
+    config = recipe.load(f"verl/{base}_ppo_trainer", kept + engine)
     assert config.async_training.placement == "separate" and config.translated
     assert config.schedule.window > 0
 

@@ -81,7 +81,7 @@ def adapters_of(engine: Any) -> Any:
 def run_case(case: Any, folder: str, rank: Any, layout: Any = "1") -> dict[str, Any]:
     engine = engine_of(case, folder, rank, layout)
     reports = [asyncio.run(engine.step(batch)) for batch in train_cases.batches_of(case)]
-    rows = {name: (shape, own.clone()) for name, shape, _, own in engine.adapters()}
+    rows = {name: (shape, first, own.clone()) for name, shape, _, first, own in engine.adapters()}
     return {
         "metrics": [r.metrics for r in reports],
         "base": base_of(engine),

@@ -49,7 +49,7 @@ def log_probs_and_entropy(
         raise ValueError(f"temperature must be over 0, got {temperature}")
     vocab = weight.shape[0]
     keep = chunk == 0 and hidden.shape[0] * vocab <= KEEP_ELEMENTS
-    rows = max(hidden.shape[0], 1) if keep else chunk or _rows(hidden, vocab)
+    rows = max(hidden.shape[0], 1) if keep else chunk or rows_at_once(hidden, vocab)
     result: tuple[Tensor, Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, rows, keep, fused
     )
@@ -62,15 +62,16 @@ def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
 
     Arguments and dtypes are those of `log_probs_and_entropy`.
     """
-    sums = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
-    rows = _rows(hidden, weight.shape[0])
+    sums = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden))
+    rows = rows_at_once(hidden, weight.shape[0])
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
-        sums[part] = _logits(hidden[part], weight, temperature).softmax(-1).square_().sum(-1)
+        sums[part] = scaled_logits(hidden[part], weight, temperature).softmax(-1).square_().sum(-1)
     return sums
 
 
-def _rows(hidden: Tensor, vocab: int) -> int:
+def rows_at_once(hidden: Tensor, vocab: int) -> int:
+    """Return the rows of one chunk of logits."""
     return max(CHUNK_ELEMENTS["cuda" if hidden.is_cuda else "cpu"] // vocab, 1)
 
 
@@ -86,13 +87,13 @@ class _LogProbs(torch.autograd.Function):
         keep: bool,
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        log_prob = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
+        log_prob = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden))
         entropy, log_norm = torch.empty_like(log_prob), torch.empty_like(log_prob)
         z = log_prob.new_empty(0)
         statistics = _compiled(_statistics) if fused else _statistics
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            z = _logits(hidden[part], weight, temperature)
+            z = scaled_logits(hidden[part], weight, temperature)
             log_norm[part], log_prob[part], entropy[part] = statistics(z, targets[part])
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, z if keep else None)
         ctx.temperature, ctx.rows, ctx.fused = temperature, rows, fused
@@ -112,7 +113,7 @@ class _LogProbs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             grad_z = grad_logits(
-                _logits(hidden[part], weight, ctx.temperature) if kept is None else kept,
+                scaled_logits(hidden[part], weight, ctx.temperature) if kept is None else kept,
                 log_norm[part],
                 targets[part],
                 entropy[part],
@@ -124,7 +125,7 @@ class _LogProbs(torch.autograd.Function):
             )
             grad_hidden[part] = grad_z @ weight
             if grad_weight is not None:
-                grad_weight += _matmul(grad_z.t(), hidden[part])
+                grad_weight += matmul(grad_z.t(), hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -180,17 +181,18 @@ def _grad_logits(
     return grad
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of results and intermediate values."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Return the scaled logits z = hidden weight^T / temperature, [n, V]."""
-    z = _matmul(hidden, weight.t())
+    z = matmul(hidden, weight.t())
     return z if temperature == 1 else z.div_(temperature)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the product a b in float32 or float64.
 
     This costs a GPU nothing: its tensor cores add up half-precision products in float32.

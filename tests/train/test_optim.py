@@ -9,7 +9,7 @@ import pytest
 
 from millrace.config import Config, OptimConfig, recipe
 from millrace.errors import ConfigError
-from millrace.train.fsdp.optim import lr_at
+from millrace.train.optim import lr_at
 from millrace.train.options import optim_of
 from tests.train.cases import HORIZON
 
@@ -62,5 +62,5 @@ def test_a_share_and_a_number_of_warm_up_steps_contradict_each_other(section: st
 
 def test_the_supervised_warm_up_has_its_own_number_of_steps() -> None:
     config = Config(actor={"optim": {"lr_warmup_steps_ratio": 0.5}}, sft={"lr_warmup_steps": 0})
-    assert optim_of(config, "sft").warmup_steps(100) == 0
-    assert optim_of(config, "rl").warmup_steps(100) == 50
+    assert optim_of(config.actor.optim, config.sft, "sft").warmup_steps(100) == 0
+    assert optim_of(config.actor.optim, config.sft, "rl").warmup_steps(100) == 50

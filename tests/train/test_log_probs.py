@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.train.fsdp.log_probs import log_probs_and_entropy
+from millrace.train.log_probs import log_probs_and_entropy
 
 
 def reference(hidden: Any, weight: Any, targets: Any, temperature: Any) -> Any:

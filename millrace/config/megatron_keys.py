@@ -1,0 +1,90 @@
+"""The keys of the Megatron train engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from millrace.config.section import OneOrMore, Section
+from millrace.errors import bad_value
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class MegatronConfig(Section):
+    tensor_model_parallel_size: Size = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline_model_parallel_size: Size = 1
+    """Stages, each with an equal number of consecutive layers."""
+    context_parallel_size: Size = 1
+    """Ranks that share the tokens of a micro-batch. They exchange heads for tokens in attention."""
+    expert_model_parallel_size: Size = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int = Field(0, ge=0)
+    """Ranks that share every matrix of an expert. 0 means tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+    """Divide the tokens outside of attention and MLP among the ranks of tensor parallelism.
+
+    It needs less memory for activations, and no more time.
+    """
+    use_distributed_optimizer: bool = True
+    """Divide the optimizer state among the ranks of data parallelism."""
+    overlap_grad_reduce: bool = False
+    """Sum the gradients of a layer while the backward pass computes those of the next one."""
+    overlap_param_gather: bool = False
+    """Gather the weights of a layer while the forward pass computes the layer before.
+
+    Needs use_distributed_optimizer and overlap_grad_reduce.
+    """
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """The activations that the backward pass recomputes: whole layers, or recompute_modules.
+
+    null follows model.gradient_checkpointing, which means full.
+    """
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With full: uniform recomputes every layer, in groups of recompute_num_layers.
+
+    block recomputes the first recompute_num_layers layers of each stage.
+    """
+    recompute_num_layers: Size = 1
+    """The layers of one group, or of one stage."""
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp", "moe", "layernorm"], ...], OneOrMore
+    ] = ("core_attn",)
+    """With selective: the parts of a layer that are recomputed."""
+
+    @property
+    def expert_tensor(self) -> int:
+        """The size of expert tensor parallelism, after the default is resolved."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def check(self) -> None:
+        key = "trainer.megatron"
+        tensor = self.tensor_model_parallel_size
+        if self.sequence_parallel and tensor == 1:
+            raise bad_value(
+                f"{key}.sequence_parallel",
+                True,
+                "the ranks of tensor parallelism divide the tokens, and there is one",
+                f"{key}.tensor_model_parallel_size=2, or {key}.sequence_parallel=false",
+            )
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise bad_value(
+                f"{key}.overlap_param_gather",
+                True,
+                "only a distributed optimizer gathers weights, and Megatron overlaps this only "
+                "together with the gradients",
+                f"{key}.use_distributed_optimizer=true {key}.overlap_grad_reduce=true",
+            )
+        if self.expert_model_parallel_size == 1 and self.expert_tensor < tensor:
+            # Megatron then takes experts for dense weights, and trains them wrongly.
+            raise bad_value(
+                f"{key}.expert_tensor_parallel_size",
+                self.expert_tensor,
+                f"without expert parallelism it must be {key}.tensor_model_parallel_size = {tensor}",
+                f"{key}.expert_tensor_parallel_size={tensor}, or "
+                f"{key}.expert_model_parallel_size={tensor}",
+            )

@@ -1,0 +1,133 @@
+"""A model under training, whatever its engine: when it steps, at which rate, and when it must stop."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.config import OptimConfig
+from millrace.errors import MillraceError
+from millrace.train.layout import Ints
+from millrace.train.metrics import Meter
+from millrace.train.optim import lr_at
+from millrace.train.packing import MicroBatch, Outputs
+from millrace.train.rows import Rows
+
+MAX_NONFINITE_STEPS = 3
+"""The run fails after this number of steps in a row without a finite loss and gradient."""
+
+LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
+"""(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
+
+
+class Learner(ABC):
+    """A policy or a critic. All ranks make the same calls with the same arguments.
+
+    An engine implements what depends on where weights and gradients are.
+    """
+
+    def __init__(self, name: str, optim: OptimConfig) -> None:
+        self.name = name
+        self.optim = optim
+        self.horizon = 1
+        self.began = False
+        self.steps = 0
+        """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
+        self.nonfinite_in_a_row = 0
+
+    def begin(self, optim: OptimConfig, horizon: int) -> None:
+        """Start a new AdamW and LR schedule for `horizon` optimizer steps. Keep the weights."""
+        self.optim, self.horizon, self.steps, self.nonfinite_in_a_row = optim, horizon, 0, 0
+        self.began = True
+
+    @abstractmethod
+    def accumulate(
+        self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
+    ) -> None:
+        """Compute the gradients of the rows `members`, summed over all ranks.
+
+        The meter gets the sums of each micro-batch once, on one of the ranks that compute it.
+        """
+
+    @abstractmethod
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, the same on every rank."""
+
+    @abstractmethod
+    def apply(self, lr: float, norm: float) -> None:
+        """Clip a gradient of norm `norm`, and step at learning rate `lr`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget the gradients."""
+
+    @abstractmethod
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+    ) -> list[Tensor]:
+        """Return the model's outputs for the trained tokens of `members`, or of all rows if None.
+
+        Each output is [K] float64 on the host, and 0 for the tokens of other rows. Every rank has
+        the whole output.
+        """
+
+    @abstractmethod
+    def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Combine `value` over all ranks, in place, and return it."""
+
+    def train_on(
+        self,
+        rows: Rows,
+        members: Ints,
+        temperature: float,
+        loss_of: LossOf | None,
+        meter: Meter,
+        *,
+        first_pass: bool,
+    ) -> None:
+        """Take one optimizer step on the rows `members`.
+
+        A step without a loss counts for the LR schedule, and does not change weights and moments.
+        """
+        if loss_of is None:
+            self.steps += 1
+            meter.empty += 1
+            return
+        self.accumulate(rows, members, temperature, loss_of, meter)
+        self.optimizer_step(meter, first_pass=first_pass)
+
+    def optimizer_step(self, meter: Meter, *, first_pass: bool) -> None:
+        """Clip the gradients and step, or skip the step if the loss or the norm is not finite.
+
+        The loss and the norm are global, so all ranks decide alike. Raises MillraceError before
+        `begin`, and after MAX_NONFINITE_STEPS steps in a row without a finite loss and gradient.
+        """
+        if not self.began:
+            raise MillraceError(
+                "the train engine has no optimizer. "
+                "Fix: call begin(optim, horizon) before the first step"
+            )
+        lr = lr_at(self.optim, self.horizon, self.steps)
+        sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
+        # This is the only place in an optimizer step where the host waits for the device.
+        *values, norm = torch.cat([sums, self.gradient_norm().to(sums).reshape(1)]).tolist()
+        self.steps += 1
+        if math.isfinite(norm) and math.isfinite(values[0]):
+            self.nonfinite_in_a_row = 0
+            self.apply(lr, norm)
+            meter.finish(values, norm, lr, first_pass=first_pass)
+        else:
+            self.nonfinite_in_a_row += 1
+            meter.skip_nonfinite()
+        self.clear()
+        if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+            raise MillraceError(
+                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a loss of the {self.name} "
+                f"or a gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
+                f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
+            )

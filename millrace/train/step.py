@@ -1,0 +1,184 @@
+"""The steps of a train engine: experience, mini-batches, losses and metrics, for every engine.
+
+An engine brings its models, which satisfy `Learner`. All ranks make the same calls. The coroutines
+compute in the calling thread and block it, so an engine needs its own process or thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.algorithms.kl import adapt
+from millrace.config import Config, OptimConfig
+from millrace.observe.stopwatch import Stopwatch
+from millrace.ports import Phase, StepReport, TrainBatch
+from millrace.train.experience import Experience, Forward, Models, make_experience
+from millrace.train.learner import Learner
+from millrace.train.metrics import Meter, batch_metrics, left_out, pad_share
+from millrace.train.mini_batch import mini_batches, settle
+from millrace.train.options import optim_of, step_options
+from millrace.train.packing import MicroBatch, Outputs
+from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
+from millrace.train.state_writer import StateWriter
+from millrace.train.timed import timed
+from millrace.types import Sample, Tokens
+
+
+class TrainSteps(ABC):
+    """One rank of a train engine, without its models, weights and states."""
+
+    actor: Learner
+    critic: Learner | None
+    reference: Forward | None
+
+    def __init__(self, config: Config, model_folder: str, device: torch.device) -> None:
+        self.config = config
+        self.options = step_options(config)
+        self.model_folder = model_folder
+        self.device = device
+        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
+        self.owns_group = False
+        self._seen_version: int | None = None
+
+    @abstractmethod
+    def restart(self, optim: OptimConfig, horizon: int) -> None:
+        """Begin a phase of `horizon` optimizer steps, with optimizer settings `optim`.
+
+        The critic and the reference start from the policy's weights.
+        """
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        self.restart(optim_of(self.config.actor.optim, self.config.sft, phase), horizon)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since `begin`, skipped ones included."""
+        return self.actor.steps
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        """Take one optimizer step for each mini-batch of `ppo_mini_batch_size` samples.
+
+        This is repeated `ppo_epochs` times. The last mini-batch may be short. metrics.py documents
+        the metrics, which are the same on every rank. The totals are those of left_out, and:
+
+        actor/nonfinite_steps  steps skipped because the loss or the gradient was not finite
+        actor/rejected_steps   steps skipped because all tokens of the mini-batch were rejected
+        train/tokens           prompt and response tokens of the batch, times `ppo_epochs`
+
+        A nonfinite step counts in no other metric.
+        """
+        watch, options = Stopwatch(time.perf_counter), self.options
+        models = timed(Models(self.actor, self.critic, self.reference), watch.part)
+        arrays = arrays_of(batch, options.algorithm)
+        with watch.part("adv"):
+            data = make_experience(arrays, models, options, self.kl_coef)
+        meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
+        learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
+            (self.actor, PolicyLoss, meter)
+        ]
+        if self.critic is not None:
+            learners.insert(0, (self.critic, CriticLoss, critic_meter))
+        corrections: list[dict[str, float]] = []
+        first_tokens, rejected, kept = torch.zeros_like(data.include), 0, 0
+        size, temperature = options.actor.ppo_mini_batch_size, options.temperature
+        for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
+            with watch.part("update_actor"):
+                mini = settle(data, members, models.policy, options, untouched=k == 0)
+            corrections.append(mini.metrics)
+            rejected += not mini.tokens
+            if k == 0:
+                first_tokens = mini.mask
+            first_pass = k * size < data.num_samples
+            kept += mini.tokens * first_pass
+            for model, loss, sums in learners:
+                warm = model is not self.actor or model.steps >= options.critic_warmup
+                loss_of = loss(data, mini, options) if mini.tokens and warm else None
+                with watch.part(f"update_{model.name}"):
+                    model.train_on(
+                        data.rows, members, temperature, loss_of, sums, first_pass=first_pass
+                    )
+        fresh, self._seen_version = batch.version != self._seen_version, batch.version
+        metrics = batch_metrics(
+            data,
+            meter,
+            critic_meter if self.critic is not None else None,
+            corrections,
+            options,
+            same_weights=first_tokens if fresh else None,
+            sum_ranks=self._sum_ranks,
+        )
+        self._adapt_kl(data)
+        totals = left_out(arrays.unfiltered, kept) | {
+            "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
+            "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
+            "actor/rejected_steps": float(rejected),
+        }
+        skipped = meter.nonfinite + meter.empty
+        return StepReport(meter.steps, metrics, totals, skipped, _named(watch.flush()))
+
+    def _adapt_kl(self, data: Experience) -> None:
+        """Change the coefficient of the KL in the rewards, if it is adaptive."""
+        algorithm = self.options.algorithm
+        ctrl = algorithm.kl_ctrl
+        if algorithm.use_kl_in_reward and ctrl.type == "adaptive":
+            target, horizon, count = ctrl.target_kl, ctrl.horizon, len(data.lengths)
+            self.kl_coef = adapt(self.kl_coef, data.kl_to_reference, target, horizon, count)
+
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
+        """Take one optimizer step on (prompt, response, context, response, ...).
+
+        The loss, sft/loss, is the mean of -log p over all response tokens, at temperature 1. The
+        response should end with the end-of-sequence token. sft/grad_norm, sft/lr,
+        sft/nonfinite_steps, sft/tokens and sft/pad_share are defined as in `step`.
+        """
+        rows = rows_of_examples(examples)
+        members = np.arange(len(rows.starts))
+        tokens = max(int(rows.trained_tokens.sum()), 1)
+
+        def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            loss = -outputs[0].sum() / tokens
+            return loss, loss.detach().double().reshape(1)
+
+        meter = Meter(("loss",))
+        self.actor.accumulate(rows, members, 1.0, loss_of, meter)
+        self.actor.optimizer_step(meter, first_pass=False)
+        cells = self._sum_ranks(meter.cells()).cpu()
+        metrics = meter.step_means("sft/") | {
+            "sft/loss": meter.sums["loss"],
+            "sft/pad_share": pad_share(cells),
+        }
+        totals = {
+            "sft/tokens": float(rows.lengths.sum()),
+            "sft/nonfinite_steps": float(meter.nonfinite),
+        }
+        return StepReport(1, metrics, totals, meter.nonfinite)
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        """Return log p of each trained token at the training temperature, for each trajectory."""
+        rows = rows_of_samples(samples)
+        flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
+        return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
+
+    async def saved(self) -> None:
+        """Wait until no state is being written."""
+        await self.writer.done()
+
+    def _sum_ranks(self, value: Tensor) -> Tensor:
+        return self.actor.reduce(value.to(self.device), dist.ReduceOp.SUM)
+
+
+def _named(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of the parts that have a name.
+
+    A GPU runs the update of an optimizer step after the host continues. Its last seconds therefore
+    count for the next part.
+    """
+    return {name: value for name, value in seconds.items() if name != "other"}

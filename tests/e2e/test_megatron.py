@@ -1,0 +1,49 @@
+"""A run of quickstart that trains with Megatron on two ranks, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.run.export import export
+from tests.e2e import runs
+
+pytest.importorskip("megatron.core")
+ROOT = Path(__file__).parent.parent.parent
+SITE = ROOT / "tests/train/megatron/site"
+"""Puts Megatron on the CPU, in every process whose PYTHONPATH has it."""
+
+
+@pytest.mark.slow
+def test_a_run_with_two_tensor_parallel_ranks_learns(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "millrace", "train", "quickstart"),
+            *("trainer.engine=megatron", "trainer.n_gpus_per_node=2"),
+            "trainer.megatron.tensor_model_parallel_size=2",
+            *("rollout.total_rollout_steps=960", "trainer.val_before_train=false"),
+            f"trainer.run_dir={folder}",
+        ],
+        env=os.environ | {"PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = runs.rows(folder)
+    exported = export(folder, tmp_path / "exported")
+    assert exported["version"] == 15 and exported["parameters"] > 0
+    assert len(rows) == 15
+    first, last = (rows[i]["reward/mean"] for i in (0, -1))
+    assert last > max(0.6, first + 0.1)
+    gaps = [
+        row["actor/log_prob_gap_same_version"]
+        for row in rows
+        if "actor/log_prob_gap_same_version" in row
+    ]
+    assert gaps and max(gaps) < 1e-5, "the replica has the weights of both ranks"

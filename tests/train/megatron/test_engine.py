@@ -1,0 +1,130 @@
+"""The Megatron engine compared with the FSDP engine and with Hugging Face, over two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.models.model import load_model
+from millrace.train.fsdp import engine as fsdp
+from tests.train.cases import start_ranks
+
+pytest.importorskip("megatron.core")
+
+from tests.train.megatron import cases
+from tests.train.megatron.cases import CASES, MODELS
+
+pytestmark = pytest.mark.xdist_group("megatron")  # one worker runs the ranks once for all tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    path = str(tmp_path_factory.mktemp("models"))
+    for name, hf in MODELS.items():
+        hf.save_pretrained(f"{path}/{name}")
+        model = load_model(f"{path}/{name}", seed=1, dtype="float32")
+        model.save_pretrained(f"{path}/{name}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> dict[str, Any]:
+    """The results of the FSDP engine on one rank, by model."""
+    found = {}
+    for name in MODELS:
+        config = cases.config_of("fsdp", {}, 1)
+        engine = fsdp.build(config, f"{folder}/{name}", rank=0, world_size=1)
+        found[name] = cases.run(engine)
+        named = dict(engine.policy.model.named_parameters())
+        gradients = {n: p.grad for n, p in named.items()}
+        save = engine.policy.model.save_pretrained
+        save(f"{folder}/{name} gradients", state_dict=gradients)
+        found[name] |= cases.steps(engine)
+        save(f"{folder}/{name} after")
+        asyncio.run(engine.close())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: str, plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of each rank, of two and of four ranks. Only the first two have both."""
+    for size in (2, 4):
+        start_ranks(cases.run_rank, (folder, size), size)
+    found: list[dict[str, Any]] = [{} for _ in range(4)]
+    for size in (2, 4):
+        for rank in range(size):
+            found[rank] |= torch.load(f"{folder}/results-{size}-{rank}.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_shape_computes_and_trains_like_the_fsdp_engine(
+    name: str, ranks: list[dict[str, Any]], plain: dict[str, Any]
+) -> None:
+    want = plain[CASES[name].model]
+    for rank in ranks[: CASES[name].ranks]:
+        got = rank[name]
+        for a, b in zip(got["tokens"], want["tokens"], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert max(got.get("gradients", {"": 0.0}).values()) <= 1e-5
+        assert max(got["weights"].values()) <= 1e-5
+        assert got["totals"] == want["totals"]
+        for mine, theirs in zip(got["metrics"], want["metrics"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        assert got["metrics"] == ranks[0][name]["metrics"]
+        for a, b in zip(got["after"], want["after"], strict=True):
+            assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probs_are_those_of_hugging_face_row_by_row(
+    model: str, folder: str, ranks: list[dict[str, Any]]
+) -> None:
+    (name, *_) = [n for n, case in CASES.items() if case.model == model]
+    rows, _ = cases.gradient_case()
+    hf = AutoModelForCausalLM.from_pretrained(f"{folder}/{model}", attn_implementation="eager")
+    log_probs, entropies = torch.zeros(2, len(rows.versions), dtype=torch.float64)
+    for start, length in zip(rows.starts, rows.lengths, strict=True):
+        ids = torch.from_numpy(rows.tokens[start : start + length])
+        with torch.no_grad():
+            log_p = (hf(ids[None]).logits[0] / 0.8).double().log_softmax(-1)
+        for at in range(1, length):
+            if rows.trained[start + at]:
+                own, token = log_p[at - 1], rows.order[start + at]
+                log_probs[token], entropies[token] = own[ids[at]], -(own.exp() * own).sum()
+    found = ranks[0][name]["tokens"]
+    torch.testing.assert_close(found[0], log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], entropies, rtol=0, atol=1e-5)
+
+
+def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """With padded rows, a rank without rows, several chunks and a logit of -inf."""
+    for rank in ranks[:2]:
+        assert len(rank["heads"]) == 4
+        assert max(rank["heads"].values()) < 2e-6
+
+
+def test_weights_are_stale_after_a_step_until_they_are_gathered(
+    ranks: list[dict[str, Any]],
+) -> None:
+    late = {name for name in CASES if ranks[0][name]["late"]}
+    assert late == {name for name, case in CASES.items() if "overlap_param_gather" in case.keys}
+
+
+def test_kernels_of_one_gpu_keep_their_order_under_sequence_parallelism(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["connections"] == "1"
+
+
+def test_conformance(folder: str) -> None:
+    start_ranks(cases.conform, (folder,), 1)

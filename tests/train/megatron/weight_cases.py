@@ -1,0 +1,178 @@
+"""What each of two ranks does with weights, states and a sync, for one shape after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from millrace.config import Config
+from millrace.decode import engine as rollout
+from millrace.sync.agreement import Agreement
+from millrace.sync.collective import Receiver, join_sender
+from millrace.train.megatron import engine as megatron
+from tests.train.megatron import shim
+from tests.train.megatron.cases import (
+    CP,
+    EP,
+    HORIZON,
+    OPTIM,
+    OVERLAP,
+    PLAIN,
+    PP,
+    SP,
+    TP,
+    Case,
+    batches,
+    config_of,
+)  # fmt: skip
+
+CASES = {
+    "TP2": Case("qwen2", TP),
+    "TP2, one KV head": Case("one KV head", TP),
+    "TP2, q and k norms": Case("qwen3", SP),
+    "TP2, llama": Case("llama", TP),
+    "PP2, tied": Case("qwen2", PP),
+    "PP2, untied": Case("qwen3", PP),
+    "DP2": Case("qwen2", PLAIN),
+    "DP2, distributed optimizer": Case("qwen3", OVERLAP),
+    "CP2": Case("llama", CP),
+    "EP2": Case("qwen3_moe", EP),
+    "EP2, mixtral": Case("mixtral", EP),
+    "PP2, experts": Case("mixtral", PP),
+    "TP2, ETP2": Case("qwen3_moe", SP),
+    "TP2, EP2": Case("mixtral", SP | EP | {"expert_tensor_parallel_size": 1}),
+}
+
+
+SYNCS = {"TP2": Case("qwen2", TP), "PP2": Case("qwen3", PP), "EP2": Case("mixtral", EP)}
+"""Shapes that send to a rollout engine of torch."""
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Run every case in one of two processes, and write its results. A third is the replica."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if rank == 2:
+        torch.save({name: run_replica(name, folder) for name in SYNCS}, f"{folder}/replica.pt")
+        return
+    shim.install()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    results: dict[str, Any] = {f"{name} sync": run_sender(name, folder, rank) for name in SYNCS}
+    results |= {name: run_case(name, folder, rank) for name in CASES}
+    for dtype, chains in (("float32", CHAINS), ("bfloat16", HALF_CHAINS)):
+        for model, chain in chains.items():
+            results[f"{model} {dtype}"] = run_states(rank, folder, model, chain, dtype)
+    torch.save(results, f"{folder}/weights-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_sender(name: str, folder: str, rank: int) -> list[dict[str, Any]]:
+    """Send three versions, the last one from a copy while the engine steps. Return them."""
+    case, sent = SYNCS[name], []
+    config = config_of("megatron", case.keys, 2)
+    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
+    engine.restart(OPTIM, HORIZON)
+    store = dist.FileStore(f"{folder}/sync {name}", 3)
+
+    async def main() -> None:
+        sender = await join_sender(engine, store, rank, Agreement.of(config))
+        for version in range(3):
+            sent.append({n: t.clone() for n, t in engine.full_weights()})
+            await (sender.keep if version == 2 else sender.transfer)(version)
+            await engine.step(batches()[version % 2])
+        await sender.sent()
+
+    asyncio.run(main())
+    asyncio.run(engine.close())
+    return sent
+
+
+def run_replica(name: str, folder: str) -> list[dict[str, Any]]:
+    """Receive three versions, prove and serve them. Return the weights that are live then."""
+    case, live = SYNCS[name], []
+    config = config_of("megatron", case.keys, 2)
+    replica = rollout.build(config.sides, config.model, f"{folder}/{case.model}")
+    store = dist.FileStore(f"{folder}/sync {name}", 3)
+
+    async def main() -> None:
+        receiver = await Receiver.join(replica, store, 0, Agreement.of(config))
+        for version in range(3):
+            await receiver.transfer(version)
+            await receiver.activate(version)
+            live.append({n: t.clone() for n, t in replica.weights().items()})
+        await replica.close()
+
+    asyncio.run(main())
+    return live
+
+
+def run_case(name: str, folder: str, rank: int) -> dict[str, Any]:
+    case = CASES[name]
+    config = config_of("megatron", case.keys, 2)
+    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
+    found: dict[str, Any] = {
+        "shards": [(n, w, d, first, t.clone()) for n, w, d, first, t in engine.shards()],
+        "whole": {n: t.clone() for n, t in engine.full_weights()},
+    }
+    target = f"{folder}/{name} exported"
+    if rank == 0:
+        Path(target).mkdir()
+    dist.barrier()
+    asyncio.run(engine.export(target))
+    asyncio.run(engine.close())
+    return found
+
+
+CHAINS: dict[str, list[dict[str, Any]]] = {
+    "qwen2": [TP, PP, OVERLAP, CP, TP],
+    "mixtral": [EP, SP, PP, SP | EP | {"expert_tensor_parallel_size": 1}, EP],
+}
+"""Shapes of a model. Each loads the state that the one before it saved. The last is the first."""
+HALF_CHAINS: dict[str, list[dict[str, Any]]] = {"qwen2": [OVERLAP, TP | PLAIN, PP, OVERLAP]}
+"""The same with weights in bfloat16, of which the optimizer has float32 copies."""
+
+
+def run_states(
+    rank: int, folder: str, model: str, chain: list[dict[str, Any]], dtype: str
+) -> dict[str, Any]:
+    """Return the weights and metrics of a step before and after a way through all shapes."""
+
+    def built(keys: dict[str, Any]) -> Any:
+        tree = config_of("megatron", keys, 2).model_dump()
+        tree["model"]["dtype"] = dtype
+        config = Config.model_validate(tree)
+        engine = megatron.build(config, f"{folder}/{model}", rank=rank, world_size=2)
+        engine.restart(OPTIM, HORIZON)
+        return engine
+
+    def stepped(engine: Any) -> dict[str, Any]:
+        metrics = asyncio.run(engine.step(batches()[1])).metrics
+        weights = {n: t.clone() for n, t in engine.full_weights()}
+        asyncio.run(engine.close())
+        return {"metrics": metrics, "weights": weights}
+
+    def path(number: int) -> str:
+        return f"{folder}/{model} {dtype} state {number}"
+
+    first, *others, last = chain
+    engine = built(first)
+    if dtype == "float32":
+        asyncio.run(engine.load(f"{folder}/{model} state of fsdp"))
+        asyncio.run(engine.save(f"{folder}/{model} state of fsdp again"))
+    asyncio.run(engine.step(batches()[0]))
+    asyncio.run(engine.save(path(0), staged=True))
+    want = stepped(engine)  # while the state is written
+    for number, keys in enumerate(others):
+        engine = built(keys)
+        asyncio.run(engine.load(path(number)))
+        asyncio.run(engine.save(path(number + 1)))
+        asyncio.run(engine.close())
+    engine = built(last)
+    asyncio.run(engine.load(path(len(others))))
+    return {"want": want, "got": stepped(engine), "last": path(len(others))}
