@@ -28,10 +28,7 @@ Phase = Literal["sft", "rl"]
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Running totals of one rollout engine since its start.
-
-    The difference of two gives the figures of a period.
-    """
+    """Totals of one rollout engine since its start. A difference gives those of a period."""
 
     tokens: int = 0
     """Tokens drawn."""
