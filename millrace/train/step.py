@@ -56,6 +56,7 @@ class TrainSteps(ABC):
         """
 
     async def begin(self, phase: Phase, horizon: int) -> None:
+        self._seen_version = None
         self.restart(optim_of(self.config.actor.optim, self.config.sft, phase), horizon)
 
     @property

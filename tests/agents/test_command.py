@@ -93,7 +93,7 @@ FAILURES = {
     "text": ('ask(); print(\'{"reward": "1.0"}\')', "bad_reward"),
     "list": ("ask(); print('{\"reward\": [1]}')", "bad_reward"),
     "component": ('ask(); print(\'{"reward": 1, "a": NaN}\')', "bad_reward"),
-    "not last": ("ask(); print('{\"reward\": 1}'); print('bye')", "no_reward"),
+    "not last": ("ask(); print('{\"reward\": 1}'); print('bye')", "bad_reward"),
     "no json": ("ask(); print('{\"reward\": 1')", "no_reward"),
     "long line": ("ask(); print('x' * 10**7 + '{\"reward\": 1}')", "no_reward"),
     "garbage": ("ask(); sys.stdout.buffer.write(os.urandom(10**7)); sys.exit(1)", "agent_exit"),

@@ -144,20 +144,6 @@ async def test_another_host_is_named_in_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 @in_loop
-async def test_a_port_that_is_taken_is_refused() -> None:
-    first = Endpoint(Desk(hello).service, "127.0.0.1", 0)
-    await first.start()
-    port = int(first.url.rpartition(":")[2])
-    second = Endpoint(Desk(hello).service, "127.0.0.1", port)
-    try:
-        with pytest.raises(ConfigError, match=rf"= '127.0.0.1:{port}': .*Fix: agents.port=0"):
-            await second.start()
-    finally:
-        await second.close()
-        await first.close()
-
-
-@in_loop
 async def test_without_aiohttp_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(MissingDependency, match="pip install 'aiohttp"):

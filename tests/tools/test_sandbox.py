@@ -41,7 +41,9 @@ def nobody(source: str) -> str:
     try:
         os.chmod(folder, 0o755)
         shutil.copytree(f"{ROOT}/millrace/tools", f"{folder}/millrace/tools")
-        for name in ("__init__.py", "errors.py"):
+        os.mkdir(f"{folder}/millrace/environments")
+        waits = ("environments/__init__.py", "environments/deadline.py")
+        for name in ("__init__.py", "errors.py", *waits):
             shutil.copy(f"{ROOT}/millrace/{name}", f"{folder}/millrace/{name}")
         start = f"import sys; sys.path.insert(0, {folder!r})\n"
         done = subprocess.run(
