@@ -40,6 +40,10 @@ def check_model(hf: Any, own: MegatronConfig) -> None:
         hf.num_hidden_layers,
         "the layers",
     )
+    if own.recompute_method == "uniform":
+        # Else one stage fails in its first pass, and the others wait for it.
+        layers = hf.num_hidden_layers // own.pipeline_model_parallel_size
+        _divides("recompute_num_layers", own.recompute_num_layers, layers, "the layers of a stage")
     _divides(
         "context_parallel_size", own.context_parallel_size, hf.num_attention_heads // tensor,
         "the heads of a tensor-parallel rank"

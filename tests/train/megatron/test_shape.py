@@ -118,6 +118,7 @@ def test_keys_of_megatron_are_not_ignored_by_another_engine() -> None:
             {},
             "tensor-parallel rank",
         ),
+        ("qwen2", {"recompute_num_layers": 3}, {}, "the layers of a stage, 2"),
         ("qwen2", {"expert_model_parallel_size": 2}, {}, "no experts"),
         ("mixtral", {"expert_model_parallel_size": 3}, {}, "the experts"),
         (
