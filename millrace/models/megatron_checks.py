@@ -53,6 +53,14 @@ def check_model(hf: Any, own: MegatronConfig) -> None:
 
 def _check_experts(hf: Any, own: MegatronConfig) -> None:
     experts = experts_of(hf)
+    absent = "mlp" if experts else "moe"
+    if own.recompute_granularity == "selective" and absent in own.recompute_modules:
+        raise bad_value(
+            f"{KEY}.recompute_modules",
+            list(own.recompute_modules),
+            f"no layer of this model has the part {absent}",
+            f"{'moe' if experts else 'mlp'} instead of {absent}",
+        )
     if not experts:
         if own.expert_model_parallel_size > 1:
             raise _size_error(

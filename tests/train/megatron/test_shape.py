@@ -80,6 +80,11 @@ def test_what_the_engine_lacks_is_refused_by_name(
         check(config(megatron, **sections))
 
 
+def test_parts_that_only_transformer_engine_recomputes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"core_attn.*mlp"):
+        config({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
+
+
 @pytest.mark.parametrize(
     ("megatron", "said"),
     [
@@ -117,6 +122,12 @@ def test_keys_of_megatron_are_not_ignored_by_another_engine() -> None:
             {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
             {},
             "tensor-parallel rank",
+        ),
+        (
+            "mixtral",
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+            {},
+            "mlp",
         ),
         ("qwen2", {"recompute_num_layers": 3}, {}, "the layers of a stage, 2"),
         ("qwen2", {"expert_model_parallel_size": 2}, {}, "no experts"),
