@@ -49,10 +49,13 @@ class MegatronConfig(Section):
     """
     recompute_num_layers: Size = 1
     """The layers of one group, or of one stage."""
-    recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp", "moe", "layernorm"], ...], OneOrMore
-    ] = ("core_attn",)
-    """With selective: the parts of a layer that are recomputed."""
+    recompute_modules: Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], OneOrMore] = (
+        "core_attn",
+    )
+    """With selective: the parts of a layer that are recomputed: attention, or the MLP or experts.
+
+    Megatron recomputes norms only with TransformerEngine.
+    """
 
     @property
     def expert_tensor(self) -> int:

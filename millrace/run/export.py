@@ -29,7 +29,9 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     config = Config.model_validate(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    on_cpu = config.trainer.model_copy(update={"device": "cpu", "fsdp_size": 0, "engine": "fsdp"})
+    # One process without a GPU. The FSDP engine loads the states of every engine.
+    alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
+    on_cpu = config.trainer.model_copy(update=alone)
     config = config.model_copy(update={"trainer": on_cpu})
     parameters = asyncio.run(_write(config, checkpoint, folder))
     for file in (checkpoint / "model").iterdir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.config import Config, ModelShape, RolloutConfig
+from millrace.config import Config, ModelShape, RolloutConfig, TrainerConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _STATE = 16
@@ -74,7 +74,8 @@ def estimate(config: Config, size: Size) -> dict[str, dict[str, int]]:
               rollout.max_num_seqs + session_kv_slots full sequences, divided by tensor_model_parallel_size.
 
     The estimate of activations assumes model.compile=true. On H200s, the trainer's total was at
-    most 5 % off the peak of 1.5B and 7B models (benchmarks/results/gpus.md). Adapters are not
+    most 5 % off the peak of 1.5B and 7B models (benchmarks/results/gpus.md). With Megatron, the
+    activations and the experts count whole, so the estimate is high. Adapters are not
     counted, and a frozen base needs 2 to 4 bytes a parameter instead of 16.
     """
     width = _BYTES[config.model.dtype]
@@ -99,11 +100,28 @@ def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
     values = whole * (size.layers - recomputing) + tokens * size.hidden * recomputing
     values += whole if recomputing else 0  # the layer that recomputes now
     state = 0 if config.trainer.offload_policy else size.parameters * per_parameter
+    megatron = config.trainer.engine == "megatron"
     return {
-        "state": state // config.shard_size,
+        "state": _megatron_state(config.trainer, size, width, reference=config.needs_reference)
+        if megatron
+        else state // config.shard_size,
         "activations": values * width,
         "logits": _CHUNK,
     }
+
+
+def _megatron_state(trainer: TrainerConfig, size: Size, width: int, *, reference: bool) -> int:
+    """Return the bytes of a rank's weights, float32 gradients, reference, and optimizer state.
+
+    Tensor and pipeline parallelism divide all of it. The distributed optimizer divides only its own
+    state among the other ranks: moments, and float32 weights unless the model's are float32.
+    """
+    own = trainer.megatron
+    parts = own.tensor_model_parallel_size * own.pipeline_model_parallel_size
+    own_state = 12.0 if width < 4 else 8.0
+    if own.use_distributed_optimizer:
+        own_state *= parts / trainer.ranks
+    return int(size.parameters / parts * (width * (1 + reference) + 4 + own_state))
 
 
 def _rollout(r: RolloutConfig, size: Size, width: int) -> dict[str, int]:

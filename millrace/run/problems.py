@@ -6,7 +6,6 @@ and renders the prompts.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,14 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
+from millrace.config import Config, ModelConfig
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import check_rows, texts
 from millrace.data.sources import Rows, load_sources
-from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.errors import bad_value
 from millrace.models import checks as model_checks
 from millrace.rewards.builtin import NEEDS_TRUTH
 from millrace.rewards.functions import check_name
@@ -169,57 +168,6 @@ def prompts_of_an_epoch(config: Config, *, scored: bool = True, inspect: Inspect
     if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
-
-
-def check_machine(config: Config) -> None:
-    """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
-    _check_device(config.trainer)
-    _check_judge(config.reward)
-    if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
-        _check_engine(config.rollout)
-        _check_training(config.model, config.trainer)
-
-
-def _check_device(trainer: TrainerConfig) -> None:
-    # Other nodes of a Ray cluster may have GPUs.
-    if (
-        trainer.device == "cuda"
-        and trainer.runtime == "local"
-        and not Path("/dev/nvidiactl").exists()
-    ):
-        raise bad_value(
-            "trainer.device",
-            "cuda",
-            "this machine has no NVIDIA GPU",
-            "trainer.device=auto or trainer.device=cpu",
-        )
-
-
-def _check_engine(rollout: RolloutConfig) -> None:
-    """Raise MissingDependency if workers on this machine cannot import vLLM."""
-    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise MissingDependency(
-            "rollout.engine=vllm needs vLLM, which is not installed here. "
-            f"Fix: {INSTALL['vllm']}, or rollout.engine=torch"
-        )
-
-
-def _check_judge(reward: RewardConfig) -> None:
-    """Raise MissingDependency if reward workers cannot import openai."""
-    judges = [key for key, part in reward.parts.items() if part.kind == "judge"]
-    if judges and importlib.util.find_spec("openai") is None:
-        raise MissingDependency(
-            f"{judges[0]}.judge needs openai, which is not installed here. "
-            f"Fix: {INSTALL['openai']}."
-        )
-
-
-def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
-    needed = {"model.lora_rank": "peft" if model.lora_rank else ""}
-    needed["trainer.engine"] = "megatron-core" if trainer.engine == "megatron" else ""
-    for key, name in needed.items():
-        if name and importlib.util.find_spec(name.removesuffix("-core")) is None:
-            raise MissingDependency(f"{key} needs {name}. Fix: {INSTALL[name]}.")
 
 
 def _check_model(path: str, rollout_engine: str) -> None:

@@ -22,6 +22,7 @@ from millrace.run import problems as problems_
 from millrace.run.agents import open_agent
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
+from millrace.run.machine import check_machine, check_shape
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.sync.background import abandonable
@@ -76,7 +77,7 @@ async def open_session(
     The data and the reward function are checked before the folder is made. Everything is closed at
     exit.
     """
-    problems_.check_machine(config)
+    check_machine(config)
     if run is None and rollout:
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
@@ -97,12 +98,14 @@ async def open_session(
             problems = await abandonable(problems_.prepare, config, sources, run.model)
             if run.resume_from is not None:
                 config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
+            problems_.copy_config(config.model, run.model)
+            folder = problems_.weights_folder(config.model, run.model)
+            check_shape(config.model, config.trainer, folder)
             if trains:
                 check_end(config, len(problems.train), run.resume_from)
         except MillraceError:
             run.discard()
             raise
-        problems_.copy_config(config.model, run.model)
         if problems.train.filtered:
             progress.note(
                 f"left out {problems.train.filtered} prompts that are longer than "

@@ -47,3 +47,4 @@ def test_a_run_with_two_tensor_parallel_ranks_learns(tmp_path: Path) -> None:
         if "actor/log_prob_gap_same_version" in row
     ]
     assert gaps and max(gaps) < 1e-5, "the replica has the weights of both ranks"
+    assert export(folder, tmp_path / "exported")["complete"], "without Megatron and its ranks"

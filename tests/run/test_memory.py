@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, OPTConfig, PreTrainedConfig
 
-from millrace.config import recipe
+from millrace.config import Config, recipe
 from millrace.models.model import write_shape
 from millrace.run.memory import Size, estimate, size_of
 
@@ -114,3 +114,20 @@ def test_the_rollout_side_counts_weights_twice_and_every_sequence() -> None:
         "staged weights": 4000,
         "KV cache of all sequences": 10 * 32 * 2 * 3 * 4 * 4,
     }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_parameter"),
+    [
+        ({}, 2 + 4 + 12 / 4),
+        ({"use_distributed_optimizer": False}, 2 + 4 + 12),
+        ({"tensor_model_parallel_size": 2}, (2 + 4) / 2 + 12 / 4),
+    ],
+)
+def test_megatron_divides_only_the_optimizer_state_among_copies(
+    sizes: dict[str, object], per_parameter: float
+) -> None:
+    trainer = {"engine": "megatron", "n_gpus_per_node": 4, "megatron": sizes}
+    config = Config(trainer=trainer, model={"dtype": "bfloat16"})
+    size = Size(1000, 8, 8, 1, 8)
+    assert estimate(config, size)["trainer"]["state"] == 1000 * per_parameter

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
+from millrace.models.megatron_checks import check_model
 from millrace.models.model import has_weights, load_model
 from millrace.train.megatron import shape as sizes
 from millrace.train.megatron import state, weights
@@ -123,7 +124,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     trust = model.trust_remote_code
     hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
     shape = sizes.shape_of(own, world_size)
-    sizes.check_model(hf, shape)
+    check_model(hf, own)
     deadline, seed = config.trainer.wait_deadline_s, config.trainer.seed
     made = sizes.up(shape, seed=seed, deadline_s=deadline)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from millrace.train.megatron.shape import Place, Shape, experts_of
+from millrace.models.megatron_checks import experts_of
+from millrace.train.megatron.shape import Place, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")

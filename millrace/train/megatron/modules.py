@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from millrace.models.megatron_checks import experts_of
 from millrace.train.layout import Layout
 from millrace.train.megatron.log_probs import (
     Vocabulary,
@@ -34,7 +35,7 @@ from millrace.train.megatron.log_probs import (
     sum_of_squares,
     vocabulary_of,
 )
-from millrace.train.megatron.shape import Shape, experts_of
+from millrace.train.megatron.shape import Shape
 from millrace.train.packed_attention import packed_attention
 from millrace.train.packing import MicroBatch
 

@@ -134,6 +134,8 @@ class MegatronTrainable(Passes, Learner):
         self._parked: list[tuple[torch.UntypedStorage, Tensor | int]] = []
         Passes.__init__(self, policy, actor, shape, rank, device)
         settings = DistributedDataParallelConfig(
+            # Else Megatron adds up the gradients of bfloat16 weights in bfloat16.
+            grad_reduce_in_fp32=policy.config.bf16,
             use_distributed_optimizer=section.use_distributed_optimizer,
             overlap_grad_reduce=section.overlap_grad_reduce,
             overlap_param_gather=section.overlap_param_gather,

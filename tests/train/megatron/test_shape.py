@@ -17,7 +17,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.parallel_state import RankGenerator
 
-from millrace.train.megatron.shape import Shape, check_model, transformer_config
+from millrace.models.megatron_checks import check_model
+from millrace.train.megatron.shape import Shape, transformer_config
 from tests.train.megatron.cases import EP, MODELS, PP, SP, TP
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -79,6 +80,11 @@ def test_what_the_engine_lacks_is_refused_by_name(
         check(config(megatron, **sections))
 
 
+def test_parts_that_only_transformer_engine_recomputes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"core_attn.*mlp"):
+        config({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
+
+
 @pytest.mark.parametrize(
     ("megatron", "said"),
     [
@@ -102,14 +108,36 @@ def test_keys_of_megatron_are_not_ignored_by_another_engine() -> None:
 @pytest.mark.parametrize(
     ("model", "sizes", "change", "said"),
     [
-        ("qwen2", {"tensor": 8}, {}, "the heads"),
-        ("qwen2", {"tensor": 3}, {"num_attention_heads": 6, "num_key_value_heads": 2}, "of keys"),
-        ("qwen2", {"pipeline": 4}, {}, "the layers"),
-        ("qwen2", {"tensor": 4}, {"intermediate_size": 46}, "MLP"),
-        ("qwen2", {"context": 4, "tensor": 2}, {}, "tensor-parallel rank"),
-        ("qwen2", {"expert": 2}, {}, "no experts"),
-        ("mixtral", {"expert": 3}, {}, "the experts"),
-        ("qwen3_moe", {"tensor": 2, "expert_tensor": 2}, {}, "sequence_parallel"),
+        ("qwen2", {"tensor_model_parallel_size": 8}, {}, "the heads"),
+        (
+            "qwen2",
+            {"tensor_model_parallel_size": 3},
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            "of keys",
+        ),
+        ("qwen2", {"pipeline_model_parallel_size": 4}, {}, "the layers"),
+        ("qwen2", {"tensor_model_parallel_size": 4}, {"intermediate_size": 46}, "MLP"),
+        (
+            "qwen2",
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
+            {},
+            "tensor-parallel rank",
+        ),
+        (
+            "mixtral",
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+            {},
+            "mlp",
+        ),
+        ("qwen2", {"recompute_num_layers": 3}, {}, "the layers of a stage, 2"),
+        ("qwen2", {"expert_model_parallel_size": 2}, {}, "no experts"),
+        ("mixtral", {"expert_model_parallel_size": 3}, {}, "the experts"),
+        (
+            "qwen3_moe",
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+            {},
+            "sequence_parallel",
+        ),
         ("qwen3_moe", {}, {"mlp_only_layers": [0]}, "only some"),
         ("mixtral", {}, {"sliding_window": 8}, "window"),
         ("llama", {}, {"attention_bias": True}, "attention_bias"),
@@ -124,7 +152,7 @@ def test_a_model_that_megatron_cannot_divide_is_refused(
     for name, value in change.items():
         setattr(hf, name, value)
     with pytest.raises(ConfigError, match=said):
-        check_model(hf, Shape(world_size=48, **sizes))
+        check_model(hf, MegatronConfig(**sizes))
 
 
 def test_weights_are_marked_and_tokens_are_exchanged() -> None:

@@ -154,6 +154,7 @@ def run_states(
     def stepped(engine: Any) -> dict[str, Any]:
         metrics = asyncio.run(engine.step(batches()[1])).metrics
         weights = {n: t.clone() for n, t in engine.full_weights()}
+        assert all(p.main_grad.dtype is torch.float32 for p in engine.policy.parameters())
         asyncio.run(engine.close())
         return {"metrics": metrics, "weights": weights}
 

@@ -1,0 +1,91 @@
+"""Whether this machine, and the sizes of the run's model, allow the run. Nothing is started."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+
+from millrace.config import Config, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
+from millrace.errors import INSTALL, MissingDependency, bad_value
+
+NVIDIA = Path("/dev/nvidiactl")
+"""A file of every machine with an NVIDIA GPU."""
+
+
+def check_machine(config: Config) -> None:
+    """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
+    _check_device(config.trainer)
+    _check_judge(config.reward)
+    if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
+        _check_engine(config.rollout)
+        _check_training(config.model, config.trainer)
+
+
+def _check_device(trainer: TrainerConfig) -> None:
+    # Other nodes of a Ray cluster may have GPUs.
+    if trainer.device == "cuda" and trainer.runtime == "local" and not NVIDIA.exists():
+        raise bad_value(
+            "trainer.device",
+            "cuda",
+            "this machine has no NVIDIA GPU",
+            "trainer.device=auto or trainer.device=cpu",
+        )
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    """Raise MissingDependency if workers on this machine cannot import vLLM."""
+    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise MissingDependency(
+            "rollout.engine=vllm needs vLLM, which is not installed here. "
+            f"Fix: {INSTALL['vllm']}, or rollout.engine=torch"
+        )
+
+
+def _check_judge(reward: RewardConfig) -> None:
+    """Raise MissingDependency if reward workers cannot import openai."""
+    judges = [key for key, part in reward.parts.items() if part.kind == "judge"]
+    if judges and importlib.util.find_spec("openai") is None:
+        raise MissingDependency(
+            f"{judges[0]}.judge needs openai, which is not installed here. "
+            f"Fix: {INSTALL['openai']}."
+        )
+
+
+def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
+    """Raise MissingDependency if train workers on this machine cannot import what they need."""
+    if model.lora_rank and importlib.util.find_spec("peft") is None:
+        raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.")
+    if trainer.engine != "megatron":
+        return
+    if trainer.device == "cpu" or not NVIDIA.exists():
+        raise bad_value(
+            "trainer.engine",
+            "megatron",
+            "Megatron trains on NVIDIA GPUs alone, and this machine has none, or trainer.device=cpu",
+            "trainer.engine=fsdp",
+        )
+    # A folder named megatron would be importable too, so this asks for the package.
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        found = ""
+    if not found or f"=={found}'" not in INSTALL["megatron-core"]:
+        here = f"version {found} is" if found else "it is not"
+        raise MissingDependency(
+            "trainer.engine=megatron needs the extra millrace[megatron], which is megatron-core: "
+            f"{here} installed here. Fix: {INSTALL['megatron-core']}, or trainer.engine=fsdp"
+        )
+
+
+def check_shape(model: ModelConfig, trainer: TrainerConfig, model_folder: str) -> None:
+    """Raise ConfigError if the train engine cannot divide the model in `model_folder`."""
+    if trainer.engine != "megatron":
+        return
+    from transformers import AutoConfig
+
+    from millrace.models.megatron_checks import check_model
+
+    trust = model.trust_remote_code
+    hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
+    check_model(hf, trainer.megatron)
