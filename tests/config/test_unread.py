@@ -28,8 +28,17 @@ OTHER: dict[str, Any] = {
     "algorithm.gdpo_reward_keys": ["a"],
     "algorithm.gdpo_reward_weights": [1.0],
     "rollout.max_num_batched_tokens": 64,
+    "trainer.megatron.recompute_granularity": "full",
+    "trainer.megatron.recompute_method": "block",
+    "trainer.megatron.recompute_modules": ["mlp"],
 }
 """Values that are not the default. The other keys are switches or numbers."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "algorithm.gdpo_reward_weights": {"algorithm.gdpo_reward_keys": ["a"]},
+    "trainer.megatron.sequence_parallel": {"trainer.megatron.tensor_model_parallel_size": 2},
+    "trainer.megatron.overlap_param_gather": {"trainer.megatron.overlap_grad_reduce": True},
+}
+"""Keys without which a key has no other value."""
 UNREAD = {
     "rollout.n": 2,
     "algorithm.norm_adv_by_std_in_grpo": True,
@@ -52,7 +61,9 @@ def other(key: str) -> Any:
     default = default_of(key)
     if key in OTHER:
         return OTHER[key]
-    return not default if isinstance(default, bool) else default / 2 or 1
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if "megatron" in key else default / 2 or 1
 
 
 @pytest.mark.parametrize(("key", "choices"), ROWS, ids=[key for key, _ in ROWS])
@@ -60,7 +71,7 @@ def test_a_key_is_refused_unless_a_choice_reads_it(key: str, choices: Any) -> No
     assert {key} | {k for choice in choices for k in choice} <= {
         k for k, field in all_keys() if not section_of(field.annotation)
     }
-    extra = {"algorithm.gdpo_reward_keys": ["a"]} if "weights" in key else {}
+    extra = NEEDED.get(key, {})
     default_reads = {"trainer.deterministic": True} if key == "rollout.session_kv_slots" else {}
     with pytest.raises(ConfigError, match=r"does not read it\. Fix: .*, or "):
         check_unread(config_of(extra | UNREAD | default_reads | {key: other(key)}).value_of)
@@ -70,6 +81,8 @@ def test_a_key_is_refused_unless_a_choice_reads_it(key: str, choices: Any) -> No
             chosen = {k: values[min(i, len(values) - 1)] for k, values in choice.items()}
             if "algorithm.kl_ctrl.type" in chosen:
                 chosen["algorithm.use_kl_in_reward"] = True
+            if "megatron" in key:
+                chosen["trainer.engine"] = "megatron"
             check_unread(config_of(extra | chosen | {key: other(key)}).value_of)
 
 
