@@ -98,7 +98,7 @@ for one in $PARTS; do
     learn)
         part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus 2 --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
         ;;
-    *) echo "error: PART = $one: no such part. Fix: one of tests train sync vllm modes save learn." >&2; exit 2 ;;
+    *) echo "error: PART = $one: no such part. Fix: one of tests train sync vllm modes agents save learn." >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.config import MegatronConfig
+from millrace.config.megatron_checks import KEY
 from millrace.errors import ConfigError, bad_value
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")
-KEY = "trainer.megatron"
 
 
 def check_model(hf: Any, own: MegatronConfig) -> None:

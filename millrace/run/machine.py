@@ -59,12 +59,9 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
     if trainer.engine != "megatron":
         return
     if trainer.device == "cpu" or not NVIDIA.exists():
-        raise bad_value(
-            "trainer.engine",
-            "megatron",
-            "Megatron trains on NVIDIA GPUs alone, and this machine has none, or trainer.device=cpu",
-            "trainer.engine=fsdp",
-        )
+        why = "trainer.device is cpu" if trainer.device == "cpu" else "this machine has none"
+        rule = f"Megatron trains on NVIDIA GPUs alone, and {why}"
+        raise bad_value("trainer.engine", "megatron", rule, "trainer.engine=fsdp")
     # A folder named megatron would be importable too, so this asks for the package.
     try:
         found = metadata.version("megatron-core")

@@ -2,8 +2,9 @@
 
 The groups use gloo on CPUs and NCCL on GPUs. Each trainer rank that has rows to send has its own
 group with all replicas. It sends its own rows: nothing is gathered. It tells them once, at the
-start. Of several copies of the model, one sends. `transfer` stages the received weights in separate tensors while rollouts
-continue. `activate` then copies them over the live weights between two tokens.
+start. Of several copies of the model, one sends. `transfer` stages the received weights in separate
+tensors while rollouts continue. `activate` then copies them over the live weights between two
+tokens.
 
 The sender's checksums travel with the weights. A replica verifies them on the received weights, and
 again on its live tensors before it serves the version. For a policy with low-rank adapters, the
