@@ -34,7 +34,10 @@ class Event(NamedTuple):
 
 
 Watcher = Callable[[Event], None]
-"""Reads an event. It never waits and never raises."""
+"""Reads an event. It never waits and never raises.
+
+It may have an attribute `names`: it then gets the events of these names alone.
+"""
 
 
 class Watch:
@@ -45,6 +48,8 @@ class Watch:
     ) -> None:
         self._clock = clock
         self._watchers = tuple(watchers)
+        self._readers: dict[str, tuple[Watcher, ...]] = {}
+        """The watchers of each name that occurred."""
 
     def at(self, track: str, name: str, key: str = "", /, **facts: Any) -> None:
         """Report that something happens now."""
@@ -62,8 +67,14 @@ class Watch:
         """Hand one event to every watcher."""
         if self._watchers:
             event = Event(self._clock(), track, name, phase, key, facts)
-            for watcher in self._watchers:
+            readers = self._readers.get(name)
+            if readers is None:
+                readers = self._readers[name] = self._readers_of(name)
+            for watcher in readers:
                 watcher(event)
+
+    def _readers_of(self, name: str) -> tuple[Watcher, ...]:
+        return tuple(w for w in self._watchers if name in getattr(w, "names", (name,)))
 
 
 class Span:

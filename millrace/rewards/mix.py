@@ -68,6 +68,13 @@ class RunReward:
 
         Raise RewardError if any part fails. Its reason has the part's name in a mix.
         """
+        if not self._config.mix:  # One part needs no task of its own.
+            (only,) = self.parts
+            try:
+                return await self.parts[only].score(prompt, completions)
+            except RewardError as error:
+                self._failed(only, error)
+                raise
         answers = await asyncio.gather(
             *(part.score(prompt, completions) for part in self.parts.values()),
             return_exceptions=True,
@@ -81,8 +88,6 @@ class RunReward:
                 scores[name] = answer
         if failures:  # Any other error, such as a dead worker, comes before a failed reward.
             raise min(failures, key=lambda error: isinstance(error, RewardError))
-        if not self._config.mix:
-            return next(iter(scores.values()))
         return [
             self._sum({name: each[i] for name, each in scores.items()})
             for i in range(len(completions))

@@ -117,7 +117,8 @@ class WorkerProcess(asyncio.Protocol):
             return False
         if not self.running:
             return True
-        if pending.alone or any(p.alone for p in self.running.values()):
+        first = next(iter(self.running.values()))  # A call that must run alone is the only one.
+        if pending.alone or first.alone:
             return False
         if self._together:
             return len(self.running) < self.job.room

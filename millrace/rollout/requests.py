@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import WorkerError, bad_row, bad_value
@@ -92,14 +91,14 @@ def cut_by_version(
     `starts` has the versions in order. `stop` is the reason why the last segment ended.
     """
     ends = [min(end, len(tokens)) for end in (*(s.drawn for s in starts[1:]), len(tokens))]
-    pieces = [
+    pieces = [(s, end) for s, end in zip(starts, ends, strict=True) if end > s.drawn]
+    return tuple(
         Segment(
             tokens[s.drawn : end],
             version=s.version,
             log_probs=log_probs[s.drawn : end],
+            stop=stop if s is pieces[-1][0] else None,
             kv_version=None if s.kv_version == s.version else s.kv_version,
         )
-        for s, end in zip(starts, ends, strict=True)
-        if end > s.drawn
-    ]
-    return (*pieces[:-1], replace(pieces[-1], stop=stop)) if pieces else ()
+        for s, end in pieces
+    )

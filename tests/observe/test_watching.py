@@ -15,6 +15,7 @@ from rich.console import Console
 from millrace.observe.progress import BARS, Lines, Progress, sparkline
 from millrace.observe.sinks import JsonLines, make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.watch import Event, Watch
 
 
 class Clock:
@@ -219,3 +220,20 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
         "version 4/10  samples 40/100  reward 0.500  staleness 1.00  idle trainer 25% rollouter 50%  1,234 tokens/s"
     )
     assert progress.state.eta_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"
+
+
+def test_a_watcher_with_names_gets_the_events_of_these_names_alone() -> None:
+    class Narrow:
+        names = frozenset({"request"})
+
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def __call__(self, event: Event) -> None:
+            self.seen.append(event.name)
+
+    narrow, wide = Narrow(), list[str]()
+    watch = Watch(watchers=[narrow, lambda event: wide.append(event.name)])
+    for name in ("request", "score", "request"):
+        watch.at("run", name)
+    assert narrow.seen == ["request", "request"] and wide == ["request", "score", "request"]

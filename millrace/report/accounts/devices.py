@@ -151,7 +151,7 @@ class DeviceAccount:
             return part
         if self._pauses:
             return "sync"
-        occupied = flow.count(*State)
+        occupied = flow.occupied
         if self._limit is not None and self._retired + flow.retired + occupied >= self._limit:
             return "tail"
         if occupied < self._schedule.capacity:

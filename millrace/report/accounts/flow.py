@@ -25,6 +25,8 @@ class Integral:
 class FlowAccount:
     """A watcher of samples, requests and rewards. Validations do not count."""
 
+    names = frozenset({"request", "score", "retired", "dropped", *map(str, State)})
+
     def __init__(self, now: float) -> None:
         self.slots = {state: Integral(now) for state in State}
         """Sample-seconds by state, and the number of samples in it."""
@@ -67,6 +69,11 @@ class FlowAccount:
             self._states[event.key] = state = State(event.name)
             self.slots[state].change(event.time, 1)
 
-    def count(self, *states: State) -> int:
-        """Return the number of samples in one of `states`."""
-        return sum(self.slots[state].level for state in states)
+    @property
+    def occupied(self) -> int:
+        """The number of samples in a slot."""
+        return len(self._states)
+
+    def count(self, one: State, other: State) -> int:
+        """Return the number of samples in one of two states."""
+        return self.slots[one].level + self.slots[other].level

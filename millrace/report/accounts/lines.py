@@ -85,6 +85,8 @@ class Line(msgspec.Struct, frozen=True):
 class Accounts:
     """A watcher that writes the accounts. It comes after the accounts that it writes."""
 
+    names = frozenset({"published"})
+
     def __init__(
         self,
         path: Path,

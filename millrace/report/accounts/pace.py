@@ -28,11 +28,15 @@ Loads = Mapping[str, Sequence[float]]
 class LoadAccount:
     """A watcher of requests. At most as many requests draw as the engine has decode slots."""
 
+    names = frozenset({"stats", "request"})
+
     def __init__(self) -> None:
         self.bins: dict[str, list[float]] = {}
         self._slots: dict[str, int] = {}
         self._levels: dict[str, int] = {}
         self._since: dict[str, float] = {}
+        self._bins: dict[int, list[float]] = {}
+        """The bin of each load that occurred. A logarithm for each event takes too long."""
 
     def __call__(self, event: Event) -> None:
         if event.name == "stats":
@@ -48,9 +52,16 @@ class LoadAccount:
         self._since[track] = now
         load = min(self._levels.get(track, 0), self._slots.get(track, 0))
         if load > 0 and seconds > 0:
-            bin_ = self.bins.setdefault(str(int(math.log(load) / WIDTH)), [0.0, 0.0])
+            bin_ = self._bin(load)
             bin_[0] += seconds
             bin_[1] += seconds * load
+
+    def _bin(self, load: int) -> list[float]:
+        found = self._bins.get(load)
+        if found is None:
+            name = str(int(math.log(load) / WIDTH))
+            found = self._bins[load] = self.bins.setdefault(name, [0.0, 0.0])
+        return found
 
 
 def step_line(versions: Sequence[tuple[Loads, float]]) -> tuple[float, float] | None:

@@ -34,6 +34,8 @@ VALIDATION = "val/"
 class TokenAccount:
     """A watcher. It counts the tokens of every request until their sample leaves its slot."""
 
+    names = frozenset({"request", "stats", "dropped", "stepped", "published"})
+
     def __init__(
         self,
         counts: Mapping[str, float] | None = None,

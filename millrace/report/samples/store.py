@@ -47,6 +47,8 @@ class SampleStore:
     `close` waits for `close_s`.
     """
 
+    names = frozenset({"stepped", "published", "equal_outcomes"})
+
     def __init__(
         self,
         run_dir: Path,
