@@ -126,6 +126,17 @@ def test_times_late_in_a_long_run_are_not_rounded(tmp_path: Path) -> None:
     assert {round(at % 1, 2) for trace in bars for at in trace["base"]} <= {0.0, 0.25}
 
 
+def test_no_window_has_a_kill_and_its_resume_in_it() -> None:
+    """Version 3 goes live again, long after version 4."""
+    live = [(2.0, 0), (4.0, 1), (6.0, 2), (8.0, 3), (10.0, 4), (50.0, 3), (52.0, 4), (54.0, 5)]
+    played = [Span(1, "sync", "activate", str(v), at - 0.1, at, {}) for at, v in live]
+    played += [Span(1, "trainer", "train", "", 0, 54, {})]
+    found = columns(played)
+    for chart in windows(found, lanes(found, 8, colocated=False, complete=True)):
+        begin, end = chart["layout"]["xaxis"]["range"]
+        assert begin < end and (end <= 10 or begin >= 50)
+
+
 def test_numbers_of_tokens_keep_their_digits() -> None:
     assert rounded([1_234_567, 0.123456789]) == [1_234_567, 0.12346]
 

@@ -15,19 +15,27 @@ MOST_SPANS = 1500
 
 
 def windows(spans: Spans, lanes: list[Lane]) -> list[Block]:
-    """Return a chart of the steady state and one of the slowest version."""
-    live = np.array(sorted(end for _, end, _ in spans.marks.get("sync activate", [])))
-    if len(live) < 2:
+    """Return a chart of the steady state and one of the slowest version.
+
+    No window has the border of two attempts, where the same or an earlier version goes live again.
+    """
+    activated = spans.marks.get("sync activate", [])
+    marks = sorted((end, int(k)) for _, end, k in activated if k.isdecimal() and len(k) < 16)
+    live, version = np.array([end for end, _ in marks]), np.array([number for _, number in marks])
+    whole = np.flatnonzero(np.diff(version) > 0)
+    if not len(whole):
         return []
     durations = np.diff(live)
-    middle = np.arange(len(durations) // 4, max(len(durations) * 3 // 4, len(durations) // 4 + 1))
+    middle = whole[len(whole) // 4 : max(len(whole) * 3 // 4, len(whole) // 4 + 1)]
     usual = int(middle[np.argsort(durations[middle])[len(middle) // 2]])
-    first = 2 if len(durations) > 6 else 0
-    slowest = first + int(np.argmax(durations[first:]))
-    last = min(usual + 3, len(live) - 1)
+    later = whole[2 if len(whole) > 6 else 0 :]
+    slowest = int(later[np.argmax(durations[later])])
+    last = usual + 1
+    while last < usual + 3 and last in whole:
+        last += 1
     blocks = [_window(spans, lanes, float(live[usual]), float(live[last]), "The steady state")]
     if slowest != usual:
-        ratio = durations[slowest] / max(float(np.median(durations)), 1e-9)
+        ratio = durations[slowest] / max(float(np.median(durations[whole])), 1e-9)
         title = f"The slowest version, {ratio:.1f} times the median"
         blocks.append(_window(spans, lanes, float(live[slowest]), float(live[slowest + 1]), title))
     return blocks
