@@ -163,6 +163,18 @@ class Config(Section):
         return self.trainer.shard_size
 
     @property
+    def context_size(self) -> int:
+        """Number of trainer ranks that share the tokens of a micro-batch."""
+        # The key of the engine that is not in use is 1.
+        own = self.actor.ulysses_sequence_parallel_size
+        return own * self.trainer.megatron.context_parallel_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens in a full micro-batch."""
+        return self.actor.ppo_max_token_len_per_gpu * self.context_size
+
+    @property
     def rollout_devices(self) -> int:
         return self.rollout.devices
 
