@@ -44,7 +44,7 @@ def check(config: Config) -> None:
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
     check_vllm(rollout, trainer)
-    check_megatron(trainer, c.model, algorithm)
+    check_megatron(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
     _check_groups(algorithm, rollout)
     _check_filter(algorithm, trainer, c.async_training)

@@ -165,9 +165,18 @@ class Config(Section):
     @property
     def context_size(self) -> int:
         """Number of trainer ranks that share the tokens of a micro-batch."""
-        # The key of the engine that is not in use is 1.
-        own = self.actor.ulysses_sequence_parallel_size
-        return own * self.trainer.megatron.context_parallel_size
+        if self.trainer.engine == "megatron":
+            return self.trainer.megatron.context_parallel_size
+        return self.actor.ulysses_sequence_parallel_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of trainer ranks that read different rows, or of their groups."""
+        parts = self.context_size
+        if self.trainer.engine == "megatron":
+            own = self.trainer.megatron
+            parts *= own.tensor_model_parallel_size * own.pipeline_model_parallel_size
+        return self.trainer_ranks // parts
 
     @property
     def max_tokens(self) -> int:

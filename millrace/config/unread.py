@@ -88,7 +88,6 @@ READ: tuple[tuple[str, str, tuple[Choice, ...]], ...] = (
         "free_cache_engine",
         ({"rollout.engine": ("vllm",)},),
     ),
-    ("actor", "ulysses_sequence_parallel_size", ({"trainer.engine": ("fsdp",)},)),
     (
         "trainer.megatron",
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "

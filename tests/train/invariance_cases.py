@@ -166,14 +166,7 @@ ON_RANKS = [
 ]
 """The cases on several ranks. Each loss has one aggregation in turn; `vanilla` has them all."""
 
-LAYOUTS = {
-    "2": (2, 0, 1),
-    "4": (4, 0, 1),
-    "2 x 2": (4, 2, 1),
-    "2 x 1": (2, 1, 1),
-    "1 of 2": (2, 0, 2),
-    "2 of 2, 2 x 2": (4, 2, 2),
-}
+LAYOUTS = {"4": (4, 0, 1), "2 x 2": (4, 2, 1), "2 x 1": (2, 1, 1), "2 of 2": (4, 2, 2)}
 """The number of ranks, how many share one copy of the model (0: all), and how many share tokens."""
 
 
