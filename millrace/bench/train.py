@@ -10,6 +10,7 @@ from typing import Any
 from millrace.bench.flops import shape_of, train_flops
 from millrace.config import Config
 from millrace.observe.progress import Progress
+from millrace.run.memory import estimate, size_of
 from millrace.run.session import open_session
 from millrace.types import Tokens, tokens_of
 
@@ -22,11 +23,12 @@ async def bench_train(
 ) -> dict[str, Any]:
     """Time `steps` supervised steps.
 
-    Each step has one micro-batch on every rank: as many documents of `length` random tokens as fit
-    in actor.ppo_max_token_len_per_gpu. The time includes forward, backward, gradient norm and
-    optimizer step.
+    Each step has one micro-batch on every rank, or one for each pipeline stage: as many documents
+    of `length` random tokens as fit in actor.ppo_max_token_len_per_gpu. The time includes forward,
+    backward, gradient norm and optimizer step. The estimate of memory is that of a dry run.
     """
-    rows = config.actor.ppo_max_token_len_per_gpu // length * config.trainer_ranks
+    micros = config.trainer.megatron.pipeline_model_parallel_size
+    rows = config.max_tokens // length * config.data_ranks * micros
     async with open_session(config, progress, rollout=False) as s:
         shape, engine = shape_of(s.run.model), s.engines.train
         await engine.begin("sft", steps + WARM_UP_STEPS)
@@ -40,6 +42,9 @@ async def bench_train(
             progress.phase("training", k + 1, steps + WARM_UP_STEPS, f"{seconds[-1]:.2f} s")
         memory = max(await engine.peak_memory())
         flops = train_flops(s.run.model, [length - 1] * rows, config)
+        size = size_of(config.model.model_copy(update={"path": str(s.run.model)}))
+        assert size is not None
+        parts = estimate(config, size, micro_batches=micros)["trainer"]
     middle = statistics.median(seconds[WARM_UP_STEPS:])
     return {
         "ranks": config.trainer_ranks,
@@ -51,6 +56,7 @@ async def bench_train(
         "matmul_tflops": rate / 1e12,
         "mfu": flops / middle / config.trainer_ranks / rate,
         "peak_memory_gib": memory / 2**30,
+        "estimated_memory_gib": sum(parts.values()) / 2**30,
         "complete": True,
     }
 

@@ -99,12 +99,13 @@ def bench_train(
     from millrace.bench.train import bench_train as work
     from millrace.errors import bad_value
 
-    limit = config.actor.ppo_max_token_len_per_gpu
+    limit = config.max_tokens
     if length > limit:
+        share = f" x {config.context_size} ranks" if config.context_size > 1 else ""
         raise bad_value(
             "--length",
             length,
-            f"must be at most actor.ppo_max_token_len_per_gpu = {limit}",
+            f"must be at most actor.ppo_max_token_len_per_gpu{share} = {limit}",
             f"--length {limit} or less",
         )
     result = run_async(
@@ -120,7 +121,8 @@ def bench_train(
         f"{result['tokens_per_step']} tokens in {result['step_s']:.3f} s on "
         f"{result['ranks']} ranks: {result['tokens_per_s_per_device']:.0f} tokens/s and "
         f"{result['model_tflops_per_device']:.4g} TFLOP/s per device, MFU {result['mfu']:.1%} of "
-        f"{result['matmul_tflops']:.4g}; {result['peak_memory_gib']:.1f} GiB",
+        f"{result['matmul_tflops']:.4g}; {result['peak_memory_gib']:.1f} GiB, estimated "
+        f"{result['estimated_memory_gib']:.1f}",
     )
 
 

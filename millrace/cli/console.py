@@ -19,6 +19,7 @@ from rich.text import Text
 
 from millrace.config import Config, recipe
 from millrace.config.trl import HINTS
+from millrace.errors import ConfigError, MissingDependency
 from millrace.observe.progress import Progress, make_view
 
 T = TypeVar("T")
@@ -198,7 +199,12 @@ def configure(
     config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
     if dry_run:
         from millrace.run import problems
+        from millrace.run.machine import check_machine, check_shape
 
+        try:
+            check_machine(config)
+        except (ConfigError, MissingDependency) as lack:  # another machine may run it
+            typer.echo(f"note: this machine cannot run it: {lack}", err=True)
         for note in config.notes:
             typer.echo(f"note: {note}", err=True)
         for line in config.translated:
@@ -213,6 +219,7 @@ def configure(
             scored=not keep_warm_up,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.player else None,
         )
+        check_shape(config.model, config.actor, config.trainer)
         _print_dry_run(config, rows, json_, lines)
         raise typer.Exit
     return config
@@ -228,7 +235,7 @@ def _print_dry_run(
     from millrace.run.memory import estimate, size_of
 
     derived, limits = asdict(config.derived(rows)), config.limits(rows)
-    size = size_of(config)
+    size = size_of(config.model)
     memory = estimate(config, size) if size is not None else {}
     if json_:
         whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}

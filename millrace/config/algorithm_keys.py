@@ -86,7 +86,16 @@ class ActorConfig(Section):
     ppo_epochs: int = Field(1, ge=1)
     """Passes over each batch that the trainer takes."""
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
-    """Tokens packed into one micro-batch on one device."""
+    """Tokens packed into one micro-batch on one device.
+
+    Ranks that share tokens have a micro-batch together. It has this many tokens for each of them.
+    """
+    ulysses_sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the tokens of a micro-batch. They exchange heads for tokens in attention.
+
+    It is for rows that are too long for one device, and divides the number of ranks and the heads.
+    All models share tokens: the policy, the reference and the critic.
+    """
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """The policy loss and the keys of single losses."""
     clip_ratio_low: float = Field(0.2, gt=0, le=1)

@@ -37,13 +37,14 @@ GROUP_RELATIVE = frozenset(
 def check(config: Config) -> None:
     """Raise ConfigError at the first check that fails."""
     c, trainer, rollout, algorithm = config, config.trainer, config.rollout, config.algorithm
-    _check_lengths(rollout, c.actor)
+    _check_lengths(rollout, c.actor, c.context_size)
+    _check_sequence(c.actor, trainer)
     _check_batches(c)
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
     check_vllm(rollout, trainer)
-    check_megatron(trainer, c.model, algorithm)
+    check_megatron(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
     _check_groups(algorithm, rollout)
     _check_filter(algorithm, trainer, c.async_training)
@@ -56,14 +57,28 @@ def check(config: Config) -> None:
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
 
 
-def _check_lengths(rollout: RolloutConfig, actor: ActorConfig) -> None:
-    if actor.ppo_max_token_len_per_gpu < rollout.max_len:
+def _check_lengths(rollout: RolloutConfig, actor: ActorConfig, ranks: int) -> None:
+    """Raise ConfigError if a trajectory may not fit in the micro-batch of `ranks` ranks."""
+    if actor.ppo_max_token_len_per_gpu * ranks < rollout.max_len:
+        share = f", on {ranks} ranks together" if ranks > 1 else ""
+        least = -(-rollout.max_len // ranks)
         raise bad_value(
             "actor.ppo_max_token_len_per_gpu",
             actor.ppo_max_token_len_per_gpu,
             "must fit the longest trajectory, which has rollout.max_prompt_length + "
-            f"rollout.max_response_length = {rollout.max_len} tokens",
-            f"actor.ppo_max_token_len_per_gpu={rollout.max_len} or more, or shorter lengths",
+            f"rollout.max_response_length = {rollout.max_len} tokens{share}",
+            f"actor.ppo_max_token_len_per_gpu={least} or more, or shorter lengths",
+        )
+
+
+def _check_sequence(actor: ActorConfig, trainer: TrainerConfig) -> None:
+    size = actor.ulysses_sequence_parallel_size
+    if trainer.engine == "fsdp" and trainer.ranks % size:
+        raise bad_value(
+            "actor.ulysses_sequence_parallel_size",
+            size,
+            f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {trainer.ranks}",
+            f"trainer.n_gpus_per_node={size}, or a divisor of {trainer.ranks}",
         )
 
 

@@ -163,6 +163,27 @@ class Config(Section):
         return self.trainer.shard_size
 
     @property
+    def context_size(self) -> int:
+        """Number of trainer ranks that share the tokens of a micro-batch."""
+        if self.trainer.engine == "megatron":
+            return self.trainer.megatron.context_parallel_size
+        return self.actor.ulysses_sequence_parallel_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of trainer ranks that read different rows, or of their groups."""
+        parts = self.context_size
+        if self.trainer.engine == "megatron":
+            own = self.trainer.megatron
+            parts *= own.tensor_model_parallel_size * own.pipeline_model_parallel_size
+        return self.trainer_ranks // parts
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens in a full micro-batch."""
+        return self.actor.ppo_max_token_len_per_gpu * self.context_size
+
+    @property
     def rollout_devices(self) -> int:
         return self.rollout.devices
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.config.algorithm_keys import AlgorithmConfig
+from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.model_keys import ModelConfig
 from millrace.config.trainer_keys import TrainerConfig
@@ -11,13 +11,22 @@ from millrace.errors import bad_value
 KEY = "trainer.megatron"
 
 
-def check_megatron(trainer: TrainerConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+def check_megatron(
+    trainer: TrainerConfig, model: ModelConfig, actor: ActorConfig, algorithm: AlgorithmConfig
+) -> None:
     """Raise ConfigError at the first check that fails."""
     if trainer.engine != "megatron":
         return
     _check_sizes(trainer.megatron, trainer.ranks)
+    shared = actor.ulysses_sequence_parallel_size
     fsdp = "or trainer.engine=fsdp"
     for key, value, absent, fix in (
+        (
+            "actor.ulysses_sequence_parallel_size",
+            shared,
+            shared > 1,
+            f"actor.ulysses_sequence_parallel_size=1 {KEY}.context_parallel_size={shared}",
+        ),
         ("model.lora_rank", model.lora_rank, bool(model.lora_rank), "model.lora_rank=0"),
         ("model.compile", True, model.compile, "model.compile=false"),
         (

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from millrace.config import ModelShape
+from millrace.config import ModelConfig, ModelShape
 from millrace.errors import bad_value
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,6 +62,20 @@ def write_shape(
     )
     config.save_pretrained(folder)
     GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
+
+
+def shape_config(model: ModelConfig, folder: str = "") -> Any:
+    """Return config.json of the model in `folder`, or of the one that the section describes.
+
+    The vocabulary of a new model without model.shape.vocab_size has one token.
+    """
+    if source := folder or model.path:
+        hf = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        if not folder:
+            hf.update(model.override_config)
+        return hf.get_text_config()
+    shape = model.shape.model_dump()
+    return Qwen2Config(**shape | {"vocab_size": model.shape.vocab_size or 1})
 
 
 def load_model(

@@ -6,7 +6,14 @@ import importlib.util
 from importlib import metadata
 from pathlib import Path
 
-from millrace.config import Config, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
+from millrace.config import (
+    ActorConfig,
+    Config,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -75,14 +82,26 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
         )
 
 
-def check_shape(model: ModelConfig, trainer: TrainerConfig, model_folder: str) -> None:
-    """Raise ConfigError if the train engine cannot divide the model in `model_folder`."""
-    if trainer.engine != "megatron":
+def check_shape(
+    model: ModelConfig, actor: ActorConfig, trainer: TrainerConfig, folder: str = ""
+) -> None:
+    """Raise ConfigError if the train engine cannot divide the model.
+
+    The model is that in `folder`. Without a folder, model.path or model.shape describes it.
+    """
+    shared = actor.ulysses_sequence_parallel_size
+    if trainer.engine != "megatron" and shared == 1:
         return
-    from transformers import AutoConfig
-
     from millrace.models.megatron_checks import check_model
+    from millrace.models.model import shape_config
 
-    trust = model.trust_remote_code
-    hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
-    check_model(hf, trainer.megatron)
+    hf = shape_config(model, folder)
+    if trainer.engine == "megatron":
+        check_model(hf, trainer.megatron)
+    elif hf.num_attention_heads % shared:
+        raise bad_value(
+            "actor.ulysses_sequence_parallel_size",
+            shared,
+            f"must divide the heads of attention, {hf.num_attention_heads}",
+            "a divisor of the heads",
+        )

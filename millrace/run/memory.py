@@ -1,54 +1,115 @@
-"""An estimate of the memory that each device needs, before anything runs."""
+"""An estimate of the memory that each device needs, before anything runs.
+
+The bytes of a layer's activations were counted on tensors that autograd saves. tests/run counts
+them again. docs/megatron.md has a table that this file computes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from millrace.config import Config, ModelShape, RolloutConfig, TrainerConfig
+from millrace.config import (
+    ActorConfig,
+    Config,
+    MegatronConfig,
+    ModelConfig,
+    ModelShape,
+    RolloutConfig,
+    TrainerConfig,
+)
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_STATE = 16
-"""Bytes of a trained parameter: float32 weight, gradient and both moments of AdamW."""
-_CHUNK = 2**30
-"""Bytes of a chunk of logits and its passes, about."""
+_OPTIMIZER = 12
+"""Bytes of a trained parameter: float32 weight and both moments of AdamW."""
+_GRADIENT = 4
+_CHUNK = 1 << 27
+"""Logits in one chunk on a GPU, as in millrace.train.log_probs."""
+_WHOLE_GRADIENTS = 1 << 30
+"""Bytes of gradients that ranks of FSDP2 keep whole until the last micro-batch."""
 
-_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
 """Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
+_EXPERTS = ("num_experts", "num_local_experts")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """The numbers of a decoder model that memory depends on."""
 
     parameters: int
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert."""
     layers: int
     kv_width: int
     """Width of the keys of one token in one layer: key-value heads x head size."""
+    width: int = 0
+    """Width of the queries of one token: heads x head size. 0 means hidden."""
+    vocabulary: int = 0
+    tied: bool = True
+    experts: int = 0
+    """Experts of a layer, 0 for a dense model."""
+    chosen: int = 1
+    """Experts that read each token."""
+    head_norms: bool = False
+    """Whether queries and keys are normalised, as in Qwen3."""
+
+    @property
+    def queries(self) -> int:
+        return self.width or self.hidden
+
+    @property
+    def embeddings(self) -> int:
+        """Parameters of one matrix of embeddings."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def of_experts(self) -> int:
+        """Parameters of all experts."""
+        return self.layers * self.experts * 3 * self.hidden * self.intermediate
+
+    @property
+    def of_layers(self) -> int:
+        """Parameters of all layers, without experts."""
+        return self.parameters - self.of_experts - self.embeddings * (1 if self.tied else 2)
 
 
-def size_of(config: Config) -> Size | None:
+def size_of(section: ModelConfig) -> Size | None:
     """Return the size of the policy, or None if only its data decides it.
 
     A model in model.path is built on the meta device, without its weights. A new model needs
     model.shape.vocab_size.
     """
-    if not config.model.path:
-        return _size_of_shape(config.model.shape)
+    if not section.path:
+        return _size_of_shape(section.shape)
     from millrace.models.model import empty_model
 
-    model = empty_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    shape = model.config.get_text_config()
-    heads = shape.num_attention_heads
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    widths = (getattr(shape, key, None) for key in _WIDTHS)
+    model = empty_model(section.path, trust_remote_code=section.trust_remote_code)
+    return size_of_model(model.config.get_text_config(), sum(p.numel() for p in model.parameters()))
+
+
+def size_of_model(hf: Any, parameters: int) -> Size:
+    """Return the size of a model with this config.json and this number of parameters."""
+    heads = hf.num_attention_heads
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+
+    def first(*names: str) -> int:
+        return next((value for name in names if (value := getattr(hf, name, None))), 0)
+
+    experts = first(*_EXPERTS)
     return Size(
-        sum(p.numel() for p in model.parameters()),
-        shape.hidden_size,
-        next((width for width in widths if width), 4 * shape.hidden_size),
-        shape.num_hidden_layers,
-        head * (getattr(shape, "num_key_value_heads", None) or heads),
+        parameters=parameters,
+        hidden=hf.hidden_size,
+        intermediate=first(*_WIDTHS) or 4 * hf.hidden_size,
+        layers=hf.num_hidden_layers,
+        kv_width=head * (getattr(hf, "num_key_value_heads", None) or heads),
+        width=heads * head,
+        vocabulary=hf.vocab_size,
+        tied=bool(hf.tie_word_embeddings),
+        experts=experts,
+        chosen=hf.num_experts_per_tok if experts else 1,
+        head_norms=hf.model_type.startswith("qwen3"),
     )
 
 
@@ -59,69 +120,210 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv + s.hidden_size + 2 * kv
     layer = attention + 3 * s.hidden_size * s.intermediate_size + 2 * s.hidden_size
     embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
-    total = embeddings + s.num_hidden_layers * layer + s.hidden_size
-    return Size(total, s.hidden_size, s.intermediate_size, s.num_hidden_layers, kv)
+    return Size(
+        parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
+        hidden=s.hidden_size,
+        intermediate=s.intermediate_size,
+        layers=s.num_hidden_layers,
+        kv_width=kv,
+        width=s.hidden_size,
+        vocabulary=s.vocab_size,
+        tied=s.tie_word_embeddings,
+    )
 
 
-def estimate(config: Config, size: Size) -> dict[str, dict[str, int]]:
+def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str, dict[str, int]]:
     """Return the bytes on one device of each side, by their use.
 
-    trainer   state: weights, gradients and moments of the policy and of the critic, and the
-              weights of the reference, divided by the ranks of a copy. activations: those of one
-              full micro-batch of actor.ppo_max_token_len_per_gpu tokens T. A layer without
-              recomputation keeps T (6 H + 3 I) values, and one with recomputation keeps T H.
+    trainer   all at the moment of the peak. It is the start of a backward pass, with all
+              activations and a chunk of logits. From the second micro-batch of an optimizer step
+              on, there are gradients too. With one micro-batch, it may be the end instead.
     rollout   weights, the staged weights of the next version, and the KV cache of
               rollout.max_num_seqs + session_kv_slots full sequences, divided by tensor_model_parallel_size.
 
-    The estimate of activations assumes model.compile=true. On H200s, the trainer's total was at
-    most 5 % off the peak of 1.5B and 7B models (benchmarks/results/gpus.md). With Megatron, the
-    activations and the experts count whole, so the estimate is high. Adapters are not
-    counted, and a frozen base needs 2 to 4 bytes a parameter instead of 16.
+    With pipeline parallelism, it is the first or the last stage. It assumes that experts get
+    equally many tokens. Adapters are not counted.
     """
     width = _BYTES[config.model.dtype]
     rollout = _rollout(config.rollout, size, width)
     if config.async_training.colocated:  # both sides have one copy of the next weights
         rollout["staged weights"] = 0
-    return {"trainer": _trainer(config, size, width), "rollout": rollout}
+    trainer, models = config.trainer, (config.needs_reference, config.needs_critic)
+    if trainer.engine == "megatron":
+        parts = _megatron(config.model, config.actor, trainer, size, reference=models[0])
+    else:
+        parts = _fsdp(config.model, config.actor, trainer, size, *models)
+    if micro_batches == 1 and trainer.engine != "megatron":  # Megatron's gradients are always there
+        passing = parts["activations"] + parts["logits"]
+        ends = parts["gradients"] > passing
+        parts |= {"activations": 0, "logits": 0} if ends else {"gradients": 0}
+    return {"trainer": parts, "rollout": rollout}
 
 
-def _trainer(config: Config, size: Size, width: int) -> dict[str, int]:
-    model, tokens = config.model, config.actor.ppo_max_token_len_per_gpu
-    trained = width if model.lora_rank else _STATE
-    per_parameter = trained + (_STATE if config.needs_critic else 0)
+def _fsdp(
+    model: ModelConfig,
+    actor: ActorConfig,
+    trainer: TrainerConfig,
+    size: Size,
+    reference: bool,
+    critic: bool,
+) -> dict[str, int]:
+    width, tokens = _BYTES[model.dtype], actor.ppo_max_token_len_per_gpu
+    adapted = model.lora_rank > 0
+    base = width if adapted else _OPTIMIZER
     # With adapters, the reference is the same base with other adapters.
-    per_parameter += 4 if config.needs_reference and not model.lora_rank else 0
-    recomputing = (
-        round(size.layers * model.gradient_checkpointing_share)
-        if model.gradient_checkpointing
-        else 0
-    )
-    whole = tokens * (6 * size.hidden + 3 * size.intermediate)
-    values = whole * (size.layers - recomputing) + tokens * size.hidden * recomputing
-    values += whole if recomputing else 0  # the layer that recomputes now
-    state = 0 if config.trainer.offload_policy else size.parameters * per_parameter
-    megatron = config.trainer.engine == "megatron"
+    state = base + critic * _OPTIMIZER + (reference and not adapted) * 4
+    trained = (not adapted) + critic
+    gradients = _GRADIENT * size.parameters
+    shards = 1 if gradients <= _WHOLE_GRADIENTS else trainer.shard_size
+    home = 0 if trainer.offload_policy else 1
+    # Ranks gather the embeddings and two layers, in the dtype of the passes.
+    gathers = trainer.ranks > 1 or width < 4 or trainer.offload_policy
+    layers = 2 * (size.of_layers + size.of_experts) // max(size.layers, 1)
+    matrices = size.embeddings * (1 if size.tied else 2)
+    share = model.gradient_checkpointing_share if model.gradient_checkpointing else 0.0
+    recomputing = round(size.layers * share)
+    whole = layer_bytes(size, width, compiled=model.compile)
+    values = whole * (size.layers - recomputing) + width * size.hidden * recomputing
+    logits = _logits(size, width, tokens, 1, frozen=adapted)
     return {
-        "state": _megatron_state(config.trainer, size, width, reference=config.needs_reference)
-        if megatron
-        else state // config.shard_size,
-        "activations": values * width,
-        "logits": _CHUNK,
+        "weights and moments": home * state * size.parameters // trainer.shard_size,
+        "gradients": home * trained * gradients // shards,
+        "gathered weights": width * (matrices + layers) if gathers else 0,
+        "activations": tokens * values + _beyond(logits, tokens * whole * bool(recomputing)),
+        "logits": logits,
     }
 
 
-def _megatron_state(trainer: TrainerConfig, size: Size, width: int, *, reference: bool) -> int:
-    """Return the bytes of a rank's weights, float32 gradients, reference, and optimizer state.
+def _beyond(logits: int, recomputed: int) -> int:
+    """Return what a recomputed layer needs more than the logits, whose memory it takes."""
+    return max(0, recomputed - logits)
 
-    Tensor and pipeline parallelism divide all of it. The distributed optimizer divides only its own
+
+def layer_bytes(size: Size, width: int, *, compiled: bool = False) -> int:
+    """Return the bytes that the backward pass of one layer needs of one token.
+
+    These are transformers' layers. A compiled layer keeps fewer. Its formula fits measured peaks of
+    dense models on H200s.
+    """
+    h, i = size.hidden, size.intermediate
+    if compiled and not size.experts:
+        return width * (6 * h + 3 * i)
+    mlp = size.chosen * (4 * i + 4 * h // 2) * width if size.experts else 4 * i * width
+    return _norms(size, width) + 2 * width * (size.queries + size.kv_width) + mlp
+
+
+def _norms(size: Size, width: int) -> int:
+    """Return the bytes of a layer's norms: inputs in float32, normalised values, and outputs."""
+    heads = (4 + width) * (size.queries + size.kv_width) if size.head_norms else 0
+    return 2 * (4 + 2 * width) * size.hidden + heads
+
+
+def _logits(size: Size, width: int, tokens: int, ranks: int, *, frozen: bool = False) -> int:
+    """Return the bytes of a chunk of logits in the backward pass, and of the head's gradient.
+
+    There are three float32 chunks and one in the dtype of the passes. The gradient is float32, and
+    the product that is added to it has the same size.
+    """
+    rows = size.vocabulary // ranks
+    return min(_CHUNK, tokens * rows) * (12 + width) + (0 if frozen else 8 * rows * size.hidden)
+
+
+def _megatron(
+    model: ModelConfig, actor: ActorConfig, trainer: TrainerConfig, size: Size, *, reference: bool
+) -> dict[str, int]:
+    """Return the bytes of a rank on the stage that needs the most."""
+    first, last = (
+        _stage(model, actor, trainer, size, last=last, reference=reference)
+        for last in (False, True)
+    )
+    if trainer.megatron.pipeline_model_parallel_size == 1:
+        return last
+    return max(first, last, key=lambda parts: sum(parts.values()))
+
+
+def _stage(
+    model: ModelConfig,
+    actor: ActorConfig,
+    trainer: TrainerConfig,
+    size: Size,
+    *,
+    last: bool,
+    reference: bool,
+) -> dict[str, int]:
+    """Return the bytes of a rank on the first or on the last stage.
+
+    Tensor and pipeline parallelism divide the weights. The distributed optimizer divides its own
     state among the other ranks: moments, and float32 weights unless the model's are float32.
     """
-    own = trainer.megatron
-    parts = own.tensor_model_parallel_size * own.pipeline_model_parallel_size
-    own_state = 12.0 if width < 4 else 8.0
-    if own.use_distributed_optimizer:
-        own_state *= parts / trainer.ranks
-    return int(size.parameters / parts * (width * (1 + reference) + 4 + own_state))
+    own, width = trainer.megatron, _BYTES[model.dtype]
+    tensor, stages = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    per_expert = own.expert_tensor * own.expert_model_parallel_size
+    # Every end of the pipeline has a matrix of embeddings. With one stage, a tied one counts once.
+    matrices = size.embeddings * (1 if stages > 1 or size.tied else 2)
+    dense = (size.of_layers // stages + matrices) // tensor
+    experts = size.of_experts // stages // per_expert
+    state = 12 if width < 4 else 8
+    copies = trainer.ranks // stages
+    spread = own.use_distributed_optimizer
+    moments = state * dense // (copies // tensor if spread else 1)
+    moments += state * experts // (copies // per_expert if spread else 1)
+    weights = dense + experts
+    tokens, layers = actor.ppo_max_token_len_per_gpu, size.layers // stages
+    kept, recomputed = _kept(model, own, size, width, layers)
+    logits = _logits(size, width, tokens, tensor) if last else 0
+    # The first stage begins one micro-batch for each stage before the first backward pass.
+    flying = 1 if last else stages
+    return {
+        "weights and moments": width * weights * (1 + reference) + moments,
+        "gradients": _GRADIENT * weights,
+        "gathered weights": 0,
+        "activations": tokens * kept * flying + _beyond(logits, tokens * recomputed),
+        "logits": logits,
+    }
+
+
+def _kept(
+    model: ModelConfig, own: MegatronConfig, size: Size, width: int, layers: int
+) -> tuple[int, int]:
+    """Return the bytes of a token that a stage keeps, and those that it recomputes at once."""
+    whole = megatron_layer_bytes(size, own, width)
+    inputs = width * size.hidden // (own.tensor_model_parallel_size if own.sequence_parallel else 1)
+    granularity = own.recompute_granularity or ("full" if model.gradient_checkpointing else "")
+    number = own.recompute_num_layers
+    if granularity == "full" and own.recompute_method == "uniform":
+        return inputs * layers // number, whole * number
+    if granularity == "full":
+        some = min(number, layers)
+        return inputs * some + whole * (layers - some), whole
+    if granularity == "selective" and {"mlp", "moe"} & set(own.recompute_modules):
+        mlp = _megatron_mlp(size, own, width)
+        return (whole - mlp) * layers, mlp
+    return whole * layers, 0
+
+
+def megatron_layer_bytes(size: Size, own: MegatronConfig, width: int) -> int:
+    """Return the bytes that the backward pass of one of Megatron's layers needs of one token.
+
+    Without sequence parallelism, every tensor-parallel rank has whole norms.
+    """
+    attention = 2 * width * (size.queries + size.kv_width)
+    if own.context_parallel_size > 1:  # the results of attention, before and after the exchange
+        attention += width * size.queries
+    norms = 2 * (4 + 2 * width) * size.hidden
+    of_heads = _norms(size, width) - norms
+    tensor = own.tensor_model_parallel_size
+    norms //= tensor if own.sequence_parallel else 1
+    return norms + (attention + of_heads) // tensor + _megatron_mlp(size, own, width)
+
+
+def _megatron_mlp(size: Size, own: MegatronConfig, width: int) -> int:
+    """Return the part of the MLP, or of the experts that read a token."""
+    if not size.experts:
+        return 5 * width * size.intermediate // own.tensor_model_parallel_size
+    # Ranks of tensor parallelism divide tokens or matrices of experts, so they divide this too.
+    read = width * (6 * size.intermediate + size.hidden)
+    return size.chosen * read // own.tensor_model_parallel_size
 
 
 def _rollout(r: RolloutConfig, size: Size, width: int) -> dict[str, int]:

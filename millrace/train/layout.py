@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.train.ulysses import Share
+
 Ints = NDArray[np.int64]
 
 EXACT_LENGTHS = 12
@@ -37,6 +39,8 @@ class Layout:
     """[T] int64 cell of each token. None if cell i is token i."""
     cu_seqlens: Tensor
     """[rows + 1] int32 on the device: first cell of each row, then C, for varlen attention."""
+    share: Share
+    """Which of the T tokens this rank reads."""
 
     @property
     def num_cells(self) -> int:
@@ -50,13 +54,14 @@ class Layout:
 
 
 def make_layout(
-    lengths: Ints, token_of_cell: Ints, num_tokens: int, device: torch.device, *, padded: bool
+    lengths: Ints, token_of_cell: Ints, share: Share, device: torch.device, *, padded: bool
 ) -> Layout:
     """Return the layout of rows of `lengths` cells, longest first.
 
     `token_of_cell` [C] is the token of each cell, row by row. Every token is in at least one cell.
     `padded` selects padded batches. Otherwise, the layout is for varlen attention.
     """
+    num_tokens = share.tokens
     unpack = token_of_cell
     buckets: tuple[tuple[int, int], ...] = ()
     if padded:
@@ -75,6 +80,7 @@ def make_layout(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(
             device
         ),
+        share=share,
     )
 
 

@@ -31,6 +31,8 @@ class Learner(ABC):
     An engine implements what depends on where weights and gradients are.
     """
 
+    device: torch.device
+
     def __init__(self, name: str, optim: OptimConfig) -> None:
         self.name = name
         self.optim = optim
@@ -113,7 +115,8 @@ class Learner(ABC):
                 "Fix: call begin(optim, horizon) before the first step"
             )
         lr = lr_at(self.optim, self.horizon, self.steps)
-        sums = self.reduce(meter.take(), dist.ReduceOp.SUM)
+        # A rank that counts no token has its zeros on the host.
+        sums = self.reduce(meter.take().to(self.device), dist.ReduceOp.SUM)
         # This is the only place in an optimizer step where the host waits for the device.
         *values, norm = torch.cat([sums, self.gradient_norm().to(sums).reshape(1)]).tolist()
         self.steps += 1

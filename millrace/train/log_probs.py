@@ -1,15 +1,20 @@
 """Log-prob and entropy of target tokens from hidden states, in chunks of logits.
 
 d log p(y) / dz = onehot(y) - p        d H / dz = -p (log p + H)        z = hidden W^T / temperature
+
+Ranks may share the vocabulary: each has some rows of the lm_head. Sums over the vocabulary are then
+sums over ranks.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 KEEP_ELEMENTS = 1 << 22
@@ -24,40 +29,84 @@ The GPU's chunk is larger, because a GPU multiplies matrices of few rows slowly.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The rows of an lm_head that this rank of a group has: from `first`, without padded ones."""
+
+    group: dist.ProcessGroup
+    first: int
+    rows: int
+    padded: int
+    """The rows with padding, the same on every rank."""
+
+    def sum_(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self.group)
+        return value
+
+    def top(self, z: Tensor) -> Tensor:
+        """Return the largest logit of each row, over all ranks."""
+        top = z.amax(-1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        return top
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of each target, and whether it is this rank's. Other rows are 0."""
+        at = targets - self.first
+        mine = (at >= 0) & (at < self.rows)
+        return at.masked_fill(~mine, 0), mine
+
+
+def vocabulary_of(group: dist.ProcessGroup, padded: int, vocab_size: int) -> Vocabulary:
+    """Return the share of this rank of `group`, if every rank has `padded` rows."""
+    first = group.rank() * padded
+    return Vocabulary(group, first, max(0, min(padded, vocab_size - first)), padded)
+
+
 def log_probs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float,
+    vocabulary: Vocabulary | None = None,
     *,
     chunk: int = 0,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
 
-    hidden   [N, H]
-    weight   [V, H], of the lm_head, in the dtype of hidden
-    targets  [N] int64
-    chunk    number of rows at a time; 0 chooses one
-    fused    compile all but the matmuls: three passes over the logits instead of twenty
+    hidden      [N, H]
+    weight      [V, H], of the lm_head, in the dtype of hidden
+    targets     [N] int64
+    vocabulary  this rank's share of the rows, if ranks of a group share them
+    chunk       number of rows at a time; 0 chooses one
+    fused       compile all but the matmuls: three passes over the logits instead of twenty
 
     Results and intermediate values are float32, or float64 for float64 arguments. Both results have
     gradients to hidden and weight. N = 0 gives empty results whose gradients are 0. Raises
     ValueError unless temperature > 0.
+
+    With a `vocabulary`, the weight is [padded, H]. All ranks have the same hidden states and
+    targets, and get the same results. The gradient to `hidden` is this rank's part of a sum over
+    the group.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be over 0, got {temperature}")
+    # Every rank takes equally many chunks, so the number of rows comes from the padded size.
     vocab = weight.shape[0]
     keep = chunk == 0 and hidden.shape[0] * vocab <= KEEP_ELEMENTS
     rows = max(hidden.shape[0], 1) if keep else chunk or rows_at_once(hidden, vocab)
+    if vocabulary is not None:
+        weight = weight[: vocabulary.rows]
     result: tuple[Tensor, Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, rows, keep, fused
+        hidden, weight, targets, temperature, vocabulary, rows, keep, fused
     )
     return result
 
 
 @torch.no_grad()
-def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def sum_of_squares(
+    hidden: Tensor, weight: Tensor, temperature: float, vocabulary: Vocabulary | None = None
+) -> Tensor:
     """Return sum_v p_v^2 of p = softmax(hidden weight^T / temperature), [N], without a gradient.
 
     Arguments and dtypes are those of `log_probs_and_entropy`.
@@ -66,7 +115,14 @@ def sum_of_squares(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
     rows = rows_at_once(hidden, weight.shape[0])
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
-        sums[part] = scaled_logits(hidden[part], weight, temperature).softmax(-1).square_().sum(-1)
+        if vocabulary is None:
+            z = scaled_logits(hidden[part], weight, temperature)
+            sums[part] = z.softmax(-1).square_().sum(-1)
+            continue
+        z = scaled_logits(hidden[part], weight[: vocabulary.rows], temperature)
+        e = z.sub_(vocabulary.top(z).unsqueeze(-1)).exp_()
+        norm, squares = vocabulary.sum_(torch.stack([e.sum(-1), e.square().sum(-1)]))
+        sums[part] = squares / norm.square()
     return sums
 
 
@@ -83,6 +139,7 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
+        vocabulary: Vocabulary | None,
         rows: int,
         keep: bool,
         fused: bool,
@@ -91,12 +148,14 @@ class _LogProbs(torch.autograd.Function):
         entropy, log_norm = torch.empty_like(log_prob), torch.empty_like(log_prob)
         z = log_prob.new_empty(0)
         statistics = _compiled(_statistics) if fused else _statistics
+        if vocabulary is not None:
+            statistics = functools.partial(_shared_statistics, vocabulary)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             z = scaled_logits(hidden[part], weight, temperature)
             log_norm[part], log_prob[part], entropy[part] = statistics(z, targets[part])
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, z if keep else None)
-        ctx.temperature, ctx.rows, ctx.fused = temperature, rows, fused
+        ctx.temperature, ctx.rows, ctx.fused, ctx.vocabulary = temperature, rows, fused, vocabulary
         ctx.set_materialize_grads(False)
         return log_prob, entropy
 
@@ -110,6 +169,10 @@ class _LogProbs(torch.autograd.Function):
             torch.zeros_like(weight, dtype=log_norm.dtype) if ctx.needs_input_grad[1] else None
         )
         grad_logits = _compiled(_grad_logits) if ctx.fused else _grad_logits
+        to_target = grad_log_prob
+        if ctx.vocabulary is not None:
+            targets, mine = ctx.vocabulary.local(targets)
+            to_target = None if grad_log_prob is None or not len(weight) else grad_log_prob * mine
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             grad_z = grad_logits(
@@ -118,6 +181,7 @@ class _LogProbs(torch.autograd.Function):
                 targets[part],
                 entropy[part],
                 None if grad_log_prob is None else grad_log_prob[part],
+                None if to_target is None else to_target[part],
                 None if grad_entropy is None else grad_entropy[part],
             )
             grad_z = (grad_z if ctx.temperature == 1 else grad_z.div_(ctx.temperature)).to(
@@ -129,11 +193,7 @@ class _LogProbs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 6,
         )
 
 
@@ -152,17 +212,36 @@ def _statistics(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return log_norm, log_prob, entropy
 
 
+def _shared_statistics(
+    vocabulary: Vocabulary, z: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same as `_statistics`, if z has this rank's part of the vocabulary."""
+    top = vocabulary.top(z)
+    shifted = z - top.unsqueeze(-1)
+    e = shifted.exp()
+    at, mine = vocabulary.local(targets)
+    target = torch.zeros_like(top)
+    if z.shape[1]:  # a rank may have no row
+        target = z.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+    inner = (e * shifted.clamp(min=torch.finfo(e.dtype).min)).sum(-1)
+    norm, inner, target = vocabulary.sum_(torch.stack([e.sum(-1), inner, target]))
+    log_norm = top + norm.log()
+    return log_norm, target - log_norm, norm.log() - inner / norm
+
+
 def _grad_logits(
     z: Tensor,
     log_norm: Tensor,
     targets: Tensor,
     entropy: Tensor,
     grad_log_prob: Tensor | None,
+    to_target: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Return the gradient to the scaled logits z, [n, V].
 
-    It is computed from the gradients to log-prob and entropy, each [n] or None.
+    It is computed from the gradients to log-prob and entropy, each [n] or None. `to_target` is the
+    gradient to log-prob where z has the target's logit, and 0 elsewhere.
     """
     log_p = z - log_norm.unsqueeze(-1)
     p = log_p.exp()
@@ -176,8 +255,8 @@ def _grad_logits(
         if grad_log_prob is not None:
             scale += grad_log_prob.unsqueeze(-1)
         grad = p.mul_(scale.neg_())
-    if grad_log_prob is not None:
-        grad.scatter_add_(-1, targets.unsqueeze(-1), grad_log_prob.unsqueeze(-1))
+    if to_target is not None:
+        grad.scatter_add_(-1, targets.unsqueeze(-1), to_target.unsqueeze(-1))
     return grad
 
 

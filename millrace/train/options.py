@@ -32,6 +32,8 @@ class StepOptions:
     """Number of optimizer steps in which only the critic learns."""
     temperature: float
     """Sampling temperature of rollouts."""
+    max_tokens: int
+    """Tokens of a full micro-batch."""
     lag_bound: int
     seed: int
 
@@ -65,6 +67,7 @@ def step_options(config: Config) -> StepOptions:
         huber_delta=config.critic.huber_delta if config.critic.loss_fn_type == "huber" else None,
         critic_warmup=config.critic_warmup_steps,
         temperature=config.rollout.temperature,
+        max_tokens=config.max_tokens,
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
     )

@@ -41,10 +41,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return attention [1, T, heads, D], in transformers' convention.
 
-    query is [1, heads, T, D]. key and value are [1, KV heads, T, D]. Dropout, one of the other
-    arguments, is never applied.
+    query is [1, heads, T, D]. key and value are [1, KV heads, T, D]. If ranks share the tokens, T
+    is this rank's number of them. Dropout, one of the other arguments, is never applied.
     """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    share = packed_layout.share
+    q, k, v = share.whole(*(x[0].transpose(0, 1) for x in (query, key, value)))
     if packed_layout.unpack is not None:
         q, k, v = (x.index_select(0, packed_layout.unpack) for x in (q, k, v))
     if packed_layout.buckets:
@@ -53,7 +54,7 @@ def packed_attention(
         out = _varlen(q, k, v, packed_layout, scaling, sliding_window)
     if packed_layout.repack is not None:
         out = out.index_select(0, packed_layout.repack)
-    return out.unsqueeze(0), None
+    return share.all_heads(out).unsqueeze(0), None
 
 
 def _padded(

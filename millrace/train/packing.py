@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace.errors import bad_value
 from millrace.train.layout import Ints, Layout, make_layout
 from millrace.train.rows import Rows
+from millrace.train.ulysses import Division
 
 SMALL_UNIT = 4
 """Rows of a sample stay together if each sample fills at most 1 / SMALL_UNIT of a rank's share."""
@@ -140,16 +141,24 @@ def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
     return [bins[bin_] for load, bin_ in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
 
 
-def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> MicroBatch:
+def pack(
+    rows: Rows,
+    members: Ints,
+    device: torch.device,
+    *,
+    padded: bool,
+    division: Division = Division(),  # noqa: B008 - immutable
+) -> MicroBatch:
     """Return the rows `members`, longest first, as one micro-batch.
 
-    An opening that several rows share appears once. `padded` is the argument of `make_layout`.
+    An opening that several rows share appears once. `padded` is the argument of `make_layout`. The
+    ranks of `division` share the tokens.
 
     Without members, return a dummy of one token that predicts nothing. A rank without work runs it
     forward and backward, and so takes part in every collective.
     """
     if not len(members):
-        return _dummy(device, padded=padded)
+        return _dummy(device, division, padded=padded)
     lengths = rows.inputs[members]
     _, first, group = np.unique(rows.opening[members], return_index=True, return_inverse=True)
     # Rows of different openings share nothing.
@@ -178,7 +187,7 @@ def pack(rows: Rows, members: Ints, device: torch.device, *, padded: bool) -> Mi
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
-        layout=make_layout(lengths, token, num_tokens, device, padded=padded),
+        layout=make_layout(lengths, token, division.share(num_tokens), device, padded=padded),
         select=torch.from_numpy(token[predicts]).to(device),
         targets=torch.from_numpy(rows.tokens[targets]).to(device),
         source=torch.from_numpy(rows.order[targets]),
@@ -193,8 +202,9 @@ def _sequences(trajectory: Ints) -> tuple[Ints, int]:
     return np.argsort(np.argsort(first))[index], len(first)
 
 
-def _dummy(device: torch.device, *, padded: bool) -> MicroBatch:
+def _dummy(device: torch.device, division: Division, *, padded: bool) -> MicroBatch:
     none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    layout = make_layout(np.ones(1, dtype=np.int64), zero.numpy(), 1, device, padded=padded)
+    one = np.ones(1, dtype=np.int64)
+    layout = make_layout(one, zero.numpy(), division.share(1), device, padded=padded)
     on_device = none.to(device)
     return MicroBatch(zero.to(device), zero.to(device), layout, on_device, on_device, none, none, 0)

@@ -46,7 +46,7 @@ class PolicyLoss:
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         if options.whole_trajectories:
-            check_whole(data.rows, options.actor.ppo_max_token_len_per_gpu)
+            check_whole(data.rows, options.max_tokens)
         self.data = data
         self.mini = mini
         self.actor = options.actor

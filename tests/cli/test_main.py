@@ -324,7 +324,23 @@ def test_measuring_commands_have_a_dry_run_that_needs_no_devices(
 ) -> None:
     shape = str(Path(QUICKSTART).parent / "shapes" / "qwen2_7b.yaml")
     code, out, err = run("bench", command, shape, "--dry-run", "--json")
-    assert (code, err) == (0, "") and json.loads(out)["derived"]["nodes_needed"] == 1
+    assert code == 0 and json.loads(out)["derived"]["nodes_needed"] == 1
+    assert not err or err.startswith("note: this machine cannot run it: rollout.engine=vllm")
+
+
+@pytest.mark.parametrize(
+    ("engine", "key"),
+    [
+        ("fsdp", "actor.ulysses_sequence_parallel_size"),
+        ("megatron", "trainer.megatron.tensor_model_parallel_size"),
+    ],
+)
+def test_a_dry_run_refuses_sizes_that_do_not_divide_the_model(
+    run: Callable[..., Any], engine: str, key: str
+) -> None:
+    sizes = [f"trainer.engine={engine}", "trainer.n_gpus_per_node=3", f"{key}=3"]
+    code, _, err = run("train", QUICKSTART, *sizes, "--dry-run")
+    assert code == 2 and f"{key} = 3: must divide the heads" in err
 
 
 def test_the_warm_up_alone_needs_no_scorer(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,5 +50,8 @@ def test_a_model_that_megatron_cannot_divide_is_refused_before_a_worker_starts(
     Qwen2Config(num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
     config = megatron(tensor_model_parallel_size=3)
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size.*the heads, 4"):
-        machine.check_shape(config.model, config.trainer, str(tmp_path))
-    machine.check_shape(config.model, Config().trainer, "no folder, which FSDP does not need")
+        machine.check_shape(config.model, config.actor, config.trainer, str(tmp_path))
+    machine.check_shape(config.model, config.actor, Config().trainer, "no folder: FSDP reads none")
+    shared = Config(actor={"ulysses_sequence_parallel_size": 3})
+    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size.*heads.*, 4"):
+        machine.check_shape(shared.model, shared.actor, shared.trainer, str(tmp_path))

@@ -86,8 +86,11 @@ def write_models(folder: Any) -> None:
         write_shape(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
 
 
-LAYOUTS = {"1": (1, 0), "2": (2, 0), "3": (3, 0), "2 x 2": (4, 2)}
-"""The number of ranks, and how many ranks share one copy of the model (0: all of them)."""
+LAYOUTS = {"1": (1, 0, 1), "2": (2, 0, 1), "3": (3, 0, 1), "2 x 2": (4, 2, 1), "1 of 4": (4, 0, 4)}
+"""The number of ranks, how many share one copy of the model (0: all), and how many share tokens.
+
+"1 of 4" has more ranks for the tokens than heads of keys.
+"""
 
 
 def config_of(case: Any, layout: Any = "1") -> Config:
@@ -103,6 +106,7 @@ def config_of(case: Any, layout: Any = "1") -> Config:
             "ppo_max_token_len_per_gpu": 4096,
             "ppo_mini_batch_size": 4,
             "optim": OPTIM.model_dump(),
+            "ulysses_sequence_parallel_size": LAYOUTS[layout][2],
         }
         | actor,
         algorithm={"norm_adv_by_std_in_grpo": case.get("norm_by_std", True)},
@@ -189,7 +193,7 @@ def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
             torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False)
             for rank in range(ranks)
         ]
-        for layout, (ranks, _) in LAYOUTS.items()
+        for layout, (ranks, *_) in LAYOUTS.items()
         if ranks > 1
     }
 
@@ -213,7 +217,7 @@ def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> 
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for layout, (world_size, _) in LAYOUTS.items():
+    for layout, (world_size, *_) in LAYOUTS.items():
         if world_size == 1 or rank >= world_size:
             continue
         store = dist.FileStore(f"{folder}/store {layout}", world_size)

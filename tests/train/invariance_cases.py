@@ -166,12 +166,15 @@ ON_RANKS = [
 ]
 """The cases on several ranks. Each loss has one aggregation in turn; `vanilla` has them all."""
 
-LAYOUTS = {"2": (2, 0), "4": (4, 0), "2 x 2": (4, 2), "2 x 1": (2, 1)}
-"""The number of ranks, and how many ranks share one copy of the model (0: all of them)."""
+LAYOUTS = {"4": (4, 0, 1), "2 x 2": (4, 2, 1), "2 x 1": (2, 1, 1), "2 of 2": (4, 2, 2)}
+"""The number of ranks, how many share one copy of the model (0: all), and how many share tokens."""
 
 
-def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> Config:
-    actor = {"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 7} | case.get("actor", {})
+def config_of(
+    case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0, sharing: int = 1
+) -> Config:
+    actor = {"ppo_max_token_len_per_gpu": 4096, "ppo_mini_batch_size": 7}
+    actor |= {"ulysses_sequence_parallel_size": sharing} | case.get("actor", {})
     return Config(
         trainer={"device": "cpu", "n_gpus_per_node": world_size, "fsdp_size": fsdp_size},
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
@@ -182,9 +185,11 @@ def config_of(case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0) -> 
     )
 
 
-def engine_of(folder: str, rank: int, world_size: int, fsdp_size: int = 0) -> FsdpTrainEngine:
+def engine_of(
+    folder: str, rank: int, world_size: int, fsdp_size: int = 0, sharing: int = 1
+) -> FsdpTrainEngine:
     """Build an engine whose reference differs from the policy and whose critic is not zero."""
-    config = config_of({}, world_size, fsdp_size)
+    config = config_of({}, world_size, fsdp_size, sharing)
     sections = (config.model, config.trainer)
     mesh = mesh_of(*sections, world_size, CPU)
 
@@ -247,12 +252,12 @@ def run_rank(rank: int, folder: str) -> None:
     """Run every case in every layout, in one of four processes; rank 0 writes the results."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for layout, (world_size, fsdp_size) in LAYOUTS.items():
+    for layout, (world_size, fsdp_size, sharing) in LAYOUTS.items():
         if rank >= world_size:
             continue
         store = dist.FileStore(f"{folder}/invariance {layout}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        engine = engine_of(folder, rank, world_size, fsdp_size)
+        engine = engine_of(folder, rank, world_size, fsdp_size, sharing)
         results = {}
         for i, name in enumerate(ON_RANKS):
             # A small model keeps whole gradients until the last micro-batch; a large one does not.

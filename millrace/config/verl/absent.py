@@ -8,7 +8,6 @@ _MEGATRON = Absent("this setting of Megatron's", "leave the key out, or a key of
 _CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2")
 _STAGES = Absent("several parts of a model on each pipeline stage", "leave the key out", (1,))
 _AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
-_PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
 _MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
 _MANAGER = Absent(
     "reward managers other than naive and dapo",
@@ -55,9 +54,6 @@ _STRATEGY = Absent(
 ABSENT: dict[str, Absent] = {
     "actor.fsdp_config.model_dtype": _MASTER,
     "actor.fsdp_config.strategy": _STRATEGY,
-    "actor.fsdp_config.ulysses_sequence_parallel_size": Absent(
-        "sequence parallelism", _PARALLEL, (1,)
-    ),
     "actor.freeze_vision_tower": _MM,
     "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
     "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
@@ -66,7 +62,6 @@ ABSENT: dict[str, Absent] = {
     "actor.optim.override_optimizer_config*": _OVERRIDES,
     "actor.profiler.enable": _PROFILER,
     "actor.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
-    "actor.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "leave the key out"),
     "async_training.use_dynamic_resource_scheduling": _SHARING,
     "async_training.use_trainer_do_validate": _SHARING,
@@ -89,7 +84,6 @@ ABSENT: dict[str, Absent] = {
     "critic.profiler.enable": _PROFILER,
     "critic.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
     "critic.strategy": _STRATEGY,
-    "critic.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "data.apply_chat_template_kwargs*": Absent(
         "arguments of the chat template",
         "a chat template in the model's folder that sets them",
@@ -127,7 +121,6 @@ ABSENT: dict[str, Absent] = {
         "leave the key out: it has the weights that RL started from",
     ),
     "ref.strategy": _STRATEGY,
-    "ref.ulysses_sequence_parallel_size": Absent("sequence parallelism", _PARALLEL, (1,)),
     "custom_reward_function.reward_kwargs*": _ARGUMENTS,
     "reward.custom_reward_function.reward_kwargs*": _ARGUMENTS,
     "reward.reward_kwargs*": _ARGUMENTS,

@@ -24,6 +24,10 @@ _LENGTHS = (
     ("rollout.max_response_length", "data.max_response_length", "rollout.response_length"),
 )
 _WEIGHTS = "it starts from the policy's weights"
+_ULYSSES = (
+    "actor.ulysses_sequence_parallel_size",
+    "actor.fsdp_config.ulysses_sequence_parallel_size",
+)
 _ACTOR = "the critic uses the policy's setting"
 EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "critic.loss_agg_mode": (("actor.loss_agg_mode",), "token-mean", _ACTOR),
@@ -34,6 +38,12 @@ EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "critic.model.target_modules": (("model.target_modules",), "all-linear", _ACTOR),
     "critic.ppo_epochs": (("actor.ppo_epochs",), 1, _ACTOR),
     "critic.ppo_mini_batch_size": (("actor.ppo_mini_batch_size",), 32, _ACTOR),
+    "critic.ulysses_sequence_parallel_size": (_ULYSSES, 1, _ACTOR),
+    "ref.ulysses_sequence_parallel_size": (
+        _ULYSSES,
+        1,
+        "the reference policy uses the policy's setting",
+    ),
     "ref.model.path": (("model.path",), "", f"the reference policy: {_WEIGHTS}"),
     "reward.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "it is the limit of a response"),
     "reward_model.reward_kwargs.max_resp_len": (_LENGTHS[1], 512, "it is the limit of a response"),

@@ -47,6 +47,9 @@ MAPPED: dict[str, Mapped] = {
     "actor.fsdp_config.param_offload": Mapped(
         "trainer.offload", note="it acts on shared devices, and moves the optimizer too"
     ),
+    "actor.fsdp_config.ulysses_sequence_parallel_size": Mapped(
+        "actor.ulysses_sequence_parallel_size"
+    ),
     "actor.fsdp_config.use_torch_compile": Mapped("model.compile"),
     "actor.grad_clip": Mapped("actor.optim.clip_grad"),
     "actor.loss_scale_factor": Mapped("actor.loss_scale_factor", never),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.train import packed_attention as attention
-from millrace.train.fsdp.policy import layers_of
+from millrace.train.fsdp.policy import layers_of, states_before_targets
 from millrace.train.packing import MicroBatch
 
 
@@ -31,16 +31,11 @@ class PackedCritic(nn.Module):
 
         A float64 model returns float64. `temperature` is not used.
         """
-        hidden = self.body(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            use_cache=False,
-            packed_layout=batch.layout,
-        ).last_hidden_state[0]
-        values: Tensor = (
-            self.head(hidden.index_select(0, batch.select)).squeeze(-1).clone()
-        )  # FSDP wants no view
-        return (values if values.dtype == torch.float64 else values.float(),)
+        states, mine = states_before_targets(self.body, batch)
+        values: Tensor = self.head(states).squeeze(-1).clone()  # FSDP wants no view
+        values = values if values.dtype == torch.float64 else values.float()
+        (values,) = batch.layout.share.joined([values], mine, len(batch.select))
+        return (values,)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, in order: the units of sharding."""

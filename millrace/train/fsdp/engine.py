@@ -18,7 +18,7 @@ from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
-from millrace.train.fsdp.sharding import load, mesh_of, sent_rows
+from millrace.train.fsdp.sharding import division_of, load, mesh_of, sent_rows
 from millrace.train.fsdp.trainable import Trainable, moved
 from millrace.train.step import TrainSteps
 
@@ -41,11 +41,12 @@ class FsdpTrainEngine(TrainSteps):
         critic: PackedCritic | None = None,
         reference: PackedPolicy | None = None,
     ) -> None:
+        division = division_of(config.actor.ulysses_sequence_parallel_size)
+
         def trainable(name: str, module: nn.Module) -> Trainable:
             sections = (config.actor, config.model.dtype)
-            return Trainable(
-                name, module, *sections, rank=rank, world_size=world_size, device=device
-            )
+            place = {"rank": rank, "world_size": world_size}
+            return Trainable(name, module, *sections, division, **place, device=device)
 
         super().__init__(config, model_folder, device)
         self.policy = policy

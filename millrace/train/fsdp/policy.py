@@ -55,20 +55,35 @@ class PackedPolicy(nn.Module):
         A float64 model returns float64. With `squares` there is also the sum of p^2 over the
         vocabulary, without a gradient.
         """
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            use_cache=False,
-            packed_layout=batch.layout,
-        ).last_hidden_state[0]
+        states, mine = states_before_targets(self.model.base_model, batch)
         weight = cast(Tensor, output_embeddings(self.model).weight)
-        states = hidden.index_select(0, batch.select)
-        both = log_probs_and_entropy(states, weight, batch.targets, temperature, fused=self._fused)
-        return (*both, sum_of_squares(states, weight, temperature)) if squares else both
+        targets = batch.targets if mine is None else batch.targets[mine]
+        outputs: tuple[Tensor, ...] = log_probs_and_entropy(
+            states, weight, targets, temperature, fused=self._fused
+        )
+        if squares:
+            outputs = (*outputs, sum_of_squares(states, weight, temperature))
+        return batch.layout.share.joined(outputs, mine, len(batch.select))
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, in order: the units of sharding."""
         return layers_of(self.model)
+
+
+def states_before_targets(body: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the hidden states [m, H] before this rank's targets, and the places of those.
+
+    The places are None if no rank shares the tokens.
+    """
+    share = batch.layout.share
+    hidden = body(
+        input_ids=share.part(batch.input_ids).unsqueeze(0),
+        position_ids=share.part(batch.position_ids).unsqueeze(0),
+        use_cache=False,
+        packed_layout=batch.layout,
+    ).last_hidden_state[0]
+    select, mine = share.selected(batch.select)
+    return hidden.index_select(0, select), mine
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import ModelConfig, TrainerConfig
 from millrace.models.model import empty_model, fits, load_model
+from millrace.train.ulysses import Division
 
 
 class Layered(Protocol):
@@ -132,6 +133,11 @@ def mesh_of(
     return init_device_mesh(
         device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
     )
+
+
+def division_of(ranks: int) -> Division:
+    """Return the division of tokens among groups of consecutive ranks. All ranks call this."""
+    return Division(dist.new_subgroups(ranks)[0] if ranks > 1 else None)
 
 
 def shard(

@@ -18,6 +18,7 @@ from millrace.train.metrics import Meter
 from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
+from millrace.train.ulysses import Division
 
 WHOLE_GRADIENT_BYTES = 1 << 30
 
@@ -26,7 +27,8 @@ class Trainable(Learner):
     """The policy, the critic or the reference.
 
     All ranks make the same calls with the same arguments. `actor` has the token limit of a
-    micro-batch. `dtype` is the dtype of forward and backward passes.
+    micro-batch. `dtype` is the dtype of forward and backward passes. The ranks of `division` are
+    consecutive. They read the same rows, and share their tokens.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Trainable(Learner):
         module: nn.Module,
         actor: ActorConfig,
         dtype: str,
+        division: Division,
         *,
         rank: int,
         world_size: int,
@@ -42,10 +45,13 @@ class Trainable(Learner):
     ) -> None:
         super().__init__(name, actor.optim)
         self.module = module
-        self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.limit = actor.ppo_max_token_len_per_gpu
+        self.division = division
+        self.data_rank, place = divmod(rank, division.ranks)
+        self.counts = place == 0
+        """Whether this rank reports the tokens of its micro-batches."""
+        self.limit = actor.ppo_max_token_len_per_gpu * division.ranks
         # torch's varlen attention supports only half precision on CUDA.
         self.padded = device.type == "cpu" or dtype == "float32"
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -65,12 +71,12 @@ class Trainable(Learner):
 
         Every rank yields the same number of micro-batches, at least one.
         """
-        shares = split(rows, members, max_tokens=self.limit, world_size=self.world_size)
+        size = self.world_size // self.division.ranks
+        shares = split(rows, members, max_tokens=self.limit, world_size=size)
         for i, share in enumerate(shares):
-            yield (
-                pack(rows, share[self.rank], self.device, padded=self.padded),
-                i == len(shares) - 1,
-            )
+            own = share[self.data_rank]
+            micro = pack(rows, own, self.device, padded=self.padded, division=self.division)
+            yield micro, i == len(shares) - 1
 
     def accumulate(
         self, rows: Rows, members: Ints, temperature: float, loss_of: LossOf, meter: Meter
@@ -88,7 +94,8 @@ class Trainable(Learner):
             loss, sums = loss_of(outputs, micro)
             # FSDP averages gradients over ranks, but the shares of the loss must be added.
             torch.autograd.backward(loss * self.world_size)
-            meter.add(sums, outputs[0].detach(), micro)
+            if self.counts:
+                meter.add(sums, outputs[0].detach(), micro)
 
     def gradient_norm(self) -> Tensor:
         return gradient_norm(gradients_of(self.parameters))
@@ -119,7 +126,7 @@ class Trainable(Learner):
         ):
             outputs: Outputs = self.module(micro, temperature, **options)
             flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
-            for flat, output in zip(flats, outputs, strict=True):
+            for flat, output in zip(flats, outputs if self.counts else (), strict=self.counts):
                 flat[micro.source] = output.double().cpu()
         if isinstance(self.module, FSDPModule):
             # After a forward pass, the root's weights stay gathered. They would be stale after a

@@ -11,7 +11,6 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -29,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from millrace.models.megatron_checks import experts_of
 from millrace.train.layout import Layout
-from millrace.train.megatron.log_probs import (
+from millrace.train.log_probs import (
     Vocabulary,
     log_probs_and_entropy,
     sum_of_squares,
@@ -65,96 +64,33 @@ class Packed:
 
     layout: Layout
     cos: Tensor
-    """[T, head size] of the rotary embedding, at the position of each token."""
+    """[tokens, head size] of the rotary embedding, at the position of each of this rank's tokens."""
     sin: Tensor
     qkv_format: str = "thd"
     """Megatron then gives attention [tokens, heads, head size], and takes the same."""
 
-    @property
-    def tokens(self) -> int:
-        return self.cos.shape[0]
-
 
 class Attend(nn.Module):
-    """Causal attention over packed rows. Ranks of context parallelism exchange tokens for heads."""
+    """Causal attention over packed rows."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **keys: Any) -> None:
         super().__init__()
         self.scale = keys.get("softmax_scale") or config.kv_channels**-0.5
-        self.group: dist.ProcessGroup = keys["pg_collection"].cp
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, *, packed_seq_params: Packed, **_: Any
     ) -> Tensor:
         """Return attention [tokens, heads x head size] of q, k and v [tokens, heads, head size].
 
-        The last tokens are padding, and their results are 0.
+        The last tokens may be padding, and their results are 0.
         """
-        packed, heads = packed_seq_params, q.shape[1]
-        whole = self._whole(q, k, v)
-        q, k, v = (x[: packed.tokens] for x in whole)
+        packed = packed_seq_params
         q, k = apply_rotary_pos_emb(q, k, packed.cos, packed.sin)
         rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         found, _ = packed_attention(
             self, *rows, None, scaling=self.scale, packed_layout=packed.layout
         )
-        padding = whole[0].shape[0] - packed.tokens
-        out = nn.functional.pad(found[0], (0, 0, 0, 0, 0, padding))
-        if self.group.size() > 1:
-            own = out.unflatten(0, (self.group.size(), -1))
-            # [rank, tokens, heads of that rank, size] -> [tokens, heads, size]
-            out = _exchanged(own, self.group).transpose(0, 1).flatten(1, 2)
-        return out.reshape(out.shape[0], heads * out.shape[-1])
-
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all tokens of this rank's heads, from this rank's tokens of all heads."""
-        ranks = self.group.size()
-        if ranks == 1:
-            return q, k, v
-        if k.shape[1] % ranks:
-            # Fewer heads of keys than ranks: each query head gets its own.
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        parts = [x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in (q, k, v)]
-        sizes = [part.shape[2] for part in parts]
-        found = _exchanged(torch.cat(parts, 2), self.group).flatten(0, 1)
-        return cast(tuple[Tensor, Tensor, Tensor], found.split(sizes, 1))
-
-
-class _Exchange(torch.autograd.Function):
-    """Send part i to rank i. The gradient goes the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(found, parts.contiguous(), group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grads[0], ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Joined(torch.autograd.Function):
-    """Outputs of all tokens, from each rank's own. The gradient is that of the own ones."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, mine: Tensor, size: int, group: Any) -> Tensor:
-        ctx.save_for_backward(mine)
-        joined = own.new_zeros(size)
-        joined[mine] = own
-        dist.all_reduce(joined, group=group)
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (mine,) = ctx.saved_tensors
-        return grads[0][mine], None, None, None
+        return found[0].flatten(1)
 
 
 def layers_of(config: Any) -> TransformerBlockSubmodules:
@@ -206,23 +142,20 @@ class Policy(GPTModel):  # type: ignore[misc]
 
         With `squares` there is also the sum of p^2 over the vocabulary, without a gradient.
         """
-        tokens = len(batch.input_ids)
-        padding = -tokens % self._shape.multiple
-        ranks, rank = self._shape.context, parallel_state.get_context_parallel_rank()
-        own = (tokens + padding) // ranks
-        part = slice(rank * own, (rank + 1) * own)
-        ids = nn.functional.pad(batch.input_ids, (0, padding))[part]
+        share = batch.layout.share
+        ids, positions = share.part(batch.input_ids), share.part(batch.position_ids)
         states = None
         if self.pre_process:
             states = self.embedding(input_ids=ids.unsqueeze(0), position_ids=None)
         like = torch.empty(0, dtype=self.config.params_dtype, device=ids.device)
         rotary = self._rotary[0].to(ids.device)
-        cos, sin = rotary(like, batch.position_ids.unsqueeze(0))
+        cos, sin = rotary(like, positions.unsqueeze(0))
+        padding = share.padded(ids.device).unsqueeze(0) if share.padding else None
         states = self.decoder(
             hidden_states=states,
             attention_mask=None,
             packed_seq_params=Packed(batch.layout, cos[0], sin[0]),
-            padding_mask=self._padding(tokens, own, part) if padding and self._mixture else None,
+            padding_mask=padding if self._mixture else None,
         )
         if not self.post_process:
             return cast(Tensor, states)
@@ -235,11 +168,6 @@ class Policy(GPTModel):  # type: ignore[misc]
     @property
     def _tied(self) -> bool:
         return bool(self.share_embeddings_and_output_weights)
-
-    def _padding(self, tokens: int, own: int, part: slice) -> Tensor:
-        """Return [1, tokens of this rank]: whether each is padding, which experts do not count."""
-        device = next(self.parameters()).device
-        return (torch.arange(part.start, part.start + own, device=device) >= tokens).unsqueeze(0)
 
 
 def _score(
@@ -257,18 +185,13 @@ def _score(
     else:
         states = copy_to_tensor_model_parallel_region(states)
     states = states.squeeze(1)
-    select, targets, mine = batch.select, batch.targets, None
-    if self._shape.context > 1:
-        own, rank = states.shape[0], parallel_state.get_context_parallel_rank()
-        (mine,) = torch.nonzero(select // own == rank, as_tuple=True)
-        select, targets = select[mine] - rank * own, targets[mine]
+    share = batch.layout.share
+    select, mine = share.selected(batch.select)
+    targets = batch.targets if mine is None else batch.targets[mine]
     head = (states.index_select(0, select), self.output_layer.weight if weight is None else weight)
     outputs: tuple[Tensor, ...] = log_probs_and_entropy(
         *head, targets, temperature, self._vocabulary
     )
     if squares:
         outputs = (*outputs, sum_of_squares(*head, temperature, self._vocabulary))
-    if mine is None:
-        return outputs
-    group, size = parallel_state.get_context_parallel_group(), len(batch.select)
-    return tuple(_Joined.apply(x, mine, size, group) for x in outputs)  # type: ignore[no-untyped-call]
+    return share.joined(outputs, mine, len(batch.select))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,6 +28,7 @@ from millrace.train.metrics import Meter
 from millrace.train.optim import clip_, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
+from millrace.train.ulysses import Division
 
 NO_TOKENS = torch.zeros((), dtype=torch.int)
 """Megatron asks for the tokens of a loss, and divides by none: our losses are shares."""
@@ -47,16 +49,21 @@ class Passes:
         """What Megatron runs: the policy in its wrappers."""
         self.shape, self.device = shape, device
         self.place = place = shape.place(rank)
-        self.limit = actor.ppo_max_token_len_per_gpu
+        self.limit = actor.ppo_max_token_len_per_gpu * shape.context
+        group = parallel_state.get_context_parallel_group() if shape.context > 1 else None
+        self.division = Division(group, shape.multiple)
         self.padded = device.type == "cpu" or not policy.config.bf16
         self.counts = policy.post_process and place.tensor == 0 and place.context == 0
         """Whether this rank reports the tokens of its micro-batches."""
 
     def micro_batches(self, rows: Rows, members: Ints) -> list[MicroBatch]:
         """Return this rank's micro-batches of the rows `members`, equally many on every rank."""
-        size = self.shape.data
+        place, size = self.place, self.shape.data
         shares = split(rows, members, max_tokens=self.limit, world_size=size)
-        return [pack(rows, s[self.place.data], self.device, padded=self.padded) for s in shares]
+        return [
+            pack(rows, s[place.data], self.device, padded=self.padded, division=self.division)
+            for s in shares
+        ]
 
     def run(
         self,

@@ -143,7 +143,7 @@ def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str
         ("actor.megatron.virtual_pipeline_model_parallel_size", 2, ["pipeline stage"]),
         ("critic.megatron.param_offload", True, ["critics in Megatron"]),
         ("trainer.v1.trainer_mode", "other", ["sync, colocate_async, separate_async"]),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2, ["sequence parallelism"]),
+        ("actor_rollout_ref.ref.ulysses_sequence_parallel_size", 2, ["must be actor.ulysses"]),
         ("trainer.resume_from_path", None, []),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_launch_script_resolves_but_for_absent_features(script: Path) -> None:
             for k, row in rows.items()
             if k in left_out and isinstance(row, Absent)
         )
-    features = ("megatron", "multi_turn", "ulysses", "override_config", "custom_cls", "optimizer")
+    features = ("megatron", "multi_turn", "override_config", "custom_cls", "optimizer")
     assert all(any(name in item for name in features) for item in absent), absent
     base = "fully_async" if script.stem.startswith("fully_async") else "one_step_off"
     engine = ["actor_rollout_ref.actor.strategy=megatron"] if "megatron" in script.stem else []
@@ -196,8 +196,7 @@ def test_a_launch_script_resolves_but_for_absent_features(script: Path) -> None:
 
 def test_values_of_a_script_arrive() -> None:
     script = HERE / "fully_async_dapo_7b_64_64_mis.txt"
-    overrides = [item for item in script.read_text().splitlines() if "ulysses" not in item]
-    c = recipe.load("verl/fully_async_ppo_trainer", overrides)
+    c = recipe.load("verl/fully_async_ppo_trainer", script.read_text().splitlines())
     assert (c.schedule.window, c.schedule.capacity) == (32 * 4 * 4, 768)
     assert c.actor.optim.lr_warmup_steps == 10 * 4  # ten local steps of four mini-batches
     assert c.actor.optim.clip_grad == 1.0 and c.reward.overlong_buffer.len == 4096
@@ -205,6 +204,7 @@ def test_values_of_a_script_arrive() -> None:
     assert c.algorithm.rollout_correction.rollout_rs == "seq_mean_k1"
     assert (c.trainer.save_freq, c.trainer.test_freq, c.trainer.fsdp_size) == (0, 20, 8)
     assert c.rollout.devices == 64 and c.rollout.replicas == 16
+    assert c.context_size == 4 and c.max_tokens == 4 * 65536
 
 
 def test_both_sides_of_the_hybrid_engine_have_the_same_devices() -> None:

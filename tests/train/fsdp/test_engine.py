@@ -67,7 +67,7 @@ def test_training_is_that_of_a_plain_loop_at_any_number_of_ranks(
         close(got["weights"][key], weight, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["2", "3", "2 x 2"])
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_every_rank_reports_the_same(layout: str, ranks: Any, folder: str) -> None:
     for name in CASES:
         for rank in ranks[layout][1:]:
@@ -91,6 +91,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_by_trajectory(folder: str, 
         alone,
         ranks["2"][0]["many micro-batches"]["log_probs"],
         ranks["3"][2]["many micro-batches"]["log_probs"],
+        ranks["1 of 4"][3]["many micro-batches"]["log_probs"],
     ):
         assert [len(row) for row in got] == [len(row) for row in want]
         for a, b in zip(got, want, strict=True):

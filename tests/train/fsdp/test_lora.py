@@ -84,7 +84,7 @@ def test_training_is_that_of_peft_in_a_plain_loop_at_any_number_of_ranks(
 def test_the_ranks_of_the_first_copy_send_their_rows_of_the_same_adapters(
     layout: str, ranks: Any
 ) -> None:
-    world_size, size = LAYOUTS[layout]
+    world_size, size, _ = LAYOUTS[layout]
     for name in CASES:
         for rank in ranks[layout][1:]:
             assert rank[name]["metrics"] == ranks[layout][0][name]["metrics"]

@@ -16,12 +16,9 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Q
 from millrace.config import Config, OptimConfig
 from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
-from millrace.train.log_probs import log_probs_and_entropy
-from millrace.train.log_probs import sum_of_squares as plain_squares
+from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares, vocabulary_of
 from millrace.train.megatron import engine as megatron
 from millrace.train.megatron import weights
-from millrace.train.megatron.log_probs import log_probs_and_entropy as vocab_parallel
-from millrace.train.megatron.log_probs import sum_of_squares, vocabulary_of
 from millrace.train.metrics import Meter
 from millrace.train.packing import Outputs
 from millrace.train.rows import Rows, rows_of_samples
@@ -266,7 +263,7 @@ def run_heads(rank: int) -> dict[str, float]:
             h, w, other = (x.clone().requires_grad_() for x in (hidden, whole, hidden))
             leaves: Any = (h, w, other)
             vocabulary = vocabulary_of(group, padded, vocab)
-            got = vocab_parallel(h, own, targets, 0.7, vocabulary, chunk=chunk)
+            got = log_probs_and_entropy(h, own, targets, 0.7, vocabulary, chunk=chunk)
             want = log_probs_and_entropy(other, w, targets, 0.7)
             weights = torch.rand(2, 5)
             for outputs in (got, want):
@@ -280,7 +277,7 @@ def run_heads(rank: int) -> dict[str, float]:
             name = f"vocabulary {vocab}, chunk {chunk}"
             found[name] = max(
                 *(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)),
-                float((squares - plain_squares(hidden, whole, 0.7)).abs().max()),
+                float((squares - sum_of_squares(hidden, whole, 0.7)).abs().max()),
                 float((to_own[:n] - to_w[rows]).nan_to_num().abs().sum()),
                 float(to_own[n:].abs().sum()),
                 float((to_h - to_other).nan_to_num().abs().max()),

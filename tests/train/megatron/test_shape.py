@@ -66,6 +66,7 @@ def config(megatron: dict[str, Any], **sections: Any) -> Config:
         ({"tensor_model_parallel_size": 4}, {}, "tensor_model_parallel_size"),
         (TP | PP, {}, "pipeline_model_parallel_size"),
         (EP | {"expert_tensor_parallel_size": 2}, {}, "expert_model_parallel_size"),
+        ({}, {"actor": {"ulysses_sequence_parallel_size": 2}}, "megatron.context_parallel_size=2"),
         ({}, {"model": {"lora_rank": 4}}, "model.lora_rank"),
         ({}, {"model": {"compile": True}}, "model.compile"),
         ({}, {"algorithm": {"adv_estimator": "gae"}}, "algorithm.adv_estimator"),
