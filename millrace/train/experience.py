@@ -6,7 +6,7 @@ whole batch. Counts, means, draws and rejections therefore also cover the whole 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from millrace.algorithms.kl import KL
 from millrace.algorithms.ragged import sequence_sums
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
+from millrace.train.routing import Routed
 from millrace.train.rows import BatchArrays, Rows
 
 
@@ -92,10 +93,18 @@ class Policy(Protocol):
         """Optimizer steps so far."""
         ...
 
+    @property
+    def routed(self) -> Routed | None:
+        """Return the experts of all tokens in the last pass with the option `record`."""
+        ...
+
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
     ) -> list[Tensor]:
-        """Return log-probs and entropies, and with `squares` the sums of squared probabilities."""
+        """Return log-probs and entropies, and with `squares` the sums of squared probabilities.
+
+        With `record`, `routed` then has the experts of all tokens.
+        """
         ...
 
 
@@ -115,6 +124,8 @@ def make_experience(
     plan, rows = options.correction, batch.rows
     include = _included(batch, plan)
     arrival, entropies, squares = _arrival(models.policy, rows, options)
+    if arrival is not None and options.router_replay == "R2":
+        rows = replace(rows, experts=models.policy.routed)
     correction, metrics = _corrected(batch, arrival, include, plan)
     trained, in_baselines = include if correction is None else correction.keep, None
     if correction is not None and plan.before_baseline:
@@ -203,7 +214,10 @@ def _arrival(
     if not (recomputed or squares or plan.place is Place.ARRIVAL):
         return None, None, None
     log_probs, entropies, *rest = policy.tokens(
-        rows, temperature=options.temperature, squares=squares
+        rows,
+        temperature=options.temperature,
+        squares=squares,
+        record=options.router_replay == "R2",
     )
     return log_probs, entropies, rest[0] if squares else None
 

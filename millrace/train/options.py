@@ -34,6 +34,8 @@ class StepOptions:
     """Sampling temperature of rollouts."""
     lag_bound: int
     seed: int
+    router_replay: str
+    """model.router_replay."""
 
     @property
     def whole_trajectories(self) -> bool:
@@ -67,6 +69,7 @@ def step_options(config: Config) -> StepOptions:
         temperature=config.rollout.temperature,
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
+        router_replay=config.model.router_replay,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
+from millrace.errors import MillraceError
 from millrace.observe.stopwatch import Stopwatch
 from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.train.experience import Experience, Forward, Models, make_experience
@@ -25,6 +26,7 @@ from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
 from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.routing import router_metrics
 from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
 from millrace.train.timed import timed
@@ -79,6 +81,12 @@ class TrainSteps(ABC):
         watch, options = Stopwatch(time.perf_counter), self.options
         models = timed(Models(self.actor, self.critic, self.reference), watch.part)
         arrays = arrays_of(batch, options.algorithm)
+        if options.router_replay == "R3" and arrays.rows.experts is None:
+            raise MillraceError(
+                "model.router_replay=R3: the samples have no experts. Fix: a rollout engine that "
+                "returns them, or model.router_replay=disabled"
+            )
+        self.actor.router_sums()  # those of a warm-up
         with watch.part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
@@ -117,6 +125,8 @@ class TrainSteps(ABC):
             sum_ranks=self._sum_ranks,
         )
         self._adapt_kl(data)
+        if (routers := self.actor.router_sums()) is not None:
+            metrics |= router_metrics(self._sum_ranks(routers).cpu())
         totals = left_out(arrays.unfiltered, kept) | {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),

@@ -9,6 +9,7 @@ import torch
 
 from millrace.types import Author
 from tests.train.cases import HORIZON, OPTIM, batches_of, config_of, model_of
+from tests.train.mixtures import forced, routing
 
 
 def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) -> Any:
@@ -17,6 +18,8 @@ def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) 
     One forward pass covers the whole trajectory.
     """
     tokens, drawn = list(sample.prompt.tokens), []
+    if hasattr(model, "force"):
+        model.force(routing(sample, sample.trajectories.index(trajectory), 100))
     for segment in trajectory.segments:
         if segment.author is Author.POLICY:
             drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
@@ -87,6 +90,8 @@ def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
 def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
     """Return the weights and, by batch, the means (PPO loss, gradient norm, learning rate)."""
     config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
+    if case.get("router_replay") == "R3":
+        model.force = forced(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]

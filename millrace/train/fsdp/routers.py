@@ -1,0 +1,124 @@
+"""The routers of a mixture of experts: replay, records and metrics, for transformers' models."""
+
+from __future__ import annotations
+
+import re
+from types import MethodType
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from millrace.errors import bad_value
+from millrace.train.packing import MicroBatch
+from millrace.train.routing import MODEL_TYPES, Routed, experts_in
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Routers:
+    """The routers of one model. They compute what transformers computes, bit for bit.
+
+    In a pass over a micro-batch with experts, each token goes to those experts. Its gates are the
+    probabilities that the router gives them, so gradients reach the router. Other models than
+    MODEL_TYPES keep their own routers, and `found` is then false.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config = cast(Any, model).config.get_text_config()
+        self.layers: int = config.num_hidden_layers
+        self.experts = experts_in(config)
+        self.found = config.model_type in MODEL_TYPES
+        self._experts: Tensor | None = None
+        self._select: Tensor | None = None
+        """The tokens that predict trained tokens, if this pass counts for metrics."""
+        self._chosen: dict[int, Tensor] = {}
+        self._counted: dict[int, Tensor] = {}
+        self._sums: Tensor | None = None
+        if not self.found:
+            return
+        self.k: int = config.num_experts_per_tok
+        for name, module in model.named_modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                layer = _LAYER.search(name)
+                assert layer is not None
+                cast(Any, module).routers, cast(Any, module).layer = self, int(layer[1])
+                module.forward = MethodType(_route, module)  # type: ignore[method-assign]
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Begin a pass over a micro-batch. A recomputed layer belongs to the last pass."""
+        self._fold()
+        self._experts, self._chosen = None, {}
+        if batch.experts is not None and self.found:
+            found, wanted = batch.experts.shape[1], self.layers * self.k
+            if found != wanted:
+                raise bad_value(
+                    "model.path",
+                    f"{self.layers} layers, {self.k} experts for each token",
+                    f"the tokens of the batch have {found} experts in all layers, not {wanted}",
+                    "the model that drew them",
+                )
+            self._experts = batch.experts.view(-1, self.layers, self.k)
+        self._select = batch.select if torch.is_grad_enabled() else None
+
+    def choose(self, layer: int, probs: Tensor) -> Tensor:
+        """Return the experts [T, k] of each token, from the router's probabilities [T, experts]."""
+        own = torch.topk(probs.detach(), self.k, dim=-1).indices
+        chosen = own if self._experts is None else self._experts[:, layer]
+        self._chosen[layer] = chosen
+        if self._select is not None and len(self._select):
+            # A recomputed layer gives the same numbers again, so they replace the first ones.
+            self._counted[layer] = _counts(probs.detach(), own, chosen, self._select)
+        return chosen
+
+    def empty(self, tokens: int) -> Routed:
+        """Return room for the experts of `tokens` tokens, in the smallest type."""
+        kind = np.uint8 if self.experts <= 256 else np.int16  # sums over ranks need a signed type
+        return np.zeros((tokens, self.layers * self.k), dtype=kind)
+
+    def chosen(self) -> Routed:
+        """Return the experts of the last pass, [T, layers x k]. Layers without a router have 0."""
+        one = next(iter(self._chosen.values()))
+        layers = [self._chosen.get(i, torch.zeros_like(one)) for i in range(self.layers)]
+        return cast(Routed, torch.cat(layers, 1).cpu().numpy())
+
+    def take(self) -> Tensor:
+        """Return the sums [layers, experts + 3] float64 since the last call, and forget them."""
+        self._fold()
+        sums, self._sums = self._sums, None
+        empty = torch.zeros(self.layers, self.experts + 3, dtype=torch.float64)
+        return empty if sums is None else sums
+
+    def _fold(self) -> None:
+        if self._counted:
+            none = torch.zeros_like(next(iter(self._counted.values())))
+            new = torch.stack([self._counted.get(i, none) for i in range(self.layers)])
+            self._sums = new if self._sums is None else self._sums + new
+            self._counted = {}
+
+
+# A compiled layer calls this function without compiling it: a pass has its own tensors.
+@torch.compiler.disable
+def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return transformers' logits, gates and experts of each token."""
+    logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    chosen = self.routers.choose(self.layer, probs)
+    gates = probs.gather(-1, chosen)
+    normalised = getattr(self, "norm_topk_prob", None)
+    if normalised is not False:
+        gates = gates / gates.sum(-1, keepdim=True)
+    # Mixtral's gates stay in float32, and it always normalises them.
+    return logits, gates if normalised is None else gates.to(logits.dtype), chosen
+
+
+def _counts(probs: Tensor, own: Tensor, chosen: Tensor, select: Tensor) -> Tensor:
+    """Return [experts + 3]: tokens of each expert, entropy, tokens that replay moves, tokens."""
+    probs, own, chosen = (x.index_select(0, select) for x in (probs, own, chosen))
+    tokens = torch.bincount(chosen.flatten(), minlength=probs.shape[1]).double()
+    entropy = torch.special.entr(probs).sum(dtype=torch.float64)
+    moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
+    rest = (entropy, moved.double(), probs.new_tensor(len(select), dtype=torch.float64))
+    return torch.cat([tokens, torch.stack(rest)])

@@ -1,0 +1,100 @@
+"""The experts of the tokens of a batch, which a mixture of experts replays in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.errors import MillraceError
+from millrace.types import Sample, Thread
+
+Routed = NDArray[Any]
+"""[tokens, layers x experts of a token] unsigned: what each token is routed to, layer by layer."""
+
+MODEL_TYPES = ("qwen3_moe", "mixtral")
+"""The mixtures of experts whose routers are replayed and measured."""
+
+
+def experts_in(config: Any) -> int:
+    """Return the number of experts of a layer, from a model's configuration. 0 without experts."""
+    config = config.get_text_config()
+    return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0))
+
+
+def router_metrics(sums: Tensor) -> dict[str, float]:
+    """Return the metrics of the routers of a batch, over the tokens that predict trained ones.
+
+    sums  [layers, experts + 3]: tokens of each expert, entropies, moved tokens, tokens
+
+    actor/router_load     tokens of the busiest expert / tokens of an average one; mean over layers
+    actor/router_unused   share of experts without a token; mean over layers
+    actor/router_entropy  entropy of the router's probabilities, nats; mean over tokens and layers
+    actor/router_moved    share of tokens whose experts are not the router's own choice, by replay
+
+    Layers without experts do not count. No expert has a capacity, so no token is dropped.
+    """
+    rows = sums[sums[:, -1] > 0]
+    if not len(rows):
+        return {}
+    load, tokens = rows[:, :-3], rows[:, -1].sum()
+    return {
+        "actor/router_load": (load.max(1).values / load.mean(1)).mean().item(),
+        "actor/router_unused": (load == 0).double().mean().item(),
+        "actor/router_entropy": (rows[:, -3].sum() / tokens).item(),
+        "actor/router_moved": (rows[:, -2].sum() / tokens).item(),
+    }
+
+
+def experts_of(samples: Sequence[Sample], starts: Any, num_tokens: int) -> Routed | None:
+    """Return the experts of all tokens of the rows of `samples`, or None if they have none.
+
+    Tokens that no engine read have 0. `starts` has the first token of each row. Raises
+    MillraceError if only some rows have experts, or if those are not of one model.
+    """
+    found: list[tuple[int, int, Thread]] = []
+    total = size = 0
+    without = None
+    for sample in samples:
+        for trajectory in sample.trajectories:
+            for thread in trajectory.threads:
+                row = len(found)
+                read, own = _read(thread, len(thread.opening or sample.prompt.tokens))
+                found.append((read, own, thread))
+                total, size = total + read, size + own
+                if read and not own:
+                    without = sample.prompt.index, row
+    if not size:
+        return None
+    width = size // total
+    if without is not None or any(own != read * width for read, own, _ in found):
+        index = without[0] if without else samples[0].prompt.index
+        raise MillraceError(
+            f"the experts of sample {index} do not fit its tokens: router replay would be wrong. "
+            "Fix: model.router_replay=disabled, or a new run"
+        )
+    kind = next(s.experts.typecode for _, _, t in found for s in t.segments if s.experts)
+    flat = np.zeros((num_tokens, width), dtype=kind)
+    for (_, own, thread), start in zip(found, starts, strict=True):
+        if own:
+            parts = [np.frombuffer(s.experts, kind) for s in thread.segments if s.experts]
+            rows = np.concatenate(parts).reshape(-1, width)
+            flat[start : start + len(rows)] = rows
+    return flat
+
+
+def _read(thread: Thread, opening: int) -> tuple[int, int]:
+    """Return the tokens of a thread that an engine read, and the numbers of their experts.
+
+    The engine has read all tokens before the last one that it drew.
+    """
+    end, last, own = opening, 0, 0
+    for segment in thread.segments:
+        end += len(segment.tokens)
+        if segment.log_probs or segment.experts:
+            last = end - 1
+        own += len(segment.experts or ())
+    return last, own
