@@ -76,13 +76,17 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
 
 
 def check_shape(model: ModelConfig, trainer: TrainerConfig, model_folder: str) -> None:
-    """Raise ConfigError if the train engine cannot divide the model in `model_folder`."""
-    if trainer.engine != "megatron":
+    """Raise ConfigError if the train engine cannot divide or replay the model in `model_folder`."""
+    megatron = trainer.engine == "megatron"
+    if not megatron and model.router_replay == "disabled":
         return
     from transformers import AutoConfig
 
     from millrace.models.megatron_checks import check_model
+    from millrace.models.mixtures import check_replay
 
     trust = model.trust_remote_code
     hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
-    check_model(hf, trainer.megatron)
+    check_replay(hf, model)
+    if megatron:
+        check_model(hf, trainer.megatron)

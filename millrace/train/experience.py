@@ -121,11 +121,9 @@ def make_experience(
     batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
-    plan, rows = options.correction, batch.rows
-    include = _included(batch, plan)
-    arrival, entropies, squares = _arrival(models.policy, rows, options)
-    if arrival is not None and options.router_replay == "R2":
-        rows = replace(rows, experts=models.policy.routed)
+    plan, include = options.correction, _included(batch, options.correction)
+    arrival, entropies, squares = _arrival(models.policy, batch.rows, options)
+    rows = _replayed(batch.rows, models.policy, options, recorded=arrival is not None)
     correction, metrics = _corrected(batch, arrival, include, plan)
     trained, in_baselines = include if correction is None else correction.keep, None
     if correction is not None and plan.before_baseline:
@@ -134,7 +132,7 @@ def make_experience(
     # An estimate of the proximal policy needs the current policy, so PolicyLoss makes it.
     old = {Proximal.ROLLOUT: batch.rollout, Proximal.RECOMPUTED: arrival}.get(plan.proximal)
     reference, values = (
-        None if model is None else model.tokens(rows, temperature=options.temperature)[0]
+        model and model.tokens(rows, temperature=options.temperature)[0]
         for model in (models.reference, models.critic)
     )
     kl = None
@@ -220,6 +218,16 @@ def _arrival(
         record=options.router_replay == "R2",
     )
     return log_probs, entropies, rest[0] if squares else None
+
+
+def _replayed(rows: Rows, policy: Policy, options: StepOptions, *, recorded: bool) -> Rows:
+    """Return the rows with the experts of the pass at arrival, if training replays those.
+
+    Without such a pass there is one optimizer step, and its own experts are those at arrival.
+    """
+    if recorded and options.router_replay == "R2":
+        return replace(rows, experts=policy.routed)
+    return rows
 
 
 def _included(batch: BatchArrays, plan: CorrectionPlan) -> Tensor:

@@ -15,15 +15,6 @@ from millrace.types import Sample, Thread
 Routed = NDArray[Any]
 """[tokens, layers x experts of a token] unsigned: what each token is routed to, layer by layer."""
 
-MODEL_TYPES = ("qwen3_moe", "mixtral")
-"""The mixtures of experts whose routers are replayed and measured."""
-
-
-def experts_in(config: Any) -> int:
-    """Return the number of experts of a layer, from a model's configuration. 0 without experts."""
-    config = config.get_text_config()
-    return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0))
-
 
 def router_metrics(sums: Tensor) -> dict[str, float]:
     """Return the metrics of the routers of a batch, over the tokens that predict trained ones.

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from millrace.errors import bad_value
+from millrace.models.mixtures import MODEL_TYPES, experts_of
 from millrace.train.packing import MicroBatch
-from millrace.train.routing import MODEL_TYPES, Routed, experts_in
+from millrace.train.routing import Routed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -29,7 +30,7 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         config = cast(Any, model).config.get_text_config()
         self.layers: int = config.num_hidden_layers
-        self.experts = experts_in(config)
+        self.experts = experts_of(config)
         self.found = config.model_type in MODEL_TYPES
         self._experts: Tensor | None = None
         self._select: Tensor | None = None

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from millrace.models.megatron_checks import experts_of
+from millrace.models.mixtures import experts_of
 from millrace.train.layout import Layout
 from millrace.train.megatron.log_probs import (
     Vocabulary,
