@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,6 +15,26 @@ from millrace.types import Sample, Thread
 
 Routed = NDArray[Any]
 """[tokens, layers x experts of a token] unsigned: what each token is routed to, layer by layer."""
+
+
+def room(tokens: int, width: int, experts: int) -> Routed:
+    """Return room for the experts of `tokens` tokens, in a small type that torch can add up."""
+    return np.zeros((tokens, width), dtype=np.uint8 if experts <= 256 else np.int16)
+
+
+def counts(probs: Tensor, own: Tensor, chosen: Tensor, select: Tensor) -> Tensor:
+    """Return the sums of one layer over the tokens `select`: [experts + 3] of `router_metrics`.
+
+    probs   [T, experts] the router's probabilities
+    own     [T, k] the router's own choice
+    chosen  [T, k] the experts that were used
+    """
+    probs, own, chosen = (x.index_select(0, select) for x in (probs, own, chosen))
+    tokens = torch.bincount(chosen.flatten(), minlength=probs.shape[1]).double()
+    entropy = torch.special.entr(probs).sum(dtype=torch.float64)
+    moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
+    rest = (entropy, moved.double(), probs.new_tensor(len(select), dtype=torch.float64))
+    return torch.cat([tokens, torch.stack(rest)])
 
 
 def router_metrics(sums: Tensor) -> dict[str, float]:

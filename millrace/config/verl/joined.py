@@ -58,6 +58,7 @@ JOINED: dict[str, str] = {
     "reward_model.model.path": "reward.model.path, with reward_model.enable=true",
     "reward.reward_model.enable": "it decides about reward.reward_model.model_path",
     "reward_model.enable": "it decides about reward_model.model.path",
+    "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
     "rollout.max_model_len": "it must have room for a prompt and a response",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
@@ -168,6 +169,16 @@ def _tools(given: Given, *, key: str) -> Parts:
     return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
 
 
+def _routing(given: Given) -> Parts:
+    """Accept the switch of the rollout side if it agrees with the policy's mode."""
+    key, mode = "rollout.enable_rollout_routing_replay", "actor.router_replay.mode"
+    wanted = given.get(mode) == "R3"
+    if bool(given.get(key, wanted)) != wanted:
+        rule = f"is for R3 alone, and {mode} is {given.get(mode, 'disabled')}"
+        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {mode}")
+    return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
+
+
 def _room(given: Given) -> Parts:
     """Accept a limit of vLLM's that cuts nothing."""
     key = "rollout.max_model_len"
@@ -208,6 +219,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
         for s, path in (("reward.reward_model", "model_path"), ("reward_model", "model.path"))
     },
     **{(key, _TURNS): partial(_tools, key=key) for key in _TOOLS},
+    ("rollout.enable_rollout_routing_replay",): _routing,
     ("rollout.max_model_len",): _room,
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),

@@ -6,7 +6,6 @@ import re
 from types import MethodType
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from millrace.errors import bad_value
 from millrace.models.mixtures import MODEL_TYPES, experts_of
 from millrace.train.packing import MicroBatch
-from millrace.train.routing import Routed
+from millrace.train.routing import Routed, counts, room
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -71,13 +70,12 @@ class Routers:
         self._chosen[layer] = chosen
         if self._select is not None and len(self._select):
             # A recomputed layer gives the same numbers again, so they replace the first ones.
-            self._counted[layer] = _counts(probs.detach(), own, chosen, self._select)
+            self._counted[layer] = counts(probs.detach(), own, chosen, self._select)
         return chosen
 
     def empty(self, tokens: int) -> Routed:
         """Return room for the experts of `tokens` tokens, in the smallest type."""
-        kind = np.uint8 if self.experts <= 256 else np.int16  # sums over ranks need a signed type
-        return np.zeros((tokens, self.layers * self.k), dtype=kind)
+        return room(tokens, self.layers * self.k, self.experts)
 
     def chosen(self) -> Routed:
         """Return the experts of the last pass, [T, layers x k]. Layers without a router have 0."""
@@ -113,13 +111,3 @@ def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gates = gates / gates.sum(-1, keepdim=True)
     # Mixtral's gates stay in float32, and it always normalises them.
     return logits, gates if normalised is None else gates.to(logits.dtype), chosen
-
-
-def _counts(probs: Tensor, own: Tensor, chosen: Tensor, select: Tensor) -> Tensor:
-    """Return [experts + 3]: tokens of each expert, entropy, tokens that replay moves, tokens."""
-    probs, own, chosen = (x.index_select(0, select) for x in (probs, own, chosen))
-    tokens = torch.bincount(chosen.flatten(), minlength=probs.shape[1]).double()
-    entropy = torch.special.entr(probs).sum(dtype=torch.float64)
-    moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
-    rest = (entropy, moved.double(), probs.new_tensor(len(select), dtype=torch.float64))
-    return torch.cat([tokens, torch.stack(rest)])

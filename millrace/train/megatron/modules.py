@@ -35,6 +35,7 @@ from millrace.train.megatron.log_probs import (
     sum_of_squares,
     vocabulary_of,
 )
+from millrace.train.megatron.routers import Router, Routers, Routing
 from millrace.train.megatron.shape import Shape
 from millrace.train.packed_attention import packed_attention
 from millrace.train.packing import MicroBatch
@@ -67,6 +68,7 @@ class Packed:
     cos: Tensor
     """[T, head size] of the rotary embedding, at the position of each token."""
     sin: Tensor
+    routing: Routing | None = None
     qkv_format: str = "thd"
     """Megatron then gives attention [tokens, heads, head size], and takes the same."""
 
@@ -82,6 +84,8 @@ class Attend(nn.Module):
         super().__init__()
         self.scale = keys.get("softmax_scale") or config.kv_channels**-0.5
         self.group: dist.ProcessGroup = keys["pg_collection"].cp
+        self.router: Router | None = None
+        """The router of this layer."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, *, packed_seq_params: Packed, **_: Any
@@ -91,6 +95,8 @@ class Attend(nn.Module):
         The last tokens are padding, and their results are 0.
         """
         packed, heads = packed_seq_params, q.shape[1]
+        if self.router is not None:
+            self.router.routing = packed.routing
         whole = self._whole(q, k, v)
         q, k, v = (x[: packed.tokens] for x in whole)
         q, k = apply_rotary_pos_emb(q, k, packed.cos, packed.sin)
@@ -192,6 +198,7 @@ class Policy(GPTModel):  # type: ignore[misc]
         # A tuple hides the table from casts to half precision: it must stay float32.
         self._rotary = (LlamaRotaryEmbedding(hf),)
         self._shape, self._mixture = shape, experts_of(hf) > 0
+        self.routers = Routers(self.decoder, hf, shape)
         if self.post_process:
             tensor = parallel_state.get_tensor_model_parallel_group()
             rows = shape.padded_vocab(hf.vocab_size) // shape.tensor
@@ -218,12 +225,14 @@ class Policy(GPTModel):  # type: ignore[misc]
         like = torch.empty(0, dtype=self.config.params_dtype, device=ids.device)
         rotary = self._rotary[0].to(ids.device)
         cos, sin = rotary(like, batch.position_ids.unsqueeze(0))
+        routing = self.routers.begin(batch, own, part.start)
         states = self.decoder(
             hidden_states=states,
             attention_mask=None,
-            packed_seq_params=Packed(batch.layout, cos[0], sin[0]),
+            packed_seq_params=Packed(batch.layout, cos[0], sin[0], routing),
             padding_mask=self._padding(tokens, own, part) if padding and self._mixture else None,
         )
+        self.routers.end(batch, routing)
         if not self.post_process:
             return cast(Tensor, states)
         weight = self.shared_embedding_or_output_weight() if self._tied else None

@@ -26,6 +26,7 @@ from millrace.train.megatron.shape import Shape
 from millrace.train.metrics import Meter
 from millrace.train.optim import clip_, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
+from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 
 NO_TOKENS = torch.zeros((), dtype=torch.int)
@@ -43,6 +44,7 @@ class Passes:
         self, policy: Policy, actor: ActorConfig, shape: Shape, rank: int, device: torch.device
     ) -> None:
         self.policy = policy
+        self.routed: Routed | None = None
         self.chunk: Any = Float16Module(policy.config, policy) if policy.config.bf16 else policy
         """What Megatron runs: the policy in its wrappers."""
         self.shape, self.device = shape, device
@@ -69,6 +71,8 @@ class Passes:
     ) -> None:
         """Run all micro-batches through all stages. `loss_of` is called on the last stage."""
 
+        self.policy.routers.counts = not forward_only
+
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
             micro = next(batches)
 
@@ -89,8 +93,16 @@ class Passes:
 
     @torch.no_grad()
     def tokens(
-        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+        self,
+        rows: Rows,
+        members: Ints | None = None,
+        *,
+        temperature: float,
+        record: bool = False,
+        **options: bool,
     ) -> list[Tensor]:
+        routers = self.policy.routers
+        routers.record = routers.empty(len(rows.tokens)) if record else None
         number = 3 if options.get("squares") else 2
         flat = torch.zeros(number, len(rows.versions), dtype=torch.float64)
 
@@ -103,11 +115,19 @@ class Passes:
         self.run(
             self.micro_batches(rows, every), temperature, keep, forward_only=True, **options
         )  # fmt: skip
+        if routers.record is not None:  # Each token and layer is on one rank, and else 0.
+            own = torch.from_numpy(routers.record).to(self.device)
+            self.routed = self.reduce(own, dist.ReduceOp.SUM).cpu().numpy()
+            routers.record = None
         return list(self.reduce(flat.to(self.device), dist.ReduceOp.SUM).cpu())
+
+    def router_sums(self) -> Tensor | None:
+        return self.policy.routers.take()
 
     @torch.no_grad()
     def start_from(self, policy: Policy) -> None:
-        """Copy the weights of a policy with the same place."""
+        """Become the reference of a policy with the same place: copy its weights."""
+        self.policy.routers.replays = False
         pairs = zip(self.policy.parameters(), policy.parameters(), strict=True)
         for own, other in pairs:
             own.copy_(other)
