@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.config import ModelConfig
 from millrace.errors import bad_value
 
 MODEL_TYPES = ("qwen3_moe", "mixtral")
@@ -15,13 +14,15 @@ def experts_of(hf: Any) -> int:
     return int(getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None) or 0)
 
 
-def check_replay(hf: Any, model: ModelConfig) -> None:
-    """Raise ConfigError if the routers of this model cannot be replayed."""
-    if model.router_replay != "disabled" and hf.model_type not in MODEL_TYPES:
-        raise bad_value(
-            "model.router_replay",
-            model.router_replay,
-            f"it needs a mixture of experts of type {' or '.join(MODEL_TYPES)}, and model.path is "
-            f"of type {hf.model_type}",
-            "model.router_replay=disabled",
-        )
+def check_mixture(hf: Any, replay: str, aux_loss_coef: float) -> None:
+    """Raise ConfigError if the routers of this model cannot be replayed or balanced."""
+    for key, value, off in (
+        ("model.router_replay", replay, "disabled"),
+        ("actor.router_aux_loss_coef", aux_loss_coef, 0.0),
+    ):
+        if value != off and hf.model_type not in MODEL_TYPES:
+            rule = (
+                f"it needs a mixture of experts of type {' or '.join(MODEL_TYPES)}, and model.path "
+                f"is of type {hf.model_type}"
+            )
+            raise bad_value(key, value, rule, f"{key}={off}")

@@ -75,18 +75,20 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
         )
 
 
-def check_shape(model: ModelConfig, trainer: TrainerConfig, model_folder: str) -> None:
-    """Raise ConfigError if the train engine cannot divide or replay the model in `model_folder`."""
+def check_shape(
+    model: ModelConfig, trainer: TrainerConfig, router_aux_loss_coef: float, model_folder: str
+) -> None:
+    """Raise ConfigError if the train engine cannot divide the model, or treat its routers so."""
     megatron = trainer.engine == "megatron"
-    if not megatron and model.router_replay == "disabled":
+    if not megatron and model.router_replay == "disabled" and not router_aux_loss_coef:
         return
     from transformers import AutoConfig
 
     from millrace.models.megatron_checks import check_model
-    from millrace.models.mixtures import check_replay
+    from millrace.models.mixtures import check_mixture
 
     trust = model.trust_remote_code
     hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
-    check_replay(hf, model)
+    check_mixture(hf, model.router_replay, router_aux_loss_coef)
     if megatron:
         check_model(hf, trainer.megatron)

@@ -100,7 +100,7 @@ async def open_session(
                 config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
             problems_.copy_config(config.model, run.model)
             folder = problems_.weights_folder(config.model, run.model)
-            check_shape(config.model, config.trainer, folder)
+            check_shape(config.model, config.trainer, config.actor.router_aux_loss_coef, folder)
             if trains:
                 check_end(config, len(problems.train), run.resume_from)
         except MillraceError:

@@ -22,42 +22,54 @@ def room(tokens: int, width: int, experts: int) -> Routed:
     return np.zeros((tokens, width), dtype=np.uint8 if experts <= 256 else np.int16)
 
 
-def counts(probs: Tensor, own: Tensor, chosen: Tensor, select: Tensor) -> Tensor:
-    """Return the sums of one layer over the tokens `select`: [experts + 3] of `router_metrics`.
+def counts(
+    probs: Tensor, own: Tensor, chosen: Tensor, select: Tensor, loss: Tensor | None
+) -> Tensor:
+    """Return the sums of one layer over the tokens `select`: [experts + 4] of `router_metrics`.
 
     probs   [T, experts] the router's probabilities
     own     [T, k] the router's own choice
     chosen  [T, k] the experts that were used
+    loss    the balance loss, if there is one
     """
+    loss = probs.new_zeros(()) if loss is None else loss.detach()
     probs, own, chosen = (x.index_select(0, select) for x in (probs, own, chosen))
     tokens = torch.bincount(chosen.flatten(), minlength=probs.shape[1]).double()
     entropy = torch.special.entr(probs).sum(dtype=torch.float64)
     moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
-    rest = (entropy, moved.double(), probs.new_tensor(len(select), dtype=torch.float64))
+    rest = (
+        loss.double(),
+        entropy,
+        moved.double(),
+        probs.new_tensor(len(select), dtype=torch.float64),
+    )
     return torch.cat([tokens, torch.stack(rest)])
 
 
-def router_metrics(sums: Tensor) -> dict[str, float]:
+def router_metrics(sums: Tensor, steps: int) -> dict[str, float]:
     """Return the metrics of the routers of a batch, over the tokens that predict trained ones.
 
-    sums  [layers, experts + 3]: tokens of each expert, entropies, moved tokens, tokens
+    sums   [layers, experts + 4]: tokens of each expert, balance losses, entropies, moved, tokens
+    steps  optimizer steps of the batch
 
     actor/router_load     tokens of the busiest expert / tokens of an average one; mean over layers
     actor/router_unused   share of experts without a token; mean over layers
     actor/router_entropy  entropy of the router's probabilities, nats; mean over tokens and layers
     actor/router_moved    share of tokens whose experts are not the router's own choice, by replay
+    actor/router_aux_loss  the balance loss before its coefficient; mean over steps and layers
 
     Layers without experts do not count. No expert has a capacity, so no token is dropped.
     """
     rows = sums[sums[:, -1] > 0]
     if not len(rows):
         return {}
-    load, tokens = rows[:, :-3], rows[:, -1].sum()
+    load, tokens = rows[:, :-4], rows[:, -1].sum()
     return {
         "actor/router_load": (load.max(1).values / load.mean(1)).mean().item(),
         "actor/router_unused": (load == 0).double().mean().item(),
         "actor/router_entropy": (rows[:, -3].sum() / tokens).item(),
         "actor/router_moved": (rows[:, -2].sum() / tokens).item(),
+        "actor/router_aux_loss": (rows[:, -4].mean() / max(steps, 1)).item(),
     }
 
 

@@ -117,7 +117,7 @@ class TrainSteps(ABC):
             same_weights=first_tokens if fresh else None,
             sum_ranks=self._sum_ranks,
         )
-        metrics |= self._router_metrics()
+        metrics |= self._router_metrics(meter.steps)
         self._adapt_kl(data)
         totals = left_out(arrays.unfiltered, kept) | {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
@@ -138,10 +138,10 @@ class TrainSteps(ABC):
         self._router_metrics()  # those of a warm-up
         return arrays
 
-    def _router_metrics(self) -> dict[str, float]:
-        """Return the metrics of the policy's routers since the last call."""
+    def _router_metrics(self, steps: int = 0) -> dict[str, float]:
+        """Return the metrics of the policy's routers over the last `steps` optimizer steps."""
         sums = self.actor.router_sums()
-        return {} if sums is None else router_metrics(self._sum_ranks(sums).cpu())
+        return {} if sums is None else router_metrics(self._sum_ranks(sums).cpu(), steps)
 
     def _adapt_kl(self, data: Experience) -> None:
         """Change the coefficient of the KL in the rewards, if it is adaptive."""

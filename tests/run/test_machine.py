@@ -50,5 +50,18 @@ def test_a_model_that_megatron_cannot_divide_is_refused_before_a_worker_starts(
     Qwen2Config(num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
     config = megatron(tensor_model_parallel_size=3)
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size.*the heads, 4"):
-        machine.check_shape(config.model, config.trainer, str(tmp_path))
-    machine.check_shape(config.model, Config().trainer, "no folder, which FSDP does not need")
+        machine.check_shape(config.model, config.trainer, 0.0, str(tmp_path))
+    machine.check_shape(config.model, Config().trainer, 0.0, "no folder, which FSDP does not need")
+
+
+@pytest.mark.parametrize(
+    ("replay", "coef", "key"),
+    [("R2", 0.0, "model.router_replay"), ("disabled", 0.1, "actor.router_aux_loss_coef")],
+)
+def test_a_model_without_routers_is_refused_before_a_worker_starts(
+    replay: str, coef: float, key: str, tmp_path: Path
+) -> None:
+    Qwen2Config().save_pretrained(tmp_path)
+    model = Config(model={"router_replay": replay}).model
+    with pytest.raises(ConfigError, match=f"{key}.*mixtral.*of type qwen2.*Fix: {key}="):
+        machine.check_shape(model, Config().trainer, coef, str(tmp_path))

@@ -72,7 +72,11 @@ CASES = {
         "loss_agg_mode": "seq-mean-token-sum-norm",
         "norm_by_std": False,
     },
-    "a mixture of experts": {"model": "mixtral", "ppo_max_token_len_per_gpu": 40},
+    "a mixture of experts with a balance loss": {
+        "model": "mixtral",
+        "ppo_max_token_len_per_gpu": 40,
+        "router_aux_loss_coef": 0.3,
+    },
     "a mixture of experts with replay of the rollout's": {
         "model": "qwen3_moe",
         "router_replay": "R3",

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from millrace.types import Author
 from tests.train.cases import HORIZON, OPTIM, batches_of, config_of, model_of
-from tests.train.mixtures import forced, routing
+from tests.train.mixtures import EXPERTS, K, forced, routing
 
 
 def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) -> Any:
@@ -24,7 +25,14 @@ def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) 
         if segment.author is Author.POLICY:
             drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
         tokens += segment.tokens
-    log_p = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double() / temperature, -1)
+    found = model(torch.tensor([tokens]), output_router_logits=hasattr(model, "balance"))
+    if drawn and hasattr(model, "balance"):
+        # transformers' loss of one sequence and one layer counts k experts for each token.
+        model.balance += [
+            load_balancing_loss_func((layer[: drawn[-1][0]],), EXPERTS, K) / K
+            for layer in found.router_logits
+        ]
+    log_p = torch.log_softmax(found.logits[0].double() / temperature, -1)
     return [
         (log_p[at - 1, tokens[at]], -(log_p[at - 1].exp() * log_p[at - 1]).sum(), rollout)
         for at, rollout in drawn
@@ -50,6 +58,8 @@ def plain_loss(
     """Return (PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
     actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
     sequences, entropies = [], []
+    if actor.router_aux_loss_coef:
+        model.balance = []
     for key, sample, trajectory in mini_batch:
         rows = plain_log_probs(model, sample, trajectory, config.rollout.temperature)
         olds = old_log_probs[key] if old_log_probs else [r for _, _, r in rows]
@@ -72,7 +82,11 @@ def plain_loss(
         return sum(sums) / max(sum(1 for v in values if v), 1)
 
     pg_loss = agg(sequences)
-    return pg_loss, pg_loss - actor.entropy_coeff * agg(entropies)
+    loss = pg_loss - actor.entropy_coeff * agg(entropies)
+    if actor.router_aux_loss_coef:  # the mean over sequences, and the sum over layers
+        count = sum(1 for v in sequences if v)
+        loss = loss + actor.router_aux_loss_coef * sum(model.balance) / count
+    return pg_loss, loss
 
 
 def plain_advantages(samples: Any, norm_by_std: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from millrace.errors import bad_value
 from millrace.models.mixtures import MODEL_TYPES, experts_of
+from millrace.train.balance import Sequences, balance_loss, sequences_of, with_loss
 from millrace.train.packing import MicroBatch
 from millrace.train.routing import Routed, counts, room
 
@@ -34,6 +35,10 @@ class Routers:
         self._experts: Tensor | None = None
         self._select: Tensor | None = None
         """The tokens that predict trained tokens, if this pass counts for metrics."""
+        self._sequences: Sequences | None = None
+        """The sequences of the pass, if it has a balance loss."""
+        self.balance = 0.0
+        """The weight of the balance loss of one sequence, in passes with gradients."""
         self._chosen: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
         self._sums: Tensor | None = None
@@ -61,17 +66,23 @@ class Routers:
                     "the model that drew them",
                 )
             self._experts = batch.experts.view(-1, self.layers, self.k)
-        self._select = batch.select if torch.is_grad_enabled() else None
+        trains = torch.is_grad_enabled()
+        self._select = batch.select if trains else None
+        balances = trains and self.found and self.balance > 0
+        self._sequences = sequences_of(batch, 0, len(batch.input_ids)) if balances else None
 
-    def choose(self, layer: int, probs: Tensor) -> Tensor:
-        """Return the experts [T, k] of each token, from the router's probabilities [T, experts]."""
+    def choose(self, layer: int, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probabilities [T, experts] of a router, and the experts [T, k] of each token."""
         own = torch.topk(probs.detach(), self.k, dim=-1).indices
         chosen = own if self._experts is None else self._experts[:, layer]
-        self._chosen[layer] = chosen
+        self._chosen[layer], loss = chosen, None
+        if self._sequences is not None:
+            loss = balance_loss(probs, own, self._sequences, lambda f: f)
+            probs = with_loss(probs, loss, self.balance)
         if self._select is not None and len(self._select):
             # A recomputed layer gives the same numbers again, so they replace the first ones.
-            self._counted[layer] = counts(probs.detach(), own, chosen, self._select)
-        return chosen
+            self._counted[layer] = counts(probs.detach(), own, chosen, self._select, loss)
+        return probs, chosen
 
     def empty(self, tokens: int) -> Routed:
         """Return room for the experts of `tokens` tokens, in the smallest type."""
@@ -84,10 +95,10 @@ class Routers:
         return cast(Routed, torch.cat(layers, 1).cpu().numpy())
 
     def take(self) -> Tensor:
-        """Return the sums [layers, experts + 3] float64 since the last call, and forget them."""
+        """Return the sums [layers, experts + 4] float64 since the last call, and forget them."""
         self._fold()
         sums, self._sums = self._sums, None
-        empty = torch.zeros(self.layers, self.experts + 3, dtype=torch.float64)
+        empty = torch.zeros(self.layers, self.experts + 4, dtype=torch.float64)
         return empty if sums is None else sums
 
     def _fold(self) -> None:
@@ -104,7 +115,7 @@ def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return transformers' logits, gates and experts of each token."""
     logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
     probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    chosen = self.routers.choose(self.layer, probs)
+    probs, chosen = self.routers.choose(self.layer, probs)
     gates = probs.gather(-1, chosen)
     normalised = getattr(self, "norm_topk_prob", None)
     if normalised is not False:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.config import ActorConfig, OptimConfig
+from millrace.train.balance import num_sequences
 from millrace.train.fsdp.routers import Routers
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
@@ -46,6 +47,7 @@ class Trainable(Learner):
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.aux_coef = actor.router_aux_loss_coef
         self.limit = actor.ppo_max_token_len_per_gpu
         # torch's varlen attention supports only half precision on CUDA.
         self.padded = device.type == "cpu" or dtype == "float32"
@@ -81,6 +83,9 @@ class Trainable(Learner):
 
         The gradients are summed over ranks before the last micro-batch's backward pass ends.
         """
+        if self.routers is not None:
+            # FSDP averages gradients over ranks, but this loss is a sum too.
+            self.routers.balance = self.aux_coef * self.world_size / num_sequences(rows, members)
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)

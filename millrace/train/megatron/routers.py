@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from millrace.models.mixtures import experts_of
+from millrace.train.balance import Sequences, balance_loss, sequences_of, with_loss
 from millrace.train.megatron.shape import Shape
 from millrace.train.packing import MicroBatch
 from millrace.train.routing import Routed, counts, room
@@ -28,6 +30,10 @@ class Routing:
     """This rank's tokens that predict trained ones, if the pass counts for metrics."""
     first: int
     """This rank's first token in the micro-batch."""
+    sequences: Sequences | None
+    """The sequences, if the pass has a balance loss."""
+    balance: float
+    """The weight of the balance loss of one sequence."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """By layer: [T, k] the experts of each token."""
     counted: dict[int, Tensor] = field(default_factory=dict)
@@ -55,12 +61,23 @@ class Router:
         if routing.experts is not None:
             chosen = routing.experts[:, self.layer]
             values = scores.gather(1, chosen)
-        routing.chosen[self.layer] = chosen
-        if routing.select is not None and len(routing.select):
-            probs = scores.detach().float()
-            probs = probs if self._gates_are_probs else probs.softmax(-1)
-            routing.counted[self.layer] = counts(probs, own, chosen, routing.select)
+        routing.chosen[self.layer], loss = chosen, None
+        if routing.select is None:
+            return values, chosen
+        probs = scores.float() if self._gates_are_probs else scores.float().softmax(-1)
+        if routing.sequences is not None:
+            loss = balance_loss(probs, own, routing.sequences, _add_up)
+            values = with_loss(values, loss, routing.balance)
+        routing.counted[self.layer] = counts(probs.detach(), own, chosen, routing.select, loss)
         return values, chosen
+
+
+def _add_up(counts: Tensor) -> Tensor:
+    """Add up counts over the ranks that share the tokens of a micro-batch."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group.size() > 1 and counts.numel():
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 class Routers:
@@ -76,6 +93,8 @@ class Routers:
         """Whether passes count for metrics."""
         self.record: Routed | None = None
         """What gets the experts of all tokens of the rows, if a pass is recorded."""
+        self.balance = 0.0
+        """The weight of the balance loss of one sequence, in passes that count."""
         self._sums: Tensor | None = None
         for layer in decoder.layers if self.experts else ():
             own = layer.mlp.router
@@ -100,10 +119,12 @@ class Routers:
             if batch.cells is not None:
                 own = batch.experts.view(-1, self.layers, self.k)[first : first + tokens]
                 experts[: len(own)] = own
-        select = None
+        select = sequences = None
         if self.counts:
             select = batch.select[(batch.select >= first) & (batch.select < first + tokens)] - first
-        return Routing(experts, select, first)
+            if self.balance:
+                sequences = sequences_of(batch, first, tokens)
+        return Routing(experts, select, first, sequences, self.balance)
 
     def end(self, batch: MicroBatch, routing: Routing | None) -> None:
         """Keep what a forward pass over a micro-batch chose."""
@@ -127,5 +148,5 @@ class Routers:
         """Return the sums that `router_metrics` reads, since the last call. None without experts."""
         sums, self._sums = self._sums, None
         if sums is None and self.experts:
-            return torch.zeros(self.layers, self.experts + 3, dtype=torch.float64)
+            return torch.zeros(self.layers, self.experts + 4, dtype=torch.float64)
         return sums

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.config import ActorConfig, MegatronConfig, OptimConfig
+from millrace.train.balance import num_sequences
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
 from millrace.train.megatron.modules import Policy
@@ -151,6 +152,7 @@ class MegatronTrainable(Passes, Learner):
         device: torch.device,
     ) -> None:
         Learner.__init__(self, "actor", actor.optim)
+        self.aux_coef = actor.router_aux_loss_coef
         self._parked: list[tuple[torch.UntypedStorage, Tensor | int]] = []
         Passes.__init__(self, policy, actor, shape, rank, device)
         settings = DistributedDataParallelConfig(
@@ -228,6 +230,7 @@ class MegatronTrainable(Passes, Learner):
                 meter.add(sums, outputs[0].detach(), micro)
             return share
 
+        self.policy.routers.balance = self.aux_coef / num_sequences(rows, members)
         self.run(self.micro_batches(rows, members), temperature, loss, forward_only=False)
 
     def gradient_norm(self) -> Tensor:

@@ -132,6 +132,7 @@ def config_of(engine: str, keys: dict[str, Any], ranks: int, model: str = "") ->
             "ppo_max_token_len_per_gpu": 60,
             "ppo_mini_batch_size": 4,
             "ppo_epochs": 1 + recomputes,
+            "router_aux_loss_coef": 0.0 if replay == "disabled" else 0.2,
             "optim": OPTIM.model_dump(),
             "entropy_coeff": 0.01,
             "use_kl_loss": True,
