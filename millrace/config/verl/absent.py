@@ -9,6 +9,10 @@ _CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2"
 _STAGES = Absent("several parts of a model on each pipeline stage", "leave the key out", (1,))
 _AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
 _PARALLEL = "more GPUs, or trainer.fsdp_size and model.gradient_checkpointing for memory"
+_BIAS = Absent(
+    "a bias that balances experts, which Qwen3-MoE and Mixtral have not",
+    "actor.router_aux_loss_coef",
+)
 _REPLAY = Absent(
     "router replay in other models than the policy", "leave the key out", ("disabled",)
 )
@@ -229,6 +233,8 @@ ABSENT: dict[str, Absent] = {
     "trainer.validation_data_dir": Absent(
         "another folder for transcripts", "the transcripts in the run's folder"
     ),
+    "actor.megatron.override_transformer_config.moe_router_enable_expert_bias": _BIAS,
+    "actor.megatron.override_transformer_config.moe_router_bias_update_rate": _BIAS,
     "actor.megatron.*": _MEGATRON,
     "critic.megatron.*": _CRITIC,
     "*.qat.enable": _QUANTIZED,
