@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-_CODES = {"i": 4, "f": 4}
+_CODES = {"i": 4, "f": 4, "B": 1, "H": 2}
 _INTEGER = 1
 """The msgpack extension for an integer of more than 64 bits: big-endian two's complement."""
 _SMALL = range(-(2**63), 2**64)

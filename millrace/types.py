@@ -24,11 +24,14 @@ PolicyVersion = int
 if TYPE_CHECKING:
     Tokens = array[int]
     Floats = array[float]
+    Experts = array[int]
 else:  # array has no type parameters before Python 3.12
     Tokens = array
     """array('i'): int32 token ids."""
     Floats = array
     """array('f'): float32 values."""
+    Experts = array
+    """array('B') or array('H'): numbers of experts, in the smallest type that holds them."""
 
 
 def tokens_of(ids: Any = ()) -> Tokens:
@@ -46,6 +49,15 @@ def joined(parts: Iterable[Tokens]) -> Tokens:
     whole = tokens_of()
     for part in parts:
         whole.extend(part)
+    return whole
+
+
+def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
+    """Return the experts of all parts, in order. None if no part has any."""
+    whole: Experts | None = None
+    for part in parts:
+        if part is not None:
+            whole = part[:] if whole is None else whole + part
     return whole
 
 
@@ -104,6 +116,8 @@ class SamplingParams:
     """Draw exactly `max_tokens` tokens, for workloads with fixed lengths."""
     interruptible: bool = True
     """Whether `interrupt()` ends this request. It does not interrupt validation."""
+    experts_from: int | None = None
+    """The first token, the prompt's included, whose experts are returned. None returns none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +139,12 @@ class Segment:
     """A reward for the turn that this segment ends. It is trained at the segment's last token."""
     kv_version: PolicyVersion | None = None
     """The oldest version that may have computed K and V of its context. None if it is `version`."""
+    experts: Experts | None = None
+    """The experts that the engine routed tokens to: [tokens, layers, experts of a token], flat.
+
+    The tokens end before the last one of this segment, which the engine has not read yet. They
+    begin where those of the thread's segment before end. None if nobody asked for them.
+    """
 
     def __post_init__(self) -> None:
         if self.author is Author.POLICY and len(self.log_probs) != len(self.tokens):

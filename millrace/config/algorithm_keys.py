@@ -137,6 +137,12 @@ class ActorConfig(Section):
 
     The estimate is then unbiased for tokens that the old policy drew.
     """
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the loss that balances the experts of a mixture: Megatron's seq_aux_loss.
+
+    The loss of a sequence and a layer is 1 if all experts are used alike. It is added up over
+    layers, and its mean is over the sequences of the global mini-batch.
+    """
     optim: OptimConfig = OptimConfig()
     """The policy's optimizer."""
 

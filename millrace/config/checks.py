@@ -53,6 +53,7 @@ def check(config: Config) -> None:
     _check_reward_devices(c.reward, c.sides)
     _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
+    _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
     _check_trust(c)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
 
@@ -279,6 +280,27 @@ def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncCo
             correction.proximal,
             "with use_rollout_log_probs=true, the old policy of the ratio is the rollout's",
             "async_training.use_rollout_log_probs=false",
+        )
+
+
+def _check_replay(
+    mode: str, rollout: RolloutConfig, algorithm: AlgorithmConfig, a: AsyncConfig
+) -> None:
+    key, proximal = "model.router_replay", algorithm.rollout_correction.proximal
+    if mode == "R3" and rollout.engine == "torch":
+        raise bad_value(
+            key,
+            mode,
+            "the torch engine does not return the experts of a token",
+            "rollout.engine=vllm, or model.router_replay=R2",
+        )
+    if mode == "R2" and (a.use_rollout_log_probs or proximal != "recompute"):
+        raise bad_value(
+            key,
+            mode,
+            "it replays the pass that computes the old log-probs, and this run has no such pass",
+            "async_training.use_rollout_log_probs=false with "
+            "algorithm.rollout_correction.proximal=recompute, or model.router_replay=R3",
         )
 
 

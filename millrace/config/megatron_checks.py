@@ -42,10 +42,22 @@ def check_megatron(
             "algorithm.adv_estimator=grpo, which has no critic",
         ),
         ("trainer.fsdp_size", trainer.fsdp_size, bool(trainer.fsdp_size), "trainer.fsdp_size=0"),
+        (
+            "model.router_replay",
+            model.router_replay,
+            model.router_replay != "disabled" and _recomputes_stages_of_experts(trainer.megatron),
+            f"{KEY}.recompute_granularity=full",
+        ),
         ("trainer.offload_policy", True, trainer.offload_policy, "trainer.offload_policy=false"),
     ):
         if absent:
             raise bad_value(key, value, "the Megatron engine lacks it so far", f"{fix}, {fsdp}")
+
+
+def _recomputes_stages_of_experts(own: MegatronConfig) -> bool:
+    """Whether experts alone are recomputed, while their stage has begun another micro-batch."""
+    selective = own.recompute_granularity == "selective" and "moe" in own.recompute_modules
+    return selective and own.pipeline_model_parallel_size > 1
 
 
 def _check_sizes(own: MegatronConfig, ranks: int) -> None:

@@ -92,6 +92,12 @@ class ModelConfig(Section):
 
     The first training step waits for the compilation.
     """
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
+    """The experts that training uses for each token of a mixture of experts.
+
+    disabled lets the router choose again. R3 takes those that the rollout engine chose. R2 takes
+    those of the pass that computes the old log-probs. Gradients reach the router in all cases.
+    """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     lora_rank: int = Field(0, ge=0)

@@ -67,7 +67,7 @@ HINTS: dict[str, str] = {
     "report_to": "trainer.logger=[NAME], of wandb, mlflow, trackio and tensorboard",
     "reward_funcs": "reward.function=FILE.py:NAME, or a part of reward.mix for each of several",
     "reward_weights": "reward.mix.NAME.weight=VALUE",
-    "router_aux_loss_coef": "none: the loss has no term for a router",
+    "router_aux_loss_coef": "actor.router_aux_loss_coef, which balances sequences instead of micro-batches",
     "run_name": "name=VALUE",
     "sapo_temperature_neg": "actor.policy_loss.tau_neg=VALUE",
     "sapo_temperature_pos": "actor.policy_loss.tau_pos=VALUE",

@@ -20,6 +20,7 @@ SETTINGS = {
     "enforce_eager": "rollout.enforce_eager",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.free_cache_engine",
+    "enable_return_routed_experts": "model.router_replay",
 }
 """Arguments of vLLM's AsyncEngineArgs that have a key in millrace, and that key.
 
@@ -33,6 +34,7 @@ OWN = {
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled",
     "weight_transfer_config": "millrace transfers the weights itself",
     "worker_extension_cls": "millrace transfers the weights itself",
+    "moe_backend": "other kernels permute the weights of experts, which a sync overwrites in order",
     "scheduler_cls": "millrace's scheduler keeps log-probs until their response ends",
 }
 """Arguments of AsyncEngineArgs that users cannot change, and the reason."""

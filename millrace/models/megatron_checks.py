@@ -10,6 +10,7 @@ from typing import Any
 from millrace.config import MegatronConfig
 from millrace.config.megatron_checks import KEY
 from millrace.errors import ConfigError, bad_value
+from millrace.models.mixtures import experts_of
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")
 
@@ -88,11 +89,6 @@ def _check_experts(hf: Any, own: MegatronConfig) -> None:
         raise _model_error("only some of its layers have experts")
     if getattr(hf, "router_jitter_noise", 0.0):
         raise _model_error("its router has noise (router_jitter_noise)")
-
-
-def experts_of(hf: Any) -> int:
-    """Return the number of experts of a layer: 0 for a dense model."""
-    return int(getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None) or 0)
 
 
 def _window(hf: Any) -> bool:

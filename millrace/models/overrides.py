@@ -23,7 +23,7 @@ _FIXED = {
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), "each engine has its own"),
     "eos_token_id": "generation_config.json in the model's folder decides it",
     "quantization_config": "weights are not quantised",
-    "router_aux_loss_coef": "the loss has no term for a router",
+    "router_aux_loss_coef": "actor.router_aux_loss_coef decides it",
 }
 
 

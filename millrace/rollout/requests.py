@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from millrace.errors import WorkerError, bad_row, bad_value
-from millrace.types import Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
+from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
 
 
 def check_request(
@@ -84,12 +84,25 @@ class Start(NamedTuple):
 
 
 def cut_by_version(
-    tokens: Tokens, log_probs: Floats, starts: Sequence[Start], stop: Stop
+    tokens: Tokens,
+    log_probs: Floats,
+    starts: Sequence[Start],
+    stop: Stop,
+    experts: Experts | None = None,
+    context: int = 0,
 ) -> tuple[Segment, ...]:
     """Return the drawn tokens as one segment for each version that drew some of them.
 
-    `starts` has the versions in order. `stop` is the reason why the last segment ended.
+    `starts` has the versions in order. `stop` is the reason why the last segment ended. `experts`
+    has those of `context` tokens before the one that predicts the first token, and of all that
+    predict the tokens.
     """
+    width = len(experts) // (context + len(tokens)) if experts and tokens else 0
+
+    def own(start: int, end: int) -> Experts | None:
+        first = start + context if start else 0
+        return None if experts is None else experts[first * width : (end + context) * width]
+
     ends = [min(end, len(tokens)) for end in (*(s.drawn for s in starts[1:]), len(tokens))]
     pieces = [(s, end) for s, end in zip(starts, ends, strict=True) if end > s.drawn]
     return tuple(
@@ -99,6 +112,7 @@ def cut_by_version(
             log_probs=log_probs[s.drawn : end],
             stop=stop if s is pieces[-1][0] else None,
             kv_version=None if s.kv_version == s.version else s.kv_version,
+            experts=own(s.drawn, end),
         )
         for s, end in pieces
     )

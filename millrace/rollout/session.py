@@ -121,6 +121,9 @@ class Session:
                 else:
                     if left != params.max_tokens or drawn != params.offset:
                         params = replace(params, max_tokens=left, offset=drawn)
+                    if params.experts_from is not None:
+                        known = len(so_far) if drawn else len(whole) - len(context)
+                        params = replace(params, experts_from=max(known - 1, 0))
                     segments += await self._draw(so_far, params, self.name)
                 turn = self._turns[number] = Turn(number, after, context, segments)
                 unfinished = turn.unfinished

@@ -14,6 +14,7 @@ from millrace.types import (
     Trajectory,
     Turn,
     joined,
+    joined_experts,
     tokens_of,
 )
 
@@ -73,7 +74,8 @@ def threads_of(
             if turn.context and turn is not path[0]:
                 segments.append(Segment(turn.context, Author.ENVIRONMENT))
             if turn.number in trained:
-                segments.append(Segment(turn.tokens, Author.ENVIRONMENT))
+                routed = joined_experts(s.experts for s in turn.segments)
+                segments.append(Segment(turn.tokens, Author.ENVIRONMENT, experts=routed))
             else:
                 segments += _rewarded(turn.segments, rewards.get(turn.number))
             trained.add(turn.number)

@@ -85,18 +85,21 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
 def check_shape(
     model: ModelConfig, actor: ActorConfig, trainer: TrainerConfig, folder: str = ""
 ) -> None:
-    """Raise ConfigError if the train engine cannot divide the model.
+    """Raise ConfigError if the train engine cannot divide the model, or treat its routers so.
 
     The model is that in `folder`. Without a folder, model.path or model.shape describes it.
     """
-    shared = actor.ulysses_sequence_parallel_size
-    if trainer.engine != "megatron" and shared == 1:
+    megatron, shared = trainer.engine == "megatron", actor.ulysses_sequence_parallel_size
+    routed = model.router_replay != "disabled" or actor.router_aux_loss_coef
+    if not (megatron or routed or shared > 1):
         return
     from millrace.models.megatron_checks import check_model
+    from millrace.models.mixtures import check_mixture
     from millrace.models.model import shape_config
 
     hf = shape_config(model, folder)
-    if trainer.engine == "megatron":
+    check_mixture(hf, model.router_replay, actor.router_aux_loss_coef)
+    if megatron:
         check_model(hf, trainer.megatron)
     elif hf.num_attention_heads % shared:
         raise bad_value(

@@ -135,6 +135,11 @@ RULES = (
         "the adapters were trained with it",
         _no_adapters,
     ),
+    Rule(
+        ("model.router_replay",),
+        "its samples in flight have experts with R3 alone",
+        lambda now, before: "R3" not in (now.model.router_replay, before.model.router_replay),
+    ),
 )
 """Keys that are refused if the value differs."""
 

@@ -310,6 +310,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         rollout.temperature,
         stop=rollout.stop,
         ignore_eos=rollout.ignore_eos,
+        experts_from=0 if c.model.router_replay == "R3" else None,
     )
     roller = SampleRoller(
         s.agent,

@@ -6,7 +6,7 @@ whole batch. Counts, means, draws and rejections therefore also cover the whole 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from millrace.algorithms.kl import KL
 from millrace.algorithms.ragged import sequence_sums
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
+from millrace.train.routing import Routed
 from millrace.train.rows import BatchArrays, Rows
 
 
@@ -92,10 +93,18 @@ class Policy(Protocol):
         """Optimizer steps so far."""
         ...
 
+    @property
+    def routed(self) -> Routed | None:
+        """Return the experts of all tokens in the last pass with the option `record`."""
+        ...
+
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
     ) -> list[Tensor]:
-        """Return log-probs and entropies, and with `squares` the sums of squared probabilities."""
+        """Return log-probs and entropies, and with `squares` the sums of squared probabilities.
+
+        With `record`, `routed` then has the experts of all tokens.
+        """
         ...
 
 
@@ -112,9 +121,9 @@ def make_experience(
     batch: BatchArrays, models: Models, options: StepOptions, kl_coef: float
 ) -> Experience:
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
-    plan, rows = options.correction, batch.rows
-    include = _included(batch, plan)
-    arrival, entropies, squares = _arrival(models.policy, rows, options)
+    plan, include = options.correction, _included(batch, options.correction)
+    arrival, entropies, squares = _arrival(models.policy, batch.rows, options)
+    rows = _replayed(batch.rows, models.policy, options, recorded=arrival is not None)
     correction, metrics = _corrected(batch, arrival, include, plan)
     trained, in_baselines = include if correction is None else correction.keep, None
     if correction is not None and plan.before_baseline:
@@ -123,7 +132,7 @@ def make_experience(
     # An estimate of the proximal policy needs the current policy, so PolicyLoss makes it.
     old = {Proximal.ROLLOUT: batch.rollout, Proximal.RECOMPUTED: arrival}.get(plan.proximal)
     reference, values = (
-        None if model is None else model.tokens(rows, temperature=options.temperature)[0]
+        model and model.tokens(rows, temperature=options.temperature)[0]
         for model in (models.reference, models.critic)
     )
     kl = None
@@ -203,9 +212,22 @@ def _arrival(
     if not (recomputed or squares or plan.place is Place.ARRIVAL):
         return None, None, None
     log_probs, entropies, *rest = policy.tokens(
-        rows, temperature=options.temperature, squares=squares
+        rows,
+        temperature=options.temperature,
+        squares=squares,
+        record=options.router_replay == "R2",
     )
     return log_probs, entropies, rest[0] if squares else None
+
+
+def _replayed(rows: Rows, policy: Policy, options: StepOptions, *, recorded: bool) -> Rows:
+    """Return the rows with the experts of the pass at arrival, if training replays those.
+
+    Without such a pass there is one optimizer step, and its own experts are those at arrival.
+    """
+    if recorded and options.router_replay == "R2":
+        return replace(rows, experts=policy.routed)
+    return rows
 
 
 def _included(batch: BatchArrays, plan: CorrectionPlan) -> Tensor:

@@ -16,6 +16,7 @@ from millrace.train.layout import Ints
 from millrace.train.metrics import Meter
 from millrace.train.optim import lr_at
 from millrace.train.packing import MicroBatch, Outputs
+from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 
 MAX_NONFINITE_STEPS = 3
@@ -41,6 +42,12 @@ class Learner(ABC):
         self.steps = 0
         """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
         self.nonfinite_in_a_row = 0
+        self.routed: Routed | None = None
+        """The experts of all tokens in the last pass of `tokens` with the option `record`."""
+
+    def router_sums(self) -> Tensor | None:
+        """Return the sums that `router_metrics` reads, since the last call. None without any."""
+        return None
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
         """Start a new AdamW and LR schedule for `horizon` optimizer steps. Keep the weights."""

@@ -36,6 +36,8 @@ class StepOptions:
     """Tokens of a full micro-batch."""
     lag_bound: int
     seed: int
+    router_replay: str
+    """model.router_replay."""
 
     @property
     def whole_trajectories(self) -> bool:
@@ -70,6 +72,7 @@ def step_options(config: Config) -> StepOptions:
         max_tokens=config.max_tokens,
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
+        router_replay=config.model.router_replay,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace.errors import bad_value
 from millrace.train.layout import Ints, Layout, make_layout
+from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 from millrace.train.ulysses import Division
 
@@ -43,6 +44,10 @@ class MicroBatch:
     """
     num_sequences: int
     """Number of trajectories of this micro-batch."""
+    experts: Tensor | None = None
+    """[T, layers x k] the experts of each token, for router replay. None lets routers choose."""
+    cells: tuple[Ints, Ints] | None = None
+    """[C] token of each cell, and [C] its position in Rows.tokens. None without cells."""
 
 
 Outputs = tuple[Tensor, ...]
@@ -158,7 +163,7 @@ def pack(
     forward and backward, and so takes part in every collective.
     """
     if not len(members):
-        return _dummy(device, division, padded=padded)
+        return _dummy(device, rows.experts, division, padded=padded)
     lengths = rows.inputs[members]
     _, first, group = np.unique(rows.opening[members], return_index=True, return_inverse=True)
     # Rows of different openings share nothing.
@@ -193,7 +198,20 @@ def pack(
         source=torch.from_numpy(rows.order[targets]),
         sequence=torch.from_numpy(np.repeat(sequence, lengths)[predicts]),
         num_sequences=num_sequences,
+        experts=_packed_experts(rows.experts, token, source, num_tokens, device),
+        cells=(token, source),
     )
+
+
+def _packed_experts(
+    experts: Routed | None, token: Ints, source: Ints, num_tokens: int, device: torch.device
+) -> Tensor | None:
+    """Return the experts of packed tokens. Rows that share a token give it those of one of them."""
+    if experts is None:
+        return None
+    packed = np.zeros((num_tokens, experts.shape[1]), dtype=experts.dtype)
+    packed[token] = experts[source]
+    return torch.from_numpy(packed).to(device).long()
 
 
 def _sequences(trajectory: Ints) -> tuple[Ints, int]:
@@ -202,9 +220,13 @@ def _sequences(trajectory: Ints) -> tuple[Ints, int]:
     return np.argsort(np.argsort(first))[index], len(first)
 
 
-def _dummy(device: torch.device, division: Division, *, padded: bool) -> MicroBatch:
+def _dummy(
+    device: torch.device, experts: Routed | None, division: Division, *, padded: bool
+) -> MicroBatch:
     none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     one = np.ones(1, dtype=np.int64)
     layout = make_layout(one, zero.numpy(), division.share(1), device, padded=padded)
     on_device = none.to(device)
-    return MicroBatch(zero.to(device), zero.to(device), layout, on_device, on_device, none, none, 0)
+    ids = zero.to(device)
+    routed = None if experts is None else zero.new_zeros(1, experts.shape[1]).to(device)
+    return MicroBatch(ids, ids, layout, on_device, on_device, none, none, 0, routed)

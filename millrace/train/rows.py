@@ -21,6 +21,7 @@ from millrace.config import AlgorithmConfig
 from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
 from millrace.train.layout import Ints
+from millrace.train.routing import Routed, experts_of
 from millrace.types import (
     TURN_REWARDS,
     Author,
@@ -77,6 +78,8 @@ class Rows:
     """[samples + 1] first row of each sample: sample i has rows first_row[i]:first_row[i + 1]."""
     turn_rewards: NDArray[np.float64] | None = None
     """[K] rewards of single turns, at the last token of each. None if there are none."""
+    experts: Routed | None = None
+    """The experts of each token, for router replay. None lets routers choose."""
 
     @property
     def trained_of_trajectories(self) -> Ints:
@@ -261,6 +264,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
         trajectory=np.repeat(np.arange(len(threads)), np.asarray(threads, dtype=np.int64)),
         num_trajectories=len(threads),
         turn_rewards=_turn_rewards(rewards, len(log_probs)),
+        experts=experts_of(samples, rows.starts, len(rows.tokens)),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
+from millrace.errors import MillraceError
 from millrace.observe.stopwatch import Stopwatch
 from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.train.experience import Experience, Forward, Models, make_experience
@@ -25,7 +26,8 @@ from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
 from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
-from millrace.train.rows import arrays_of, rows_of_examples, rows_of_samples
+from millrace.train.routing import router_metrics
+from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
 from millrace.train.timed import timed
 from millrace.types import Sample, Tokens
@@ -68,7 +70,7 @@ class TrainSteps(ABC):
         """Take one optimizer step for each mini-batch of `ppo_mini_batch_size` samples.
 
         This is repeated `ppo_epochs` times. The last mini-batch may be short. metrics.py documents
-        the metrics, which are the same on every rank. The totals are those of left_out, and:
+        the metrics, which are the same on every rank, and routing.py those of routers. The totals are those of left_out, and:
 
         actor/nonfinite_steps  steps skipped because the loss or the gradient was not finite
         actor/rejected_steps   steps skipped because all tokens of the mini-batch were rejected
@@ -78,7 +80,7 @@ class TrainSteps(ABC):
         """
         watch, options = Stopwatch(time.perf_counter), self.options
         models = timed(Models(self.actor, self.critic, self.reference), watch.part)
-        arrays = arrays_of(batch, options.algorithm)
+        arrays = self._arrays(batch)
         with watch.part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
@@ -89,7 +91,7 @@ class TrainSteps(ABC):
             learners.insert(0, (self.critic, CriticLoss, critic_meter))
         corrections: list[dict[str, float]] = []
         first_tokens, rejected, kept = torch.zeros_like(data.include), 0, 0
-        size, temperature = options.actor.ppo_mini_batch_size, options.temperature
+        size = options.actor.ppo_mini_batch_size
         for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
             with watch.part("update_actor"):
                 mini = settle(data, members, models.policy, options, untouched=k == 0)
@@ -103,9 +105,8 @@ class TrainSteps(ABC):
                 warm = model is not self.actor or model.steps >= options.critic_warmup
                 loss_of = loss(data, mini, options) if mini.tokens and warm else None
                 with watch.part(f"update_{model.name}"):
-                    model.train_on(
-                        data.rows, members, temperature, loss_of, sums, first_pass=first_pass
-                    )
+                    share = data.rows, members, options.temperature
+                    model.train_on(*share, loss_of, sums, first_pass=first_pass)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
         metrics = batch_metrics(
             data,
@@ -116,14 +117,31 @@ class TrainSteps(ABC):
             same_weights=first_tokens if fresh else None,
             sum_ranks=self._sum_ranks,
         )
+        metrics |= self._router_metrics(meter.steps)
         self._adapt_kl(data)
         totals = left_out(arrays.unfiltered, kept) | {
             "train/tokens": float(data.rows.lengths.sum() * options.actor.ppo_epochs),
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),
         }
-        skipped = meter.nonfinite + meter.empty
-        return StepReport(meter.steps, metrics, totals, skipped, _named(watch.flush()))
+        seconds, skipped = _named(watch.flush()), meter.nonfinite + meter.empty
+        return StepReport(meter.steps, metrics, totals, skipped, seconds)
+
+    def _arrays(self, batch: TrainBatch) -> BatchArrays:
+        """Return the arrays of a batch. Raise MillraceError if it lacks the experts of R3."""
+        arrays = arrays_of(batch, self.options.algorithm)
+        if self.options.router_replay == "R3" and arrays.rows.experts is None:
+            raise MillraceError(
+                "model.router_replay=R3: the samples have no experts. "
+                "Fix: model.router_replay=disabled, or a new run"
+            )
+        self._router_metrics()  # those of a warm-up
+        return arrays
+
+    def _router_metrics(self, steps: int = 0) -> dict[str, float]:
+        """Return the metrics of the policy's routers over the last `steps` optimizer steps."""
+        sums = self.actor.router_sums()
+        return {} if sums is None else router_metrics(self._sum_ranks(sums).cpu(), steps)
 
     def _adapt_kl(self, data: Experience) -> None:
         """Change the coefficient of the KL in the rewards, if it is adaptive."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from millrace.observe.stopwatch import Parts
 from millrace.train.experience import Forward, Models, Policy
 from millrace.train.layout import Ints
+from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 
 
@@ -40,6 +41,10 @@ class TimedPolicy:
     @property
     def steps(self) -> int:
         return self.model.steps
+
+    @property
+    def routed(self) -> Routed | None:
+        return self.model.routed
 
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool

@@ -56,19 +56,23 @@ class Share:
         return 1 if self.group is None else self.group.size()
 
     @property
+    def first(self) -> int:
+        """This rank's first token in the micro-batch."""
+        return self.rank * self.own
+
+    @property
     def padding(self) -> int:
         """The tokens of padding of all ranks."""
         return self.ranks * self.own - self.tokens
 
     def part(self, values: Tensor) -> Tensor:
         """Return this rank's part [own] of values [tokens]. Padding is 0."""
-        found = values[self.rank * self.own :][: self.own]
+        found = values[self.first :][: self.own]
         return F.pad(found, (0, self.own - len(found))) if len(found) < self.own else found
 
     def padded(self, device: torch.device) -> Tensor:
         """Return [own] bool: whether a token of this rank is padding."""
-        first = self.rank * self.own
-        return torch.arange(first, first + self.own, device=device) >= self.tokens
+        return torch.arange(self.first, self.first + self.own, device=device) >= self.tokens
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tokens of this rank's heads, without padding, from own tokens of all heads.
@@ -108,7 +112,13 @@ class Share:
         if self.group is None:
             return select, None
         (mine,) = torch.nonzero(select // self.own == self.rank, as_tuple=True)
-        return select[mine] - self.rank * self.own, mine
+        return select[mine] - self.first, mine
+
+    def added(self, counts: Tensor) -> Tensor:
+        """Add up counts over the ranks that share the tokens, in place."""
+        if self.group is not None and counts.numel():
+            dist.all_reduce(counts, group=self.group)
+        return counts
 
     def joined(
         self, outputs: Sequence[Tensor], mine: Tensor | None, count: int

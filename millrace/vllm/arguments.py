@@ -64,7 +64,11 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
+        "enable_return_routed_experts": model.router_replay == "R3",
     }
+    if on_gpu:
+        # Other kernels swap or permute the weights of experts, which a sync overwrites in order.
+        arguments["moe_backend"] = "triton"
     _check_known(rollout.engine_kwargs)
     # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.

@@ -44,10 +44,10 @@ from millrace.vllm.requests import (
     ActiveRequest,
     Drawn,
     Salts,
+    drawn_of,
     sampling_params,
     stop_string_end,
 )
-from millrace.vllm.scheduler import LOG_PROBS
 from millrace.vllm.start import start, stop
 
 _STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH, "string": Stop.STRING}
@@ -137,7 +137,10 @@ class VllmRolloutEngine:
                 raise WorkerError(f"vLLM ended a request by itself ({drawn.reason}); {_SEE_LOG}")
             self._tokens += len(drawn.tokens)
             self._salts.remember(request.session, tokens + drawn.tokens, request.salt)
-            return cut_by_version(drawn.tokens, drawn.log_probs, request.starts, stop)
+            first = params.experts_from
+            context = 0 if first is None else len(tokens) - 1 - first
+            result = (drawn.tokens, drawn.log_probs, request.starts, stop)
+            return cut_by_version(*result, drawn.experts, context)
 
     async def interrupt(self) -> None:
         """End every interruptible request. All of their calls return before this returns."""
@@ -160,14 +163,14 @@ class VllmRolloutEngine:
         """
         known = self._llm.output_processor.external_req_ids
         inner = {r.id: known[r.id][0] for r in requests if known.get(r.id)}
-        drawn: dict[str, bytes] = {}
+        drawn: dict[str, tuple[bytes, bytes]] = {}
         if inner:
             drawn = await self._answer(
-                self._llm.engine_core.call_utility_async("drawn_log_probs", list(inner.values()))
+                self._llm.engine_core.call_utility_async("drawn_so_far", list(inner.values()))
             )
         ready = [r for r in requests if r.id in inner and (r.params.stop or inner[r.id] in drawn)]
         for request in ready:
-            request.log_probs = drawn.get(inner[request.id], b"")
+            request.log_probs, request.experts = drawn.get(inner[request.id], (b"", b""))
         return [request.id for request in ready]
 
     async def join_sync(self, init_info: dict[str, Any]) -> None:
@@ -297,6 +300,7 @@ class VllmRolloutEngine:
         self._active[request.id] = request
         try:
             tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
+            state: Any = None
             async with aclosing(
                 self._llm.generate(prompt, sampling_params(request.params, self._eos), request.id)
             ) as outputs:
@@ -309,22 +313,14 @@ class VllmRolloutEngine:
                     if request.params.stop:
                         assert self._decode is not None
                         if end := stop_string_end(request, tokens, checked, self._decode):
+                            state = next(iter(self._states(request)), None)
                             break
             assert output is not None
             cached = request.found(output.num_cached_tokens or 0)
             if tokens:
                 self._prefill_tokens += len(request.tokens) - cached
                 self._reused_tokens += cached
-            if part.finish_reason == "abort":
-                log_probs.frombytes(request.log_probs)
-                tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
-            else:
-                log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
-            return (
-                Drawn(tokens[:end], log_probs[:end], "string")
-                if end
-                else Drawn(tokens, log_probs, part.finish_reason)
-            )
+            return drawn_of(request, tokens, log_probs, end, output, state)
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
         finally:
@@ -357,11 +353,13 @@ class VllmRolloutEngine:
 
     def _count(self, request: ActiveRequest) -> int:
         """Return the number of drawn tokens by vLLM's count: vLLM returns only the last output."""
+        return sum(s.detokenizer.num_output_tokens() for s in self._states(request))
+
+    def _states(self, request: ActiveRequest) -> list[Any]:
+        """Return what vLLM's output processor has of a request that runs."""
         processor = self._llm.output_processor
-        states = [
-            processor.request_states[i] for i in processor.external_req_ids.get(request.id, ())
-        ]
-        return sum(state.detokenizer.num_output_tokens() for state in states)
+        ids = processor.external_req_ids.get(request.id, ())
+        return [processor.request_states[i] for i in ids]
 
     async def _settle(self) -> None:
         """Wait until every output that vLLM's core sent before its pause is counted."""

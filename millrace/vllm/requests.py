@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from millrace.errors import WorkerError
 from millrace.rollout.requests import Start, completes_stop, stop_window
-from millrace.types import Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
+from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
+from millrace.vllm.scheduler import EXPERTS, LOG_PROBS, packed
 
 
 class Salt(NamedTuple):
@@ -83,6 +88,8 @@ class ActiveRequest:
     interrupted: bool = False
     log_probs: bytes = b""
     """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
+    experts: bytes = b""
+    """Its `packed` experts."""
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
 
@@ -120,6 +127,52 @@ class Drawn:
     log_probs: Floats
     reason: str
     """vLLM's finish_reason, or "string" for a stop string."""
+    experts: Experts | None = None
+
+
+def drawn_of(
+    request: ActiveRequest, tokens: Tokens, log_probs: Floats, end: int, output: Any, state: Any
+) -> Drawn:
+    """Return the result of a request.
+
+    end     the number of tokens up to the end of a stop string, or 0
+    output  vLLM's last output
+    state   what vLLM's output processor has of the request, if it runs on
+    """
+    part, more = output.outputs[0], output.kv_transfer_params or {}
+    experts = more.get(EXPERTS, b"")
+    if part.finish_reason == "abort":
+        log_probs.frombytes(request.log_probs)
+        tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
+        experts = request.experts
+    else:
+        log_probs.frombytes(more.get(LOG_PROBS, b""))
+    if end:
+        tokens, log_probs = tokens[:end], log_probs[:end]
+    routed = part.routed_experts
+    if routed is None and state is not None and state.routed_experts_chunks:
+        routed = np.concatenate(state.routed_experts_chunks)
+    if routed is not None:
+        experts = packed(routed)
+    reason = "string" if end else part.finish_reason
+    return Drawn(tokens, log_probs, reason, _experts(request, experts, len(tokens)))
+
+
+def _experts(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | None:
+    """Return the experts from `experts_from` to the token that predicts the last drawn one."""
+    first = request.params.experts_from
+    if first is None or not drawn:
+        return None
+    kind, width = struct.unpack_from("<cH", experts or b"B\0\0")
+    found = array(kind.decode())
+    found.frombytes(experts[3:])
+    wanted = (len(request.tokens) - 1 - first + drawn) * width
+    if not wanted or len(found) < wanted:
+        raise WorkerError(
+            f"vLLM returned {len(found)} experts of a response, and its tokens have {wanted}: "
+            "router replay would be wrong. Fix: model.router_replay=disabled"
+        )
+    return found[:wanted]
 
 
 def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:
@@ -132,6 +185,7 @@ def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.Sampling
         seed=(params.seed + params.offset) % (1 << 63),
         ignore_eos=params.ignore_eos,
         stop_token_ids=[] if params.ignore_eos else eos_ids,
+        routed_experts_prompt_start=params.experts_from or 0,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

@@ -1,4 +1,4 @@
-"""A scheduler for vLLM's core process that keeps log-probs until their response ends.
+"""A scheduler for vLLM's core process that keeps log-probs and experts until a response ends.
 
 vLLM's own scheduler sends three arrays of log-probs for each token, and one thread of the calling
 process unpacks them. That costs five times as much as the rest of a token's output, and the speed
@@ -8,6 +8,7 @@ of that thread limits a replica. benchmarks/bench_log_probs.py measures this.
 from __future__ import annotations
 
 import signal
+import struct
 from array import array
 from typing import Any
 
@@ -21,6 +22,8 @@ LOG_PROBS = "millrace_log_probs"
 
 vLLM passes that field through unchanged.
 """
+EXPERTS = "millrace_experts"
+"""Key of the `packed` experts there, if vLLM returns any."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,12 +33,14 @@ class _LogProbScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.log_probs: dict[str, array[float]] = {}
+        self.experts: dict[str, bytearray] = {}
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         params = request.sampling_params
         if params and params.output_kind == RequestOutputKind.FINAL_ONLY:
             self.log_probs[request.request_id] = array("f")
+            self.experts[request.request_id] = bytearray()
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
@@ -48,20 +53,32 @@ class _LogProbScheduler(Scheduler):
                     # Column 0 belongs to the drawn token.
                     log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
                     output.new_logprobs = None
+                if (routed := output.routed_experts) is not None:
+                    own = self.experts[output.request_id]
+                    own += routed.tobytes() if own else packed(routed)
+                    output.routed_experts = None
                 if output.finish_reason is not None:
                     del self.log_probs[output.request_id]
                     output.kv_transfer_params = {LOG_PROBS: log_probs.tobytes()}
+                    if own := self.experts.pop(output.request_id):
+                        output.kv_transfer_params[EXPERTS] = bytes(own)
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
         for request in finished:
             self.log_probs.pop(request.request_id, None)
+            self.experts.pop(request.request_id, None)
         return finished
 
 
 class _AsyncLogProbScheduler(_LogProbScheduler, AsyncScheduler):
     pass
+
+
+def packed(experts: Any) -> bytes:
+    """Return experts [tokens, layers, k] as bytes, after their type's letter and a token's size."""
+    return struct.pack("<cH", experts.dtype.char.encode(), experts[0].size) + experts.tobytes()
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
@@ -71,13 +88,17 @@ def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     return kind(vllm_config=vllm_config, **kwargs)
 
 
-def drawn_log_probs(core: EngineCore, ids: list[str] | None) -> dict[str, bytes]:
-    """Return the float32 log-probs of running requests so far, by id. None means all requests.
+def drawn_so_far(core: EngineCore, ids: list[str] | None) -> dict[str, tuple[bytes, bytes]]:
+    """Return the float32 log-probs and the experts of running requests, by id. None means all.
 
     The result has no entry for a request that has ended or has not begun.
     """
-    drawn: dict[str, array[float]] = core.scheduler.log_probs
-    return {i: drawn[i].tobytes() for i in (drawn if ids is None else ids) if i in drawn}
+    drawn, experts = core.scheduler.log_probs, core.scheduler.experts
+    return {
+        i: (drawn[i].tobytes(), bytes(experts[i]))
+        for i in (drawn if ids is None else ids)
+        if i in drawn
+    }
 
 
 _serve = EngineCoreProc.run_busy_loop
@@ -96,6 +117,6 @@ def restore_signal_handlers(core: Any) -> None:
 
 
 # vLLM calls a core's methods by name, so these functions become methods.
-EngineCore.drawn_log_probs = drawn_log_probs
+EngineCore.drawn_so_far = drawn_so_far
 EngineCoreProc.restore_signal_handlers = restore_signal_handlers
 EngineCoreProc.run_busy_loop = serve_through_signals

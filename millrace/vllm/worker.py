@@ -48,6 +48,7 @@ from millrace.sync.inbox import Inbox
 from millrace.sync.proof import bit_sums
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
+from millrace.vllm.experts import folder_names, live_names, use_plain_experts
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
@@ -100,7 +101,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self.model.load_weights)
+            ipc.IpcInbox.join(*where, self._load)
             if ipc.fits(agreed, self.device)
             else join_inbox(*where, shard)
         )
@@ -162,13 +163,16 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         """
         if self._copies is None:
             with CopyRecorder() as recorder:
-                self.model.load_weights(inbox.staged.items())
+                self._load(inbox.staged.items())
             self._copies = recorder.repeatable(inbox.staged.values())
         elif self._copies:
             targets, sources = (list(side) for side in zip(*self._copies, strict=True))
             torch._foreach_copy_(targets, sources)
         else:
-            self.model.load_weights(inbox.staged.items())
+            self._load(inbox.staged.items())
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load_weights(folder_names(self.model.config.model_type, weights))
 
     def shutdown(self) -> None:
         """Do nothing. Process groups end with the process."""
@@ -248,7 +252,7 @@ class WorkerExtension:
         self.finish_weight_update()
         engine = self.weight_transfer_engine
         return (
-            engine.inbox.bit_sums,
+            live_names(engine.inbox.bit_sums, engine.live_sums),
             engine.live_sums,
             dict(getattr(engine.model, "packed_modules_mapping", {})),
         )
@@ -308,6 +312,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
         # On a CPU, vLLM packs linear weights after the load and computes with the packed copies.
         # A weight update would then have no effect, and no error.
         vllm_layers.dispatch_cpu_unquantized_gemm = _plain_linear
+        use_plain_experts()
         # vLLM's CPU sampler ignores all seeds of a batch with a greedy request. It also takes half
         # a minute to compile.
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native

@@ -55,3 +55,16 @@ def test_a_model_that_megatron_cannot_divide_is_refused_before_a_worker_starts(
     shared = Config(actor={"ulysses_sequence_parallel_size": 3})
     with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size.*heads.*, 4"):
         machine.check_shape(shared.model, shared.actor, shared.trainer, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("replay", "coef", "key"),
+    [("R2", 0.0, "model.router_replay"), ("disabled", 0.1, "actor.router_aux_loss_coef")],
+)
+def test_a_model_without_routers_is_refused_before_a_worker_starts(
+    replay: str, coef: float, key: str, tmp_path: Path
+) -> None:
+    Qwen2Config().save_pretrained(tmp_path)
+    config = Config(model={"router_replay": replay}, actor={"router_aux_loss_coef": coef})
+    with pytest.raises(ConfigError, match=f"{key}.*mixtral.*of type qwen2.*Fix: {key}="):
+        machine.check_shape(config.model, config.actor, config.trainer, str(tmp_path))

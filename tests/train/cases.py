@@ -27,6 +27,7 @@ from millrace.train.fsdp.sharding import mesh_of, shard
 from millrace.train.metrics import Meter
 from millrace.train.rows import rows_of_examples
 from millrace.types import Segment, Trajectory, floats_of, tokens_of
+from tests.train.mixtures import routed, write_mixtures
 from tests.train.samples import VOCAB, random_samples
 
 CPU = torch.device("cpu")
@@ -71,10 +72,23 @@ CASES = {
         "loss_agg_mode": "seq-mean-token-sum-norm",
         "norm_by_std": False,
     },
+    "a mixture of experts with a balance loss": {
+        "model": "mixtral",
+        "ppo_max_token_len_per_gpu": 40,
+        "router_aux_loss_coef": 0.3,
+    },
+    "a mixture of experts with replay of the rollout's": {
+        "model": "qwen3_moe",
+        "router_replay": "R3",
+        "ppo_max_token_len_per_gpu": 60,
+        "ppo_mini_batch_size": 3,
+        "own_old": True,
+    },
 }
 
 
 def write_models(folder: Any) -> None:
+    write_mixtures(folder)
     for name, tied in (("tied", True), ("untied", False)):
         shape = ModelShape(
             hidden_size=32,
@@ -96,6 +110,7 @@ LAYOUTS = {"1": (1, 0, 1), "2": (2, 0, 1), "3": (3, 0, 1), "2 x 2": (4, 2, 1), "
 def config_of(case: Any, layout: Any = "1") -> Config:
     actor = {k: v for k, v in case.items() if k in type(Config().actor).model_fields}
     return Config(
+        model={"router_replay": case.get("router_replay", "disabled")},
         trainer={
             "device": "cpu",
             "n_gpus_per_node": LAYOUTS[layout][0],
@@ -119,9 +134,11 @@ def model_of(case: Any, folder: Any) -> Any:
 
     Only the norms are computed in float32, by transformers.
     """
-    return load_model(
-        f"{folder}/{'tied' if case.get('tied', True) else 'untied'}", seed=1, dtype="float32"
-    ).double()
+    name = case.get("model", "tied" if case.get("tied", True) else "untied")
+    model: Any = load_model(f"{folder}/{name}", seed=1, dtype="float32").double()
+    if "model" in case:
+        model.set_experts_implementation("eager")  # a grouped GEMM has no float64
+    return model
 
 
 def engine_of(case: Any, folder: Any, rank: Any, layout: Any = "1") -> Any:
@@ -138,10 +155,13 @@ def engine_of(case: Any, folder: Any, rank: Any, layout: Any = "1") -> Any:
 
 def batches_of(case: Any) -> Any:
     counts = case.get("counts", [4, 1, 3, 5, 2, 4, 3])
-    return [
+    batches = [
         TrainBatch(random_samples(10 + i, counts, case.get("longest", 9)), version=i)
         for i in range(ROUNDS)
     ]
+    if case.get("router_replay") != "R3":
+        return batches
+    return [replace(batch, samples=routed(batch.samples)) for batch in batches]
 
 
 def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, Any]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from millrace.types import Author
 from tests.train.cases import HORIZON, OPTIM, batches_of, config_of, model_of
+from tests.train.mixtures import EXPERTS, K, forced, routing
 
 
 def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) -> Any:
@@ -17,11 +19,20 @@ def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) 
     One forward pass covers the whole trajectory.
     """
     tokens, drawn = list(sample.prompt.tokens), []
+    if hasattr(model, "force"):
+        model.force(routing(sample, sample.trajectories.index(trajectory), 100))
     for segment in trajectory.segments:
         if segment.author is Author.POLICY:
             drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
         tokens += segment.tokens
-    log_p = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double() / temperature, -1)
+    found = model(torch.tensor([tokens]), output_router_logits=hasattr(model, "balance"))
+    if drawn and hasattr(model, "balance"):
+        # transformers' loss of one sequence and one layer counts k experts for each token.
+        model.balance += [
+            load_balancing_loss_func((layer[: drawn[-1][0]],), EXPERTS, K) / K
+            for layer in found.router_logits
+        ]
+    log_p = torch.log_softmax(found.logits[0].double() / temperature, -1)
     return [
         (log_p[at - 1, tokens[at]], -(log_p[at - 1].exp() * log_p[at - 1]).sum(), rollout)
         for at, rollout in drawn
@@ -47,6 +58,8 @@ def plain_loss(
     """Return (PPO loss, loss with the entropy bonus) of [(key, sample, trajectory)]."""
     actor, mode = config.actor, config.actor.loss_agg_mode or "token-mean"
     sequences, entropies = [], []
+    if actor.router_aux_loss_coef:
+        model.balance = []
     for key, sample, trajectory in mini_batch:
         rows = plain_log_probs(model, sample, trajectory, config.rollout.temperature)
         olds = old_log_probs[key] if old_log_probs else [r for _, _, r in rows]
@@ -69,7 +82,11 @@ def plain_loss(
         return sum(sums) / max(sum(1 for v in values if v), 1)
 
     pg_loss = agg(sequences)
-    return pg_loss, pg_loss - actor.entropy_coeff * agg(entropies)
+    loss = pg_loss - actor.entropy_coeff * agg(entropies)
+    if actor.router_aux_loss_coef:  # the mean over sequences, and the sum over layers
+        count = sum(1 for v in sequences if v)
+        loss = loss + actor.router_aux_loss_coef * sum(model.balance) / count
+    return pg_loss, loss
 
 
 def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
@@ -87,6 +104,8 @@ def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
 def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
     """Return the weights and, by batch, the means (PPO loss, gradient norm, learning rate)."""
     config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
+    if case.get("router_replay") == "R3":
+        model.force = forced(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import TCPStore
+from transformers import PretrainedConfig
 
 from millrace.config import Config, ModelShape
 from millrace.models.model import load_model, write_shape
@@ -38,8 +39,12 @@ class Replica:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path) -> None:
-        write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
+    def __init__(self, folder: Path, model: PretrainedConfig | None = None, **keys: Any) -> None:
+        """Make the models of a configuration, or of SHAPE. `keys` are those of the model section."""
+        if model is None:
+            write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
+        else:
+            model.save_pretrained(folder)
         self.folder = folder
         self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
         for model in self.models.values():
@@ -50,7 +55,7 @@ class Replica:
         self.current = self.models[1]
         self.config = Config.model_validate(
             {
-                "model": {"path": str(folder)},
+                "model": {"path": str(folder)} | keys,
                 "rollout": {
                     "engine": "vllm",
                     "max_num_seqs": 16,

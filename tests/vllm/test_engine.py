@@ -93,8 +93,8 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(
     def inner(name: str) -> int:
         return int(name.split("-")[0])
 
-    async def held() -> dict[str, bytes]:
-        return dict(await engine._llm.engine_core.call_utility_async("drawn_log_probs", None))
+    async def held() -> dict[str, tuple[bytes, bytes]]:
+        return dict(await engine._llm.engine_core.call_utility_async("drawn_so_far", None))
 
     async def main() -> list[tuple[Segment, ...]]:
         def ask(i: int) -> asyncio.Task[tuple[Segment, ...]]:
@@ -107,14 +107,14 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(
         calls = [ask(i) for i in range(24)]
         ended = await asyncio.gather(*calls[:8])
         waiting = await held()
-        assert len(waiting) == 16 and all(len(floats) >= 4 for floats in waiting.values())
+        assert len(waiting) == 16 and all(len(floats) >= 4 for floats, _ in waiting.values())
         assert not any(state.logprobs_processor.logprobs for state in states.values()), (
             "nothing is sent before the end"
         )
         await engine.interrupt()
         kept = [len(joined(call.result())) * 4 for call in calls[8:16]]
         assert len(await held()) == 8 and all(
-            n >= len(waiting[name])
+            n >= len(waiting[name][0])
             for n, name in zip(kept, sorted(waiting, key=inner)[:8], strict=True)
         )
         for call in calls[16:]:

@@ -8,7 +8,13 @@ _MEGATRON = Absent("this setting of Megatron's", "leave the key out, or a key of
 _CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2")
 _STAGES = Absent("several parts of a model on each pipeline stage", "leave the key out", (1,))
 _AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
-_MOE = Absent("routing records for mixtures of experts", "leave the key out", ("disabled",))
+_BIAS = Absent(
+    "a bias that balances experts, which Qwen3-MoE and Mixtral have not",
+    "actor.router_aux_loss_coef",
+)
+_REPLAY = Absent(
+    "router replay in other models than the policy", "leave the key out", ("disabled",)
+)
 _MANAGER = Absent(
     "reward managers other than naive and dapo",
     "a function in reward.function, and reward.overlong_buffer for the penalty",
@@ -161,7 +167,6 @@ ABSENT: dict[str, Absent] = {
     ),
     "rollout.data_parallel_size": _EXPERTS,
     "rollout.disaggregation.enabled": Absent("replicas for prefill alone", "leave the key out"),
-    "rollout.enable_rollout_routing_replay": _MOE,
     "rollout.engine_kwargs.sglang*": Absent("the sglang engine", "rollout.engine_kwargs for vLLM"),
     "rollout.engine_kwargs.trtllm*": Absent(
         "the TensorRT-LLM engine", "rollout.engine_kwargs for vLLM"
@@ -172,7 +177,9 @@ ABSENT: dict[str, Absent] = {
         "leave the key out",
         ("processed_logprobs",),
     ),
-    "rollout.moe_load_balance_metrics_interval": _MOE,
+    "rollout.moe_load_balance_metrics_interval": Absent(
+        "vLLM's own balance of experts as metrics", "actor/router_load, which the trainer reports"
+    ),
     "rollout.mtp*": Absent("multi-token prediction", "leave the key out"),
     "rollout.multi_turn.interaction_config_path": Absent(
         "interactions of verl's form", "agents.environment=path.py:Class"
@@ -219,10 +226,12 @@ ABSENT: dict[str, Absent] = {
     "trainer.validation_data_dir": Absent(
         "another folder for transcripts", "the transcripts in the run's folder"
     ),
+    "actor.megatron.override_transformer_config.moe_router_enable_expert_bias": _BIAS,
+    "actor.megatron.override_transformer_config.moe_router_bias_update_rate": _BIAS,
     "actor.megatron.*": _MEGATRON,
     "critic.megatron.*": _CRITIC,
     "*.qat.enable": _QUANTIZED,
-    "*.router_replay.mode": _MOE,
+    "*.router_replay.mode": _REPLAY,
     "*.veomni.*": _STRATEGY,
     "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
 }

@@ -51,6 +51,9 @@ EQUAL: dict[str, tuple[tuple[str, ...], Any, str]] = {
 """Keys that must equal another key: its names, its default, and the reason."""
 _SCHEDULE = "the schedule ends at the run's last optimizer step"
 
+_CONFIG = "actor.megatron.override_transformer_config"
+_BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balancing_type")
+
 _TURNS = "rollout.multi_turn.enable"
 _TOOLS = {
     f"{section}.{theirs}": f"agents.{ours}"
@@ -68,6 +71,8 @@ JOINED: dict[str, str] = {
     "reward_model.model.path": "reward.model.path, with reward_model.enable=true",
     "reward.reward_model.enable": "it decides about reward.reward_model.model_path",
     "reward_model.enable": "it decides about reward_model.model.path",
+    **dict.fromkeys(_BALANCE, "actor.router_aux_loss_coef, with seq_aux_loss"),
+    "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
     "rollout.max_model_len": "it must have room for a prompt and a response",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
@@ -178,6 +183,29 @@ def _tools(given: Given, *, key: str) -> Parts:
     return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
 
 
+def _routing(given: Given) -> Parts:
+    """Accept the switch of the rollout side if it agrees with the policy's mode."""
+    key, mode = "rollout.enable_rollout_routing_replay", "actor.router_replay.mode"
+    wanted = given.get(mode) == "R3"
+    if bool(given.get(key, wanted)) != wanted:
+        rule = f"is for R3 alone, and {mode} is {given.get(mode, 'disabled')}"
+        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {mode}")
+    return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
+
+
+def _balance(given: Given) -> Parts:
+    """Accept a loss of single sequences. Those of micro-batches depend on how these are cut."""
+    key, type_key = _BALANCE
+    coef, kind = given.get(key), given.get(type_key, "aux_loss")
+    if coef and kind != "seq_aux_loss":
+        rule = f"balances whole micro-batches with {type_key}={kind}, and millrace sequences"
+        raise bad_value(key, coef, rule, f"{type_key}=seq_aux_loss, or {key}=0")
+    if kind == "sinkhorn":
+        raise bad_value(type_key, kind, "millrace routes by the top k alone", "seq_aux_loss")
+    balances = [("actor.router_aux_loss_coef", coef)] if coef else []
+    return {key: (balances, ""), type_key: ([], "" if coef else f"{key} is 0")}
+
+
 def _room(given: Given) -> Parts:
     """Accept a limit of vLLM's that cuts nothing."""
     key = "rollout.max_model_len"
@@ -218,6 +246,8 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
         for s, path in (("reward.reward_model", "model_path"), ("reward_model", "model.path"))
     },
     **{(key, _TURNS): partial(_tools, key=key) for key in _TOOLS},
+    ("rollout.enable_rollout_routing_replay",): _routing,
+    _BALANCE: _balance,
     ("rollout.max_model_len",): _room,
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),

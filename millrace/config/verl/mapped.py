@@ -80,6 +80,7 @@ MAPPED: dict[str, Mapped] = {
             "recompute_modules",
         )
     },
+    "actor.router_replay.mode": Mapped("model.router_replay"),
     "actor.strategy": Mapped(
         "trainer.engine", one_of(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")
     ),

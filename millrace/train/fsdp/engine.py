@@ -177,7 +177,8 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
         )
 
     def frozen(model: PreTrainedModel) -> PackedPolicy:
-        return PackedPolicy(model, fused=config.model.compile).requires_grad_(False)
+        own = PackedPolicy(model, fused=config.model.compile, replays=False)
+        return own.requires_grad_(False)
 
     sections = (config.model, config.trainer)
     source = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)

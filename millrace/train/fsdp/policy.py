@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from millrace.errors import bad_value
 from millrace.train import packed_attention as attention
+from millrace.train.fsdp.routers import Routers
 from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares
 from millrace.train.packing import MicroBatch
 
@@ -22,13 +23,18 @@ class PackedPolicy(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, checkpoint_share: float = 0.0, fused: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        checkpoint_share: float = 0.0,
+        fused: bool = False,
+        replays: bool = True,
     ) -> None:
         """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
 
         `checkpoint_share` is the share of the decoder layers that recompute their activations in
         the backward pass. They are evenly spread. `fused` is the argument of
-        `log_probs_and_entropy`.
+        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch.
         """
         super().__init__()
         _check_head(model)
@@ -46,6 +52,7 @@ class PackedPolicy(nn.Module):
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
+        self.routers = Routers(model) if replays else None
 
     def forward(
         self, batch: MicroBatch, temperature: float, squares: bool = False
@@ -55,6 +62,8 @@ class PackedPolicy(nn.Module):
         A float64 model returns float64. With `squares` there is also the sum of p^2 over the
         vocabulary, without a gradient.
         """
+        if self.routers is not None:
+            self.routers.begin(batch)
         states, mine = states_before_targets(self.model.base_model, batch)
         weight = cast(Tensor, output_embeddings(self.model).weight)
         targets = batch.targets if mine is None else batch.targets[mine]

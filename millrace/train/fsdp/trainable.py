@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.config import ActorConfig, OptimConfig
+from millrace.train.balance import num_sequences
+from millrace.train.fsdp.routers import Routers
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
 from millrace.train.metrics import Meter
@@ -51,6 +53,7 @@ class Trainable(Learner):
         self.data_rank, place = divmod(rank, division.ranks)
         self.counts = place == 0
         """Whether this rank reports the tokens of its micro-batches."""
+        self.aux_coef = actor.router_aux_loss_coef
         self.limit = actor.ppo_max_token_len_per_gpu * division.ranks
         # torch's varlen attention supports only half precision on CUDA.
         self.padded = device.type == "cpu" or dtype == "float32"
@@ -61,6 +64,7 @@ class Trainable(Learner):
             4 * sum(p.numel() for p in self.parameters) <= WHOLE_GRADIENT_BYTES
         )
         self.optimizer: torch.optim.AdamW | None = None
+        self.routers: Routers | None = getattr(module, "routers", None)
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
         super().begin(optim, horizon)
@@ -85,6 +89,9 @@ class Trainable(Learner):
 
         The gradients are summed over ranks before the last micro-batch's backward pass ends.
         """
+        if self.routers is not None:
+            # FSDP averages gradients over ranks, but this loss is a sum too.
+            self.routers.balance = self.aux_coef * self.world_size / num_sequences(rows, members)
         for micro, last in self.micro_batches(rows, members):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
@@ -113,7 +120,13 @@ class Trainable(Learner):
 
     @torch.no_grad()
     def tokens(
-        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+        self,
+        rows: Rows,
+        members: Ints | None = None,
+        *,
+        temperature: float,
+        record: bool = False,
+        **options: bool,
     ) -> list[Tensor]:
         """Return the module's outputs for the trained tokens of `members`, or of all rows if None.
 
@@ -121,6 +134,8 @@ class Trainable(Learner):
         the whole output.
         """
         flats: list[Tensor] = []
+        routers = self.routers if record else None
+        routed = None if routers is None else routers.empty(len(rows.tokens))
         for micro, _ in self.micro_batches(
             rows, np.arange(len(rows.starts)) if members is None else members
         ):
@@ -128,12 +143,22 @@ class Trainable(Learner):
             flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
             for flat, output in zip(flats, outputs if self.counts else (), strict=self.counts):
                 flat[micro.source] = output.double().cpu()
+            if routers is not None and routed is not None and micro.cells is not None:
+                share, (token, position) = micro.layout.share, micro.cells
+                own = token // share.own == share.rank
+                routed[position[own]] = routers.chosen()[token[own] - share.first]
         if isinstance(self.module, FSDPModule):
             # After a forward pass, the root's weights stay gathered. They would be stale after a
             # load, and would take memory during sleep.
             self.module.reshard()
         whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
+        if routed is not None:  # Each token is on one rank, and is 0 on the others.
+            own = torch.from_numpy(routed).to(self.device)
+            self.routed = self.reduce(own, dist.ReduceOp.SUM).cpu().numpy()
         return list(whole)
+
+    def router_sums(self) -> Tensor | None:
+        return None if self.routers is None or not self.routers.found else self.routers.take()
 
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Combine `value` over all ranks, in place, and return it."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from millrace.models.megatron_checks import experts_of
+from millrace.models.mixtures import experts_of
 from millrace.train.megatron.shape import Place, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from millrace.models.megatron_checks import experts_of
+from millrace.models.mixtures import experts_of
 from millrace.train.layout import Layout
 from millrace.train.log_probs import (
     Vocabulary,
@@ -34,6 +34,7 @@ from millrace.train.log_probs import (
     sum_of_squares,
     vocabulary_of,
 )
+from millrace.train.megatron.routers import Router, Routers, Routing
 from millrace.train.megatron.shape import Shape
 from millrace.train.packed_attention import packed_attention
 from millrace.train.packing import MicroBatch
@@ -66,6 +67,7 @@ class Packed:
     cos: Tensor
     """[tokens, head size] of the rotary embedding, at the position of each of this rank's tokens."""
     sin: Tensor
+    routing: Routing | None = None
     qkv_format: str = "thd"
     """Megatron then gives attention [tokens, heads, head size], and takes the same."""
 
@@ -76,6 +78,8 @@ class Attend(nn.Module):
     def __init__(self, config: Any, layer_number: int, *_: Any, **keys: Any) -> None:
         super().__init__()
         self.scale = keys.get("softmax_scale") or config.kv_channels**-0.5
+        self.router: Router | None = None
+        """The router of this layer."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, *, packed_seq_params: Packed, **_: Any
@@ -85,6 +89,8 @@ class Attend(nn.Module):
         The last tokens may be padding, and their results are 0.
         """
         packed = packed_seq_params
+        if self.router is not None:
+            self.router.routing = packed.routing
         q, k = apply_rotary_pos_emb(q, k, packed.cos, packed.sin)
         rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         found, _ = packed_attention(
@@ -128,6 +134,7 @@ class Policy(GPTModel):  # type: ignore[misc]
         # A tuple hides the table from casts to half precision: it must stay float32.
         self._rotary = (LlamaRotaryEmbedding(hf),)
         self._shape, self._mixture = shape, experts_of(hf) > 0
+        self.routers = Routers(self.decoder, hf, shape)
         if self.post_process:
             tensor = parallel_state.get_tensor_model_parallel_group()
             rows = shape.padded_vocab(hf.vocab_size) // shape.tensor
@@ -151,12 +158,14 @@ class Policy(GPTModel):  # type: ignore[misc]
         rotary = self._rotary[0].to(ids.device)
         cos, sin = rotary(like, positions.unsqueeze(0))
         padding = share.padded(ids.device).unsqueeze(0) if share.padding else None
+        routing = self.routers.begin(batch)
         states = self.decoder(
             hidden_states=states,
             attention_mask=None,
-            packed_seq_params=Packed(batch.layout, cos[0], sin[0]),
+            packed_seq_params=Packed(batch.layout, cos[0], sin[0], routing),
             padding_mask=padding if self._mixture else None,
         )
+        self.routers.end(batch, routing)
         if not self.post_process:
             return cast(Tensor, states)
         weight = self.shared_embedding_or_output_weight() if self._tied else None

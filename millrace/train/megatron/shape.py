@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
 from millrace.config import MegatronConfig, ModelConfig
-from millrace.models.megatron_checks import experts_of
+from millrace.models.mixtures import experts_of
 from millrace.models.model import DTYPES
 
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.config import ActorConfig, MegatronConfig, OptimConfig
+from millrace.train.balance import num_sequences
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
 from millrace.train.megatron.modules import Policy
@@ -27,6 +28,7 @@ from millrace.train.megatron.shape import Shape
 from millrace.train.metrics import Meter
 from millrace.train.optim import clip_, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
+from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 from millrace.train.ulysses import Division
 
@@ -45,6 +47,7 @@ class Passes:
         self, policy: Policy, actor: ActorConfig, shape: Shape, rank: int, device: torch.device
     ) -> None:
         self.policy = policy
+        self.routed: Routed | None = None
         self.chunk: Any = Float16Module(policy.config, policy) if policy.config.bf16 else policy
         """What Megatron runs: the policy in its wrappers."""
         self.shape, self.device = shape, device
@@ -76,6 +79,8 @@ class Passes:
     ) -> None:
         """Run all micro-batches through all stages. `loss_of` is called on the last stage."""
 
+        self.policy.routers.counts = not forward_only
+
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
             micro = next(batches)
 
@@ -96,8 +101,16 @@ class Passes:
 
     @torch.no_grad()
     def tokens(
-        self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
+        self,
+        rows: Rows,
+        members: Ints | None = None,
+        *,
+        temperature: float,
+        record: bool = False,
+        **options: bool,
     ) -> list[Tensor]:
+        routers = self.policy.routers
+        routers.record = routers.empty(len(rows.tokens)) if record else None
         number = 3 if options.get("squares") else 2
         flat = torch.zeros(number, len(rows.versions), dtype=torch.float64)
 
@@ -110,11 +123,19 @@ class Passes:
         self.run(
             self.micro_batches(rows, every), temperature, keep, forward_only=True, **options
         )  # fmt: skip
+        if routers.record is not None:  # Each token and layer is on one rank, and else 0.
+            own = torch.from_numpy(routers.record).to(self.device)
+            self.routed = self.reduce(own, dist.ReduceOp.SUM).cpu().numpy()
+            routers.record = None
         return list(self.reduce(flat.to(self.device), dist.ReduceOp.SUM).cpu())
+
+    def router_sums(self) -> Tensor | None:
+        return self.policy.routers.take()
 
     @torch.no_grad()
     def start_from(self, policy: Policy) -> None:
-        """Copy the weights of a policy with the same place."""
+        """Become the reference of a policy with the same place: copy its weights."""
+        self.policy.routers.replays = False
         pairs = zip(self.policy.parameters(), policy.parameters(), strict=True)
         for own, other in pairs:
             own.copy_(other)
@@ -138,6 +159,7 @@ class MegatronTrainable(Passes, Learner):
         device: torch.device,
     ) -> None:
         Learner.__init__(self, "actor", actor.optim)
+        self.aux_coef = actor.router_aux_loss_coef
         self._parked: list[tuple[torch.UntypedStorage, Tensor | int]] = []
         Passes.__init__(self, policy, actor, shape, rank, device)
         settings = DistributedDataParallelConfig(
@@ -215,6 +237,7 @@ class MegatronTrainable(Passes, Learner):
                 meter.add(sums, outputs[0].detach(), micro)
             return share
 
+        self.policy.routers.balance = self.aux_coef / num_sequences(rows, members)
         self.run(self.micro_batches(rows, members), temperature, loss, forward_only=False)
 
     def gradient_norm(self) -> Tensor:

@@ -23,6 +23,7 @@ from millrace.train.metrics import Meter
 from millrace.train.packing import Outputs
 from millrace.train.rows import Rows, rows_of_samples
 from tests.train.megatron import shim
+from tests.train.mixtures import routed
 from tests.train.samples import VOCAB, random_samples
 
 # The epsilon is large because AdamW's division turns gradients near 0 into noise.
@@ -97,7 +98,7 @@ CASES = {
     "CP2, one KV head": Case("one KV head", CP | PLAIN),
     "EP2": Case("qwen3_moe", EP | PLAIN),
     "EP2, distributed optimizer": Case("mixtral", EP, whole=False),
-    "PP2, experts": Case("mixtral", PP),
+    "PP2, experts, full recompute": Case("mixtral", PP | {"recompute_granularity": "full"}),
     "TP2, experts": Case("qwen3_moe", SP),
     "TP2, EP2": Case("mixtral", SP | EP | {"expert_tensor_parallel_size": 1}),
     "TP4, two KV heads": Case("qwen2", {"tensor_model_parallel_size": 4}, ranks=4),
@@ -112,13 +113,23 @@ CASES = {
 }  # fmt: skip
 
 
-def config_of(engine: str, keys: dict[str, Any], ranks: int) -> Config:
+REPLAY = {"mixtral": "R3", "qwen3_moe": "R2"}
+
+
+def config_of(engine: str, keys: dict[str, Any], ranks: int, model: str = "") -> Config:
+    """Return the configuration of a model. R2 needs a pass for old log-probs, and two steps."""
+    replay = REPLAY.get(model, "disabled")
+    recomputes = replay == "R2"
     return Config(
+        model={"router_replay": replay},
+        async_training={"use_rollout_log_probs": not recomputes},
         trainer={"device": "cpu", "n_gpus_per_node": ranks, "engine": engine, "megatron": keys},
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
         actor={
             "ppo_max_token_len_per_gpu": 60,
             "ppo_mini_batch_size": 4,
+            "ppo_epochs": 1 + recomputes,
+            "router_aux_loss_coef": 0.0 if replay == "disabled" else 0.2,
             "optim": OPTIM.model_dump(),
             "entropy_coeff": 0.01,
             "use_kl_loss": True,
@@ -127,16 +138,15 @@ def config_of(engine: str, keys: dict[str, Any], ranks: int) -> Config:
     )
 
 
-def batches() -> list[TrainBatch]:
+def batches(model: str = "") -> list[TrainBatch]:
     """Ragged rows, some with one token. The second batch has shares without a row."""
-    return [
-        TrainBatch(random_samples(10, [4, 1, 3, 5]), 0),
-        TrainBatch(random_samples(11, [1, 2, 0, 1]), 1),
-    ]
+    samples = random_samples(10, [4, 1, 3, 5]), random_samples(11, [1, 2, 0, 1])
+    own = map(routed, samples) if REPLAY.get(model) == "R3" else samples
+    return [TrainBatch(each, i) for i, each in enumerate(own)]
 
 
-def gradient_case() -> tuple[Rows, Any]:
-    rows = rows_of_samples(batches()[0].samples)
+def gradient_case(model: str = "") -> tuple[Rows, Any]:
+    rows = rows_of_samples(batches(model)[0].samples)
     return rows, np.arange(len(rows.starts))
 
 
@@ -147,10 +157,10 @@ def weighted(outputs: Outputs, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return loss, loss.detach().double().reshape(1)
 
 
-def run(engine: Any) -> dict[str, Any]:
+def run(engine: Any, model: str) -> dict[str, Any]:
     """Return log-probs, entropies, the gradient's norm, and the metrics of two batches."""
     engine.restart(OPTIM, HORIZON)
-    rows, members = gradient_case()
+    rows, members = gradient_case(model)
     found: dict[str, Any] = {"tokens": engine.actor.tokens(rows, temperature=0.8, squares=True)}
     meter = Meter(("loss",))
     engine.actor.accumulate(rows, members, 0.8, weighted, meter)
@@ -161,20 +171,21 @@ def run(engine: Any) -> dict[str, Any]:
 
 def steps(
     engine: Any,
+    model: str,
     between: Callable[[Any], None] = lambda _: None,
     after: Callable[[Any], bool] = lambda _: False,
 ) -> dict[str, Any]:
     """Forget the gradients. Return the metrics of two batches, and the log-probs after them."""
     engine.actor.clear()
     reports = []
-    for batch in batches():
+    for batch in batches(model):
         reports.append(asyncio.run(engine.step(batch)))
         between(engine)
     return {
         "metrics": [report.metrics for report in reports],
         "late": after(engine),
         "totals": [report.totals for report in reports],
-        "after": asyncio.run(engine.log_probs(batches()[0].samples)),
+        "after": asyncio.run(engine.log_probs(batches(model)[0].samples)),
     }
 
 
@@ -214,14 +225,13 @@ def conform(rank: int, folder: str) -> None:
 
 
 def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
-    config = config_of("megatron", case.keys, case.ranks)
-    model = f"{folder}/{case.model}"
-    engine = megatron.build(config, model, rank=rank, world_size=case.ranks)
-    found = run(engine)
+    config = config_of("megatron", case.keys, case.ranks, case.model)
+    engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=case.ranks)
+    found = run(engine, case.model)
     if case.whole:
         gradients = {n: p.main_grad.clone() for n, p in engine.policy.named_parameters()}
         found["gradients"] = compare(engine, gradients, f"{folder}/{case.model} gradients")
-    found |= steps(engine, sleep, late_weights)
+    found |= steps(engine, case.model, sleep, late_weights)
     weights = {n: p.detach() for n, p in engine.policy.named_parameters()}
     found["weights"] = compare(engine, weights, f"{folder}/{case.model} after")
     asyncio.run(engine.close())

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from tests.train.megatron import cases
 from tests.train.megatron.cases import CASES, MODELS
+from tests.train.mixtures import forced
 
 pytestmark = pytest.mark.xdist_group("megatron")  # one worker runs the ranks once for all tests
 
@@ -37,14 +38,14 @@ def plain(folder: str) -> dict[str, Any]:
     """The results of the FSDP engine on one rank, by model."""
     found = {}
     for name in MODELS:
-        config = cases.config_of("fsdp", {}, 1)
+        config = cases.config_of("fsdp", {}, 1, name)
         engine = fsdp.build(config, f"{folder}/{name}", rank=0, world_size=1)
-        found[name] = cases.run(engine)
+        found[name] = cases.run(engine, name)
         named = dict(engine.policy.model.named_parameters())
         gradients = {n: p.grad for n, p in named.items()}
         save = engine.policy.model.save_pretrained
         save(f"{folder}/{name} gradients", state_dict=gradients)
-        found[name] |= cases.steps(engine)
+        found[name] |= cases.steps(engine, name)
         save(f"{folder}/{name} after")
         asyncio.run(engine.close())
     return found
@@ -88,11 +89,13 @@ def test_log_probs_are_those_of_hugging_face_row_by_row(
     model: str, folder: str, ranks: list[dict[str, Any]]
 ) -> None:
     (name, *_) = [n for n, case in CASES.items() if case.model == model]
-    rows, _ = cases.gradient_case()
+    rows, _ = cases.gradient_case(model)
     hf = AutoModelForCausalLM.from_pretrained(f"{folder}/{model}", attn_implementation="eager")
+    force = forced(hf) if rows.experts is not None else lambda _: None
     log_probs, entropies = torch.zeros(2, len(rows.versions), dtype=torch.float64)
     for start, length in zip(rows.starts, rows.lengths, strict=True):
         ids = torch.from_numpy(rows.tokens[start : start + length])
+        force(None if rows.experts is None else rows.experts[start : start + length].tolist())
         with torch.no_grad():
             log_p = (hf(ids[None]).logits[0] / 0.8).double().log_softmax(-1)
         for at in range(1, length):

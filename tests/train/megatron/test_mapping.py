@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from millrace.models.megatron_checks import experts_of
+from millrace.models.mixtures import experts_of
 from millrace.train.megatron.mapping import Kind, boxes, in_files, names_of
 from millrace.train.megatron.shape import Place, Shape
 from tests.train.megatron.cases import MODELS

@@ -1,0 +1,156 @@
+"""Mixtures of experts on vLLM: syncs of their weights, and the experts that it returns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from millrace import testing
+from millrace.testing import RolloutCase, joined
+from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
+from millrace.vllm.experts import folder_names, live_names
+from tests.vllm.replica import EOS, PROMPT, VOCABULARY, Replica, gap
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYERS, EXPERTS, K = 2, 8, 2
+WIDTHS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": K,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 1024,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+QWEN = Qwen3MoeConfig(
+    **WIDTHS,
+    head_dim=32,
+    num_experts=EXPERTS,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    architectures=["Qwen3MoeForCausalLM"],
+)
+MIXTRAL = MixtralConfig(
+    **WIDTHS, num_local_experts=EXPERTS, sliding_window=None, architectures=["MixtralForCausalLM"]
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, router_replay="R3")
+        runner.run(made.start(patch))
+        runner.run(made.publish(0, 1))
+        yield made
+        runner.run(made.engine.close())
+
+
+def chosen(replica: Replica, seed: int, tokens: Any) -> list[set[int]]:
+    """Return the experts that transformers' model routes each token to, layer after layer."""
+    with torch.inference_mode():
+        found = replica.models[seed](torch.tensor([[*tokens]]), output_router_logits=True)
+    layers = [logits.topk(K).indices for logits in found.router_logits]
+    return [set(layer[at].tolist()) for at in range(len(tokens)) for layer in layers]
+
+
+def said(segments: tuple[Segment, ...]) -> list[set[int]]:
+    experts = joined_experts(s.experts for s in segments)
+    assert experts is not None and experts.typecode == "B"
+    return [set(experts[i : i + K]) for i in range(0, len(experts), K)]
+
+
+def draw(replica: Replica, tokens: Tokens, number: int, first: int | None) -> Any:
+    params = SamplingParams(number, ignore_eos=True, seed=5, experts_from=first)
+    return replica.engine.generate(tokens, params, "s")
+
+
+def test_every_sync_changes_the_experts_that_are_served(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """The weights go from A to B and back. The engine proves each sync by the sums of its bits."""
+    for version, seed in ((10, 1), (11, 2), (12, 1)):
+        runner.run(mixture.publish(version, seed))
+        for _ in range(2):  # the second request finds the prefix of the first
+            segments = runner.run(draw(mixture, tokens_of(PROMPT), 24, 0))
+            assert gap(mixture, seed, PROMPT, segments)[0] < 1e-4
+            tokens = [*PROMPT, *joined(segments)]
+            assert said(segments) == chosen(mixture, seed, tokens[:-1])
+    copies = 2 * EXPERTS * LAYERS + EXPERTS * LAYERS
+    rest = [n for n, _ in mixture.models[1].named_parameters() if ".experts." not in n]
+    assert runner.run(mixture.engine.call_workers("copies_of_a_load")) == [copies + len(rest)]
+
+
+def test_the_experts_of_a_thread_follow_its_turns_and_interruptions(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """A response is interrupted and continued. A turn follows it. Nothing is returned twice."""
+
+    async def interrupted() -> tuple[Segment, ...]:
+        await mixture.publish(20, 1)
+        call = asyncio.create_task(draw(mixture, tokens_of(PROMPT), 100, 0))
+        await testing.rollouts._drawing(mixture.engine, 20, RolloutCase())
+        await mixture.engine.interrupt()
+        return await call
+
+    first = runner.run(interrupted())
+    assert first[-1].stop is Stop.INTERRUPTED
+    whole = tokens_of(PROMPT) + joined(first)
+    second = runner.run(draw(mixture, whole, 8, len(whole) - 1))
+    known, whole = len(whole) + 7, whole + joined(second) + tokens_of([7, 9, 11])
+    third = runner.run(draw(mixture, whole, 5, known))
+    tokens = whole + joined(third)
+    assert said((*first, *second, *third)) == chosen(mixture, 1, tokens[:-1])
+    assert all(s.experts is None for s in runner.run(draw(mixture, whole, 5, None)))
+
+
+def test_a_swap_divides_the_experts_by_version(mixture: Replica, runner: asyncio.Runner) -> None:
+    async def main() -> tuple[Segment, ...]:
+        await mixture.publish(30, 1)
+        call = asyncio.create_task(draw(mixture, tokens_of(PROMPT[:20]), 100, 0))
+        await testing.rollouts._drawing(mixture.engine, 20, RolloutCase())
+        await mixture.publish(31, 2)
+        return await call
+
+    segments = runner.run(main())
+    assert [s.version for s in segments] == [30, 31]
+    rows = [len(s.experts or ()) // (LAYERS * K) for s in segments]
+    assert rows == [19 + len(segments[0].tokens), len(segments[1].tokens)]
+    tokens = [*PROMPT[:20], *joined(segments)]
+    assert said(segments[:1]) == chosen(mixture, 1, tokens[: rows[0]])
+
+
+@pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_config(shape)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    own = dict(folder_names(shape.model_type, [(n, p.data) for n, p in model.named_parameters()]))
+    assert own.keys() == saved.keys() and all(torch.equal(own[n], saved[n]) for n in saved)
+
+
+def test_the_sums_of_experts_have_the_names_of_live_tensors() -> None:
+    layer = "model.layers.3."
+    sent = {
+        f"{layer}mlp.experts.gate_up_proj": 1,
+        f"{layer}mlp.experts.down_proj": 2,
+        f"{layer}mlp.gate.weight": 3,
+    }
+    blocks = ("w13_weight", "w2_weight")
+    for room, inner in (("mlp", "experts.routed_experts."), ("block_sparse_moe", "experts.")):
+        live = [f"{layer}{room}.{inner}{name}" for name in blocks]
+        live.append(f"{layer}{room}.gate.weight")
+        assert live_names(sent, dict.fromkeys(live, 0)) == dict(zip(live, (1, 2, 3), strict=True))
