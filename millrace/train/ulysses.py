@@ -66,9 +66,10 @@ class Share:
         return self.ranks * self.own - self.tokens
 
     def part(self, values: Tensor) -> Tensor:
-        """Return this rank's part [own] of values [tokens]. Padding is 0."""
+        """Return this rank's part [own, ...] of values [tokens, ...]. Padding is 0."""
         found = values[self.first :][: self.own]
-        return F.pad(found, (0, self.own - len(found))) if len(found) < self.own else found
+        missing = self.own - len(found)
+        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
 
     def padded(self, device: torch.device) -> Tensor:
         """Return [own] bool: whether a token of this rank is padding."""

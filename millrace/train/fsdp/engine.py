@@ -44,9 +44,12 @@ class FsdpTrainEngine(TrainSteps):
         division = division_of(config.actor.ulysses_sequence_parallel_size)
 
         def trainable(name: str, module: nn.Module) -> Trainable:
-            sections = (config.actor, config.model.dtype)
-            place = {"rank": rank, "world_size": world_size}
-            return Trainable(name, module, *sections, division, **place, device=device)
+            return Trainable(
+                *(name, module, config.actor, config.model.dtype, division),
+                rank=rank,
+                world_size=world_size,
+                device=device,
+            )
 
         super().__init__(config, model_folder, device)
         self.policy = policy
