@@ -132,7 +132,7 @@ def make_experience(
     # An estimate of the proximal policy needs the current policy, so PolicyLoss makes it.
     old = {Proximal.ROLLOUT: batch.rollout, Proximal.RECOMPUTED: arrival}.get(plan.proximal)
     reference, values = (
-        model and model.tokens(rows, temperature=options.temperature)[0]
+        None if model is None else model.tokens(rows, temperature=options.temperature)[0]
         for model in (models.reference, models.critic)
     )
     kl = None
