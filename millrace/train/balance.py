@@ -43,9 +43,8 @@ def sequences_of(batch: MicroBatch, first: int, tokens: int) -> Sequences:
     row = np.repeat(np.arange(len(lengths)), lengths.astype(np.int64))
     own = (token >= first) & (token < first + tokens)
     device = batch.input_ids.device
-    arrays = (token - first)[own], row[own], lengths.astype(np.float32)
-    places, sequences, sizes = (torch.from_numpy(x).to(device) for x in arrays)
-    return Sequences(places, sequences, sizes)
+    at, of = (torch.from_numpy(x[own]).to(device) for x in (token - first, row))
+    return Sequences(at, of, torch.from_numpy(lengths.astype(np.float32)).to(device))
 
 
 def balance_loss(
