@@ -80,6 +80,13 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
             "trainer.engine=megatron needs the extra millrace[megatron], which is megatron-core: "
             f"{here} installed here. Fix: {INSTALL['megatron-core']}, or trainer.engine=fsdp"
         )
+    for package in ("transformer_engine", "apex"):
+        if importlib.util.find_spec(package) is not None:
+            rule = (
+                f"{package} is installed here, and its AdamW has states that millrace cannot save"
+            )
+            fix = f"pip uninstall {package}, or trainer.engine=fsdp"
+            raise bad_value("trainer.engine", "megatron", rule, fix)
 
 
 def check_shape(

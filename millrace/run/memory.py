@@ -137,7 +137,8 @@ def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str,
 
     trainer   all at the moment of the peak. It is the start of a backward pass, with all
               activations and a chunk of logits. From the second micro-batch of an optimizer step
-              on, there are gradients too. With one micro-batch, it may be the end instead.
+              on, there are gradients too. With one micro-batch, it may be the end instead. With
+              Megatron, gradients are always there, and the peak may be AdamW's step.
     rollout   weights, the staged weights of the next version, and the KV cache of
               rollout.max_num_seqs + session_kv_slots full sequences, divided by tensor_model_parallel_size.
 
@@ -153,11 +154,12 @@ def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str,
         parts = _megatron(config.model, config.actor, trainer, size, reference=models[0])
     else:
         parts = _fsdp(config.model, config.actor, trainer, size, *models)
-    if micro_batches == 1 and trainer.engine != "megatron":  # Megatron's gradients are always there
-        passing = parts["activations"] + parts["logits"]
-        ends = parts["gradients"] > passing
-        parts |= {"activations": 0, "logits": 0} if ends else {"gradients": 0}
-    return {"trainer": parts, "rollout": rollout}
+    passing = parts["activations"] + parts["logits"]
+    if trainer.engine != "megatron" and micro_batches == 1 and parts["gradients"] <= passing:
+        parts["gradients"] = 0
+    elif trainer.engine != "megatron" and micro_batches == 1:
+        parts |= {"activations": 0, "logits": 0}
+    return {"trainer": {name: n for name, n in parts.items() if n}, "rollout": rollout}
 
 
 def _fsdp(
@@ -269,18 +271,21 @@ def _stage(
     moments = state * dense // (copies // tensor if spread else 1)
     moments += state * experts // (copies // per_expert if spread else 1)
     weights = dense + experts
+    owned = moments // state * _GRADIENT
     tokens, layers = actor.ppo_max_token_len_per_gpu, size.layers // stages
     kept, recomputed = _kept(model, own, size, width, layers)
     logits = _logits(size, width, tokens, tensor) if last else 0
     # The first stage begins one micro-batch for each stage before the first backward pass.
     flying = 1 if last else stages
-    return {
-        "weights and moments": width * weights * (1 + reference) + moments,
-        "gradients": _GRADIENT * weights,
-        "gathered weights": 0,
+    passing = {
         "activations": tokens * kept * flying + _beyond(logits, tokens * recomputed),
         "logits": logits,
+        "AdamW": 0,
     }
+    if sum(passing.values()) < owned:  # torch's AdamW makes a tensor as large as a moment
+        passing = {"activations": 0, "logits": 0, "AdamW": owned}
+    weighed = width * weights * (1 + reference) + moments
+    return {"weights and moments": weighed, "gradients": _GRADIENT * weights, **passing}
 
 
 def _kept(

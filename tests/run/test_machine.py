@@ -44,6 +44,18 @@ def test_another_megatron_or_none_is_refused_with_the_extra(
     assert version in str(error.value)
 
 
+@pytest.mark.parametrize("package", ["transformer_engine", "apex"])
+def test_packages_that_bring_another_adamw_are_refused(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{package}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(machine, "NVIDIA", tmp_path)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.16.1")
+    with pytest.raises(ConfigError, match=rf"pip uninstall {package}"):
+        machine.check_machine(megatron())
+
+
 def test_a_model_that_megatron_cannot_divide_is_refused_before_a_worker_starts(
     tmp_path: Path,
 ) -> None:

@@ -144,8 +144,8 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
         reference=reference,
     )
     with _with_weights(model_folder, seed, trust) as folder:
-        weights.load([engine.policy], folder, shape, hf)
-    engine.actor.weights_changed()
+        mains = {p: (start, main) for p, start, main, _ in engine.actor.owned()}
+        weights.load([engine.policy], folder, shape, hf, mains)
     engine.owns_sizes, engine.owns_group = made
     return engine
 

@@ -159,7 +159,7 @@ def _slots(
 
     `copies` includes the last stage's copy of tied embeddings.
     """
-    owned = {p: (start, main, part) for p, start, main, part in _owned(actor)}
+    owned = {p: (start, main, part) for p, start, main, part in actor.owned()}
     for parameter, boxes in parameters([actor.policy], engine.shape, engine.hf):
         if parameter in owned and (copies or not is_copy(parameter, actor.policy)):
             start, main, optimizer = owned[parameter]
@@ -169,28 +169,3 @@ def _slots(
                 state["exp_avg"] = torch.zeros_like(main, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(main, requires_grad=False)
             yield Slot(start, main, state), boxes
-
-
-def _owned(
-    actor: MegatronTrainable,
-) -> Iterator[tuple[nn.Parameter, int, Tensor, torch.optim.Optimizer]]:
-    """Yield (parameter, first element, float32 weights from it on, torch's optimizer).
-
-    The distributed optimizer has a flat range of each parameter. Others have all of it.
-    """
-    for part in actor.parts():
-        if (places := getattr(part, "model_param_group_index_map", None)) is not None:
-            for parameter, (group, number) in places.items():
-                main = part.optimizer.param_groups[group]["params"][number]
-                yield (
-                    parameter,
-                    part._get_model_param_range_map(parameter)["param"].start,
-                    main,
-                    part.optimizer,
-                )
-            continue
-        mains = {p for group in part.optimizer.param_groups for p in group["params"]}
-        for parameter in actor.policy.parameters():
-            main = getattr(parameter, "main_param", parameter)
-            if main in mains:
-                yield parameter, 0, main, part.optimizer

@@ -17,7 +17,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
+from torch import Tensor, nn
 
 from millrace.config import ActorConfig, MegatronConfig, OptimConfig
 from millrace.train.balance import num_sequences
@@ -211,9 +211,23 @@ class MegatronTrainable(Passes, Learner):
             group["weight_decay"] = self.optim.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = self.optim.betas, self.optim.eps
 
-    def weights_changed(self) -> None:
-        """Take over the weights of the model, after they were loaded."""
-        self.optimizer.reload_model_params()
+    def owned(self) -> Iterator[tuple[nn.Parameter, int, Tensor, torch.optim.Optimizer]]:
+        """Yield (parameter, first element, float32 weights from it on, torch's optimizer).
+
+        The distributed optimizer has a flat range of each parameter. Others have all of it.
+        """
+        for part in self.parts():
+            if (places := getattr(part, "model_param_group_index_map", None)) is not None:
+                for parameter, (group, number) in places.items():
+                    main = part.optimizer.param_groups[group]["params"][number]
+                    start = part._get_model_param_range_map(parameter)["param"].start
+                    yield parameter, start, main, part.optimizer
+                continue
+            mains = {p for group in part.optimizer.param_groups for p in group["params"]}
+            for parameter in self.policy.parameters():
+                main = getattr(parameter, "main_param", parameter)
+                if main in mains:
+                    yield parameter, 0, main, part.optimizer
 
     def weights_loaded(self) -> None:
         """Take over the optimizer's float32 weights, after they were loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,31 @@ def _bare(chunk: Any) -> Any:
     return chunk
 
 
+Mains = Mapping[nn.Parameter, tuple[int, Tensor]]
+"""The first element and the float32 weights that an optimizer has of each parameter."""
+
+
 @torch.no_grad()
-def load(chunks: Iterable[nn.Module], folder: str, shape: Shape, hf: Any) -> None:
+def load(
+    chunks: Iterable[nn.Module], folder: str, shape: Shape, hf: Any, mains: Mains | None = None
+) -> None:
     """Load this rank's parts of the safetensors in a model folder (or of a hub id).
 
-    Padded rows of the vocabulary become 0. Raises ConfigError if a tensor is missing or has another
-    shape than the configuration says.
+    The float32 weights of `mains` get the values of the folder too, before a cast to half
+    precision. Padded rows of the vocabulary become 0. Raises ConfigError if a tensor is missing or
+    has another shape than the configuration says.
     """
     whole = names_of(hf)
     with Folder(folder, whole) as files:
         for parameter, parts in parameters(chunks, shape, hf):
-            parameter.zero_()
+            found = torch.zeros_like(parameter, dtype=torch.float32)
             for box in parts:
-                rows = parameter[box.row : box.row + box.rows]
+                rows = found[box.row : box.row + box.rows]
                 rows.copy_(files.read(box, hf).view(rows.shape))
+            parameter.copy_(found)
+            if mains is not None and parameter in mains:
+                start, main = mains[parameter]
+                main.view(-1).copy_(found.view(-1)[start : start + main.numel()])
 
 
 def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:

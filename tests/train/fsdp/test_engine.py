@@ -282,11 +282,12 @@ def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder: str) -> Non
 
 
 def test_supervised_steps_learn_a_small_set(folder: str) -> None:
-    engine = built(folder, OptimConfig(lr=1e-2, lr_warmup_steps=5, lr_scheduler_type="linear"), 120)
-    examples = train_cases.demonstrations()
-    losses = [asyncio.run(engine.sft_step(examples)).metrics["sft/loss"] for _ in range(120)]
+    """Eight rows by heart: the first check of a new cluster."""
+    engine = built(folder, OptimConfig(lr=2e-2, lr_warmup_steps=5, lr_scheduler_type="linear"), 240)
+    examples = train_cases.demonstrations(8)
+    losses = [asyncio.run(engine.sft_step(examples)).metrics["sft/loss"] for _ in range(240)]
     assert losses[0] > 2.0
-    assert losses[-1] < 0.05
+    assert losses[-1] < 1e-3
 
 
 def test_a_batch_of_any_size_and_shape_is_trained(folder: str) -> None:

@@ -201,6 +201,7 @@ def run_rank(rank: int, folder: str, size: int) -> None:
     }
     if size == 2:
         results["heads"] = run_heads(rank)
+        results["mains"] = run_mains(folder, rank)
     results["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     torch.save(results, f"{folder}/results-{size}-{rank}.pt")
     dist.destroy_process_group()
@@ -254,6 +255,32 @@ def late_weights(engine: Any) -> bool:
     engine.actor.gather()
     after = engine.policy.parameters()
     return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def run_mains(folder: str, rank: int) -> list[float]:
+    """Return how far a bfloat16 engine's float32 weights, and its own, are from the folder's."""
+    tree = config_of("megatron", {}, 2).model_dump()
+    plain, half = (
+        megatron.build(
+            Config.model_validate(tree | {"model": {"dtype": dtype}}),
+            f"{folder}/qwen3",
+            rank=rank,
+            world_size=2,
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    exact = dict(
+        zip(half.policy.parameters(), (p.detach() for p in plain.policy.parameters()), strict=True)
+    )
+    found = [0.0, 0.0]
+    for parameter, start, main, _ in half.actor.owned():
+        want = exact[parameter].view(-1)[start : start + main.numel()]
+        own = parameter.detach().view(-1)[start : start + main.numel()]
+        for i, tensor in enumerate((main.detach(), own)):
+            found[i] = max(found[i], float((tensor - want).abs().max()))
+    for engine in (half, plain):
+        asyncio.run(engine.close())
+    return found
 
 
 def run_heads(rank: int) -> dict[str, float]:

@@ -116,6 +116,14 @@ def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(
         assert max(rank["heads"].values()) < 2e-6
 
 
+def test_a_bfloat16_engine_trains_the_float32_weights_of_the_folder(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks[:2]:
+        mains, own = rank["mains"]
+        assert mains == 0.0 < own
+
+
 def test_weights_are_stale_after_a_step_until_they_are_gathered(
     ranks: list[dict[str, Any]],
 ) -> None:
