@@ -38,6 +38,9 @@ from millrace.simulate.faults.scenario import DEADLINE_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
 from millrace.types import Completion, Prompt, Score
 
+EVENTS = 20_000
+"""The most events of an attempt. Tasks that never wait pass it."""
+
 
 class NoView:
     """Progress that nobody looks at."""
@@ -204,8 +207,11 @@ class Attempt:
         wire = Wire(scenario.ranks, scenario.replicas, scenario.cost, SYNC_TIMEOUT_S)
         self.wire = wire
 
+        targets = {fault.target for fault in self._waiting if fault.trigger.on != "time"}
+
         def start(name: str, root: Any) -> None:
-            worker = SimWorker(name, root, Link(dice), DEADLINE_S, self._called)
+            called = self._called if name in targets else None
+            worker = SimWorker(name, root, Link(dice), DEADLINE_S, called)
             worker.on_death += [wire.break_off, root.engine.end]
             self.workers[name] = worker
 
@@ -238,6 +244,11 @@ class Attempt:
             raise Died
         self._check(lambda: self.world.checks.see(event))
         self._count("event")
+        self._check(self._bounded)
+
+    def _bounded(self) -> None:
+        if self._counts["event"] > EVENTS:
+            raise Violation(f"I6: {EVENTS} events did not end the attempt")
 
     def _check(self, check: Any) -> None:
         """Run a check. A violation ends the world, also if the code under test hides it."""

@@ -70,7 +70,7 @@ class SimWorker:
         root: Any,
         link: Link,
         deadline_s: float,
-        called: Callable[[str, str], None],
+        called: Callable[[str, str], None] | None,
     ) -> None:
         """`called` gets the worker's name and the method of each call that arrives."""
         self.name, self.root, self.link, self._called = name, root, link, called
@@ -95,9 +95,10 @@ class SimWorker:
             self.link.carry(1, frame, self.peer.receive)
 
     def _receive(self, frame: bytes) -> None:
-        for message in read_frame(frame):
-            if message.method:
-                self._called(self.name, message.method)
+        if self._called is not None:
+            for message in read_frame(frame):
+                if message.method:
+                    self._called(self.name, message.method)
         if not self.dead:
             self._host.receive(frame)
 

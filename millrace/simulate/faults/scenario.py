@@ -167,7 +167,7 @@ def _config(dice: random.Random, mode: str, overlap: bool) -> Config:
     keys = MODES[mode].over(below) | {"lookahead": below["lookahead"]}
     free = keys["placement"] == "separate" and keys["staleness_threshold"] > 0
     keys["overlap_sync"] = overlap and free
-    mini = dice.choice((1, 2, 3))
+    mini = dice.choice((1, 2, 2))
     window = mini * keys["require_batches"] * keys["trigger_parameter_sync_step"]
     samples = window * dice.choice((2, 3, 4)) + dice.choice((0, 0, 1, mini))
     groups = base.algorithm.filter_groups.model_copy(
