@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from millrace.errors import RewardError
 from millrace.observe.progress import Progress, State
@@ -110,7 +110,7 @@ class Attempt:
     """An attempt at the run of a world."""
 
     def __init__(
-        self, world: World, number: int, acts: Mapping[str, Callable[[Self, Fault], None]]
+        self, world: World, number: int, acts: Mapping[str, Callable[[Attempt, Fault], None]]
     ) -> None:
         """`acts` has what each kind of fault does."""
         self.world, self.number = world, number
@@ -118,6 +118,8 @@ class Attempt:
         self.view = View(world.disk)
         self.died = asyncio.Event()
         self.stopped = False
+        self.died_at = 0.0
+        """When the first worker died."""
         self.violation: Violation | None = None
         self.fired: list[Fault] = []
         self.reward = Reward(world.scenario.cost.reward_s)

@@ -15,6 +15,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +71,11 @@ class Disk:
         old = self.files.get(path)
         self._synced[path] = min(keep, self._synced.get(path, keep))
         if old is None:
-            self._undo.append(lambda: self.files.pop(path, None) and None)
+            self._undo.append(partial(self._forget, path))
         self.files[path] = data
+
+    def _forget(self, path: str) -> None:
+        self.files.pop(path, None)
 
     def tear(self, path: str, before: bytes, data: bytes) -> None:
         """Write a part of `data`, which begins with `before`."""
@@ -101,9 +105,11 @@ class Disk:
         self._undo.append(undo)
 
     def _move(self, source: str, target: str) -> None:
-        for table in (self.files, self._synced):
-            for path in [p for p in table if within(p, source)]:
-                table[target + path[len(source) :]] = table.pop(path)  # type: ignore[index]
+        for path in [p for p in self.files if within(p, source)]:
+            moved = target + path[len(source) :]
+            self.files[moved] = self.files.pop(path)
+            if path in self._synced:
+                self._synced[moved] = self._synced.pop(path)
         for path in sorted(p for p in self.folders if within(p, source)):
             self.folders.remove(path)
             self.folders.add(target + path[len(source) :])

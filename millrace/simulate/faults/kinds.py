@@ -21,6 +21,7 @@ def _now() -> float:
 
 def _dies(attempt: Attempt, fault: Fault) -> None:
     attempt.workers[fault.target].kill()
+    attempt.died_at = attempt.died_at or _now()
 
 
 def _freezes(*ways: int) -> Callable[[Attempt, Fault], None]:

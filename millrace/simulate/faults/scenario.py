@@ -21,10 +21,14 @@ SHORT_S = 5.0
 LONG_S = 500.0
 """A disturbance of this time must end an attempt."""
 
-_REPLICA = ("engine.generate", "engine.interrupt", "engine.stats", "receiver.transfer")
-_REPLICA += ("receiver.activate", "engine.sleep", "engine.wake")
-_RANK = ("engine.begin", "engine.step", "engine.save", "engine.saved", "engine.load")
-_RANK += ("sender.transfer", "sender.keep", "sender.sent", "engine.sleep", "engine.wake")
+_REPLICA = (
+    *("engine.generate", "engine.interrupt", "engine.stats", "engine.sleep", "engine.wake"),
+    *("receiver.transfer", "receiver.activate"),
+)
+_RANK = (
+    *("engine.begin", "engine.step", "engine.save", "engine.saved", "engine.load"),
+    *("engine.sleep", "engine.wake", "sender.transfer", "sender.keep", "sender.sent"),
+)
 
 
 class Trigger(NamedTuple):

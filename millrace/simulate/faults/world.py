@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from millrace.errors import LedgerError, MillraceError, RewardError
+from millrace.errors import LedgerError, MillraceError, RewardError, WorkerError
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.simulate.clock import Deadlock, VirtualLoop
 from millrace.simulate.faults.attempt import Attempt
@@ -27,6 +27,11 @@ TURNS = 100_000
 """The most turns of the event loop in one world. A loop that waits for nothing passes it."""
 
 
+SEEN_S = 30.0
+"""The most seconds until the death of a worker ends an attempt. An idle replica is asked at the
+next sync."""
+
+
 class Spinning(Exception):
     """Tasks run for ever without a wait."""
 
@@ -39,7 +44,9 @@ class WorldLoop(VirtualLoop):
         self.turns = 0
         self.thread_s: Callable[[], float] = lambda: 0.001
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         future = self.create_future()
         self.call_later(self.thread_s(), self._work, future, func, args)
         return future
@@ -123,8 +130,22 @@ async def _judge(world: World, attempt: Attempt, task: asyncio.Task[bool]) -> bo
     if not explained:
         raise Violation(f"I6: no fault explains why the attempt ended: {text}") from error
     world.tell(f"the attempt ended: {text}")
+    _names_the_dead(world, attempt, causes)
     await _orphans()
     return False
+
+
+def _names_the_dead(world: World, attempt: Attempt, causes: list[BaseException]) -> None:
+    """Check that an attempt in which only workers died names one of them, and soon."""
+    deadly = [fault for fault in attempt.fired if not fault.survivable]
+    if not all(fault.kind.endswith("_dies") and fault.target for fault in deadly) or not deadly:
+        return
+    named = any(fault.target in str(cause) for fault in deadly for cause in causes)
+    if not named or not isinstance(causes[0], WorkerError):
+        raise Violation(f"I6: {deadly[0].target} died, and the error does not say so: {causes[0]}")
+    took = asyncio.get_running_loop().time() - attempt.died_at
+    if took > SEEN_S:
+        raise Violation(f"I6: the death of {deadly[0].target} was seen after {took:.1f} s")
 
 
 async def _orphans() -> None:
