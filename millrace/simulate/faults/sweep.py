@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,12 +49,17 @@ def run_seed(seed: int) -> Outcome:
     return run_world(draw(seed))
 
 
+def _leave_ctrl_c() -> None:
+    """Leave Ctrl-C to the process that collects the outcomes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def sweep(seeds: Sequence[int], jobs: int = 1) -> Iterator[Outcome]:
     """Yield the outcome of each seed, in any order, from `jobs` processes."""
     if jobs <= 1:
         yield from map(run_seed, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, _leave_ctrl_c) as pool:
         yield from pool.imap_unordered(run_seed, seeds, _CHUNK)
 
 
