@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from array import array
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -75,6 +76,7 @@ def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+@cache
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return a reusable decoder for values of type `kind`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_extension_hook)

@@ -29,7 +29,9 @@ ARROWS: dict[str, set[str]] = {
     "environments": {"data"},
     "tools": {"environments"},
     "agents": {"data", "environments", "ports"},
-    "simulate": {"ports"},
+    "simulate": {
+        *("config", "observe", "pipeline", "ports", "rollout", "run", "runtime", "schedule"),
+    },
     "testing": {"ports"},
     "config": {"algorithms", "schedule"},
     "data": set(),
@@ -49,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
         *("report", "rewards", "rollout", "runtime", "schedule", "sync", "tools", "train"),
     },
     "bench": {"config", "observe", "ports", "report", "rollout", "run", "schedule", "train"},
-    "cli": {"bench", "config", "observe", "pipeline", "report", "run"},
+    "cli": {"bench", "config", "observe", "pipeline", "report", "run", "simulate"},
     "__main__": {"cli"},
 }
 """The imports of each room. A room imports nothing else."""
@@ -57,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
 OPTIONAL: dict[str, set[str]] = {
     "agents": {"run"},
     "tools": {"run"},
-    "simulate": set(),
+    "simulate": {"cli"},
     "testing": set(),
     "bench": {"cli"},
     "report": {"bench", "cli", "run"},

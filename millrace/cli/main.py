@@ -47,6 +47,7 @@ from millrace.cli.import_verl import import_verl
 from millrace.cli.query import query
 from millrace.cli.report import report_page
 from millrace.cli.serve import serve
+from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
@@ -69,6 +70,7 @@ app.add_typer(bench, name="bench")
 app.command()(import_verl)
 app.command()(watch)
 app.command()(serve)
+app.command()(simulate)
 app.command()(query)
 app.command("report")(report_page)
 

@@ -76,14 +76,15 @@ class Checkpoints:
 
         If `staged`, the engine may step as soon as this returns.
         """
-        # A crash can leave such folders.
-        for stale in [
-            *self.folder.glob(".writing-*"),
-            *set(self.folder.glob(f"{_REPLACED}*")).difference(self.all()),
-        ]:
-            ownership.remove(stale)
         folder = self._temporary(snapshot) / "engine"
-        folder.mkdir(parents=True)
+        with ownership.disk_errors(folder):
+            # A crash can leave such folders.
+            for stale in [
+                *self.folder.glob(".writing-*"),
+                *set(self.folder.glob(f"{_REPLACED}*")).difference(self.all()),
+            ]:
+                ownership.remove(stale)
+            folder.mkdir(parents=True)
         await engine.save(str(folder), staged)
 
     async def finish(
@@ -91,7 +92,8 @@ class Checkpoints:
     ) -> Path:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
-        return await asyncio.to_thread(self._finish, snapshot, counts or {})
+        with ownership.disk_errors(self.folder):
+            return await asyncio.to_thread(self._finish, snapshot, counts or {})
 
     def _temporary(self, snapshot: LedgerSnapshot) -> Path:
         return self.folder / f".writing-{snapshot.version:06d}"
@@ -153,21 +155,26 @@ class Checkpoints:
 
         They belong to a superseded history, or they are broken.
         """
-        for path in self.all():
-            if int(path.name.rpartition("-")[2]) > version:
-                number = sum(1 for _ in self.folder.glob(f"superseded-*-{path.name}")) + 1
-                path.rename(self.folder / f"superseded-{number}-{path.name}")
+        with ownership.disk_errors(self.folder):
+            for path in self.all():
+                if int(path.name.rpartition("-")[2]) > version:
+                    number = sum(1 for _ in self.folder.glob(f"superseded-*-{path.name}")) + 1
+                    path.rename(self.folder / f"superseded-{number}-{path.name}")
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """Return the newest complete checkpoint, and the errors of newer ones."""
+        """Return the newest complete checkpoint, and the errors of newer ones.
+
+        Raises CheckpointError if the disk cannot be read: that says nothing about a checkpoint.
+        """
         errors: list[str] = []
-        for path in reversed(self.all()):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                errors.append(str(error))
-            else:
-                return path, errors
+        with ownership.disk_errors(self.folder):
+            for path in reversed(self.all()):
+                try:
+                    verify(path)
+                except CheckpointError as error:
+                    errors.append(str(error))
+                else:
+                    return path, errors
         return None, errors
 
 

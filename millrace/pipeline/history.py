@@ -17,6 +17,7 @@ import msgspec
 from millrace.errors import CheckpointError
 from millrace.observe.files import drop_unfinished_line
 from millrace.observe.files import lines as lines_of
+from millrace.pipeline.ownership import disk_errors
 from millrace.schedule.ledger import Totals
 
 Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
@@ -57,8 +58,9 @@ class History:
 
     def __init__(self, run_dir: Path, totals: Totals) -> None:
         self._path = run_dir / "history.jsonl"
-        mend(run_dir)
-        lines = read(run_dir)
+        with disk_errors(self._path):
+            mend(run_dir)
+            lines = read(run_dir)
         self.attempt = max((line.attempt for line in lines), default=0) + 1
         self._append("start", totals, [])
 
@@ -80,7 +82,7 @@ class History:
             complete,
             now.retired,
         )
-        with self._path.open("ab") as file:
+        with disk_errors(self._path), self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
             os.fsync(file.fileno())

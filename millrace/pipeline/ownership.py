@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from millrace.errors import ConfigError, bad_value
+from millrace.errors import CheckpointError, ConfigError, bad_value
 
 MARKER = ".millrace-run"
 _TEXT = "millrace made this folder. It may overwrite and delete what a run writes here.\n"
@@ -51,6 +53,21 @@ def unwritable(folder: Path, error: OSError, key: str = "trainer.run_dir") -> Co
     rule = f"cannot be written: {error.strerror or error}"
     fix = "a folder that can be made or written to"
     return bad_value(key, str(folder), rule, fix)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Let a disk that refuses something in the body raise a CheckpointError, which names the file.
+
+    The newest whole checkpoint stays as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror or error}. "
+            "Fix: a disk with free space that works, then trainer.resume=auto"
+        ) from error
 
 
 def home_of(checkpoint: Path) -> Path | None:

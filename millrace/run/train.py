@@ -167,7 +167,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 tokens=recorder.counts,
                 watch=recorder.watch,
             )
-            complete, seconds = await _train_to_end(s, engines, ledger, stop, record, validated)
+            complete, seconds = await train_to_end(s, engines, ledger, stop, record, validated)
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
@@ -232,7 +232,7 @@ def about(s: Session) -> About:
     )
 
 
-async def _train_to_end(
+async def train_to_end(
     s: Session,
     engines: WatchedEngines,
     ledger: Ledger,

@@ -15,7 +15,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_type_hints
 
 import msgspec
@@ -24,6 +24,8 @@ from millrace import codec
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
 
 HEADER = struct.Struct("<Q")
+_REMEMBERED = 10_000
+"""Calls that a worker remembers, to recognise one that arrives twice."""
 
 
 class Host:
@@ -36,7 +38,8 @@ class Host:
         self._outbox = Outbox(send)
         self._group = tasks
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+        self._seen: dict[int, None] = {}
+        """The newest calls, in order of arrival. A call that arrives twice runs once."""
 
     def receive(self, frame: bytes) -> None:
         for message in read_frame(frame):
@@ -44,6 +47,11 @@ class Host:
                 if task := self._tasks.get(message.id):
                     task.cancel()
                 continue
+            if message.id in self._seen:
+                continue
+            self._seen[message.id] = None
+            if len(self._seen) > _REMEMBERED:
+                del self._seen[next(iter(self._seen))]
             task = self._group.create_task(self._serve(message), name=message.method)
             self._tasks[message.id] = task
             task.add_done_callback(partial(self._forget, message.id))
@@ -54,7 +62,8 @@ class Host:
     async def _serve(self, message: Message) -> None:
         try:
             method = self._resolve(message.method)
-            value = await method(*self._arguments(message.method, method, message.body))
+            arguments = _arguments_of(getattr(method, "__func__", method))
+            value = await method(*arguments.decode(message.body))
             reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
         except Exception as error:  # noqa: BLE001 - every failure travels to the caller
             trace = "".join(traceback.format_exception(error)[-6:])
@@ -79,15 +88,15 @@ class Host:
             target = getattr(target, name)
         return target
 
-    def _arguments(self, path: str, method: Any, body: msgspec.Raw) -> tuple[Any, ...]:
-        decoder = self._decoders.get(path)
-        if decoder is None:
-            hints = get_type_hints(method)
-            kinds = tuple(kind for name, kind in hints.items() if name != "return")
-            # (int, str) gives tuple[int, str], and () gives tuple[()].
-            signature: Any = tuple.__class_getitem__(kinds)
-            decoder = self._decoders[path] = codec.decoder(signature)
-        return decoder.decode(body)
+
+@cache
+def _arguments_of(method: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a method's arguments."""
+    hints = get_type_hints(method)
+    kinds = tuple(kind for name, kind in hints.items() if name != "return")
+    # (int, str) gives tuple[int, str], and () gives tuple[()].
+    signature: Any = tuple.__class_getitem__(kinds)
+    return codec.decoder(signature)
 
 
 def ignore_stop_signals() -> None:

@@ -84,7 +84,6 @@ class Peer:
         self.deadline_s = deadline_s
         self._pending: dict[int, _Pending] = {}
         self._next_id = 0
-        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
     async def call(
@@ -165,10 +164,7 @@ class Peer:
     def _decode(self, result: Any, body: msgspec.Raw) -> Any:
         if result is None:
             return None
-        decoder = self._decoders.get(result)
-        if decoder is None:
-            decoder = self._decoders[result] = codec.decoder(result)
-        return decoder.decode(body)
+        return codec.decoder(result).decode(body)
 
     def _error(self, method: str, failure: Failure) -> Exception:
         kind = vars(errors).get(failure.type)

@@ -337,3 +337,25 @@ def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
             assert len(w.sent) == frames
 
     asyncio.run(main())
+
+
+def test_a_call_that_arrives_twice_runs_once() -> None:
+    async def main() -> tuple[list[int], int]:
+        seen: list[int] = []
+
+        class Counter:
+            async def add(self, number: int) -> int:
+                seen.append(number)
+                return len(seen)
+
+        async with asyncio.TaskGroup() as tasks:
+            host = Host(Counter(), lambda frame: peer.receive(frame), tasks)
+
+            def twice(frame: bytes) -> None:
+                host.receive(frame)
+                host.receive(frame)
+
+            peer = Peer("rollout-0", twice, deadline_s=20.0)
+            return seen, await peer.call("add", (7,), int)
+
+    assert asyncio.run(main()) == ([7], 1)

@@ -1,0 +1,1 @@
+"""A faulty world on the virtual clock: the real run over workers, links and a disk that fail."""

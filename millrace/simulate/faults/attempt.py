@@ -1,0 +1,309 @@
+"""One attempt at a run: the driver's code over simulated workers, and the faults that hit it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from millrace.errors import RewardError
+from millrace.observe.progress import Progress, State
+from millrace.observe.watch import Event, Watch
+from millrace.pipeline.checkpoint import Checkpoints, read_ledger
+from millrace.pipeline.history import History, audit
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.turns import turns_of
+from millrace.rollout.pool import RolloutPool
+from millrace.run.engines import Engines
+from millrace.run.evaluate import make_validator
+from millrace.run.folder import RunDir
+from millrace.run.session import Session
+from millrace.run.start import start_state
+from millrace.run.stop import StopRequest
+from millrace.run.train import train_to_end
+from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
+from millrace.schedule.ledger import Ledger
+from millrace.simulate.faults.checks import Violation, prompt_at, score_of, text_of
+from millrace.simulate.faults.disk import Died, View
+from millrace.simulate.faults.engines import (
+    FaultyRollouts,
+    FaultyTrainer,
+    Ranks,
+    RolloutRoot,
+    TrainerRoot,
+    Wire,
+)
+from millrace.simulate.faults.network import Link, SimWorker
+from millrace.simulate.faults.scenario import DEADLINE_S, SYNC_TIMEOUT_S, Fault
+from millrace.simulate.faults.state import World
+from millrace.types import Completion, Prompt, Score
+
+EVENTS = 20_000
+"""The most events of an attempt. Tasks that never wait pass it."""
+
+
+class NoView:
+    """Progress that nobody looks at."""
+
+    def open(self) -> None: ...
+
+    def update(self, state: State, event: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Prompts:
+    """The problems of a simulated run."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Prompt:
+        return prompt_at(index)
+
+
+class Problems:
+    """The problems and the tokenizer of a simulated run."""
+
+    def __init__(self) -> None:
+        self.train = Prompts()
+        self.val = [prompt_at(10_000 + i) for i in range(3)]
+        self.chat = self
+
+    @staticmethod
+    def decode(tokens: Any) -> str:
+        return text_of(tokens)
+
+
+class Reward:
+    """The reward of a simulated run. It can fail and hang."""
+
+    whole_group = False
+
+    def __init__(self, seconds: float) -> None:
+        self.failures = 0
+        """How many of the next calls fail."""
+        self.hangs_s = 0.0
+        """The time that the next call takes before it fails at its deadline."""
+        self.failed = False
+        self._seconds = seconds
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        hangs, self.hangs_s = self.hangs_s, 0.0
+        await asyncio.sleep(hangs or self._seconds)
+        if hangs or self.failures:
+            self.failures -= not hangs
+            self.failed = True
+            raise RewardError("timeout" if hangs else "raised", "a simulated fault")
+        return [Score(score_of(prompt, one.text)) for one in completions]
+
+    def take_figures(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        return None
+
+
+class Attempt:
+    """An attempt at the run of a world."""
+
+    def __init__(
+        self, world: World, number: int, acts: Mapping[str, Callable[[Attempt, Fault], None]]
+    ) -> None:
+        """`acts` has what each kind of fault does."""
+        self.world, self.number = world, number
+        self._acts = acts
+        self.view = View(world.disk)
+        self.died = asyncio.Event()
+        self.stopped = False
+        self.died_at = 0.0
+        """When the first worker died."""
+        self.violation: Violation | None = None
+        self.fired: list[Fault] = []
+        self.reward = Reward(world.scenario.cost.reward_s)
+        self.stop = StopRequest()
+        self.workers: dict[str, SimWorker] = {}
+        self.wire: Wire
+        self._waiting = [f for f in world.scenario.faults if f.attempt == number]
+        self._counts: dict[str, int] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def run(self) -> bool:
+        """Run the attempt as `millrace train` does. Return whether the run is complete."""
+        world, loop = self.world, asyncio.get_running_loop()
+        self._start_workers()
+        self._arm()
+        folder = cast("Any", world.path(self.view))
+        try:
+            checkpoint, damaged = Checkpoints(folder, keep=1).newest()
+            for why in damaged:
+                world.tell(f"skipped a damaged checkpoint: {why}")
+            origin = f"resumes from {checkpoint.name}" if checkpoint else "starts"
+            world.tell(f"attempt {self.number + 1} {origin}")
+            watch = Watch(loop.time, [self._see])
+            session = self._session(RunDir(folder, checkpoint))
+            ledger = await start_state(session)
+            snapshot = read_ledger(checkpoint) if checkpoint else None
+            lineage = self._trainers()[0].lineage
+            self._check(lambda: world.checks.begin(ledger, snapshot, lineage))
+            return await self._train(session, ledger, watch)
+        finally:
+            for worker in self.workers.values():
+                await worker.close()
+
+    async def _train(self, s: Session, ledger: Ledger, watch: Watch) -> bool:
+        """Run the loops with their record, as `run_training` does."""
+        s.checkpoints.supersede(ledger.version)
+        history, c = History(s.run.path, ledger.totals()), s.config.trainer
+        engines = s.engines.watched(watch)
+        async with asyncio.TaskGroup() as tasks:
+            record = RunRecord(
+                history=history,
+                checkpoints=s.checkpoints,
+                engine=s.engines.train,
+                validator=make_validator(s, engines.pool, watch),
+                sinks=(),
+                progress=s.progress,
+                save_freq=c.save_freq,
+                async_save=c.async_save,
+                test_freq=s.config.test_freq,
+                guard=None,
+                counts=s.counts,
+                deadline_s=c.wait_deadline_s,
+                tasks=tasks,
+                watch=watch,
+            )
+            complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {})
+        history.end(ledger.totals(), complete)
+        self._check(lambda: self._after(s, ledger, record, complete))
+        return complete
+
+    def _after(self, s: Session, ledger: Ledger, record: RunRecord, complete: bool) -> None:
+        """Check the state of an attempt that ended without an error."""
+        found = audit(s.run.path)
+        if found.lost or found.trained_twice:
+            raise Violation(f"I1: the history says {found}")
+        if complete:
+            self.world.checks.complete(self._trainers()[0].lineage, drops=self.world.drops)
+            if record.last is None or record.last.version != ledger.version:
+                raise Violation("I5: the final weights were not validated")
+
+    def _session(self, run: RunDir) -> Session:
+        scenario = self.world.scenario
+        peers = {name: worker.peer for name, worker in self.workers.items()}
+        trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
+        rollouts = [peer for name, peer in peers.items() if name.startswith("rollout")]
+        train = RemoteTrainEngine(trainers)
+        pool = RolloutPool([RemoteRolloutEngine(peer) for peer in rollouts])
+        turns = turns_of(scenario.config.schedule.colocated, pool, train)
+        engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
+        progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
+        problems, reward = cast("Any", Problems()), cast("Any", self.reward)
+        return Session(scenario.config, run, problems, engines, reward, progress)
+
+    def _start_workers(self) -> None:
+        scenario, dice = self.world.scenario, self.world.dice
+        ranks = Ranks(scenario.ranks)
+        wire = Wire(scenario.ranks, scenario.replicas, scenario.cost, SYNC_TIMEOUT_S)
+        self.wire = wire
+
+        targets = {fault.target for fault in self._waiting if fault.trigger.on != "time"}
+
+        def start(name: str, root: Any) -> None:
+            called = self._called if name in targets else None
+            worker = SimWorker(name, root, Link(dice), DEADLINE_S, called)
+            worker.on_death += [wire.break_off, root.engine.end]
+            self.workers[name] = worker
+
+        for rank in range(scenario.ranks):
+            engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
+            start(f"trainer-{rank}", TrainerRoot(engine, wire, rank, self._seals))
+        for k in range(scenario.replicas):
+            name = f"rollout-{k}"
+            serves = self._serves(name)
+            replica = FaultyRollouts(scenario.cost, scenario.slots, serves)
+            start(name, RolloutRoot(replica, wire, k))
+
+    def _trainers(self) -> list[FaultyTrainer]:
+        names = sorted(name for name in self.workers if name.startswith("trainer"))
+        return [self.workers[name].root.engine for name in names]
+
+    def _seals(self, version: int, lineage: list[int]) -> None:
+        self._check(lambda: self.world.checks.sealed(version, lineage))
+
+    def _serves(self, name: str) -> Any:
+        def serves(version: int, weights: int) -> None:
+            self._check(lambda: self.world.checks.serves(name, version, weights))
+
+        return serves
+
+    # -- checks
+
+    def _see(self, event: Event) -> None:
+        if self.view.dead:
+            raise Died
+        self._check(lambda: self.world.checks.see(event))
+        self._count("event")
+        self._check(self._bounded)
+
+    def _bounded(self) -> None:
+        if self._counts["event"] > EVENTS:
+            raise Violation(f"I6: {EVENTS} events did not end the attempt")
+
+    def _check(self, check: Any) -> None:
+        """Run a check. A violation ends the world, also if the code under test hides it."""
+        if self.view.dead:
+            return
+        try:
+            check()
+        except Violation as violation:
+            self.violation = self.violation or violation
+            self.kill()
+            raise Died from violation
+
+    # -- faults
+
+    def _arm(self) -> None:
+        """Set the timers of this attempt's faults, and what counts changes of the disk."""
+        loop = asyncio.get_running_loop()
+        for fault in self._waiting:
+            if fault.trigger.on == "time":
+                self._timers.append(loop.call_later(fault.trigger.at, self._fire, fault))
+        self.world.disk.before = self._changes
+
+    def _changes(self, operation: str, path: str) -> None:
+        self._count("disk")
+
+    def _called(self, worker: str, method: str) -> None:
+        self._count(f"{worker}/{method}")
+
+    def _count(self, name: str) -> None:
+        number = self._counts[name] = self._counts.get(name, 0) + 1
+        for fault in [*self._waiting]:
+            on = f"{fault.target}/{fault.trigger.on}" if fault.target else fault.trigger.on
+            if on == name and fault.trigger.at == number:
+                self._fire(fault)
+
+    def _fire(self, fault: Fault) -> None:
+        if self.view.dead or fault not in self._waiting:
+            return
+        self._waiting.remove(fault)
+        self.fired.append(fault)
+        self.world.outcome.fired[fault.kind] += 1
+        self.world.tell(f"FAULT {fault}")
+        self._acts[fault.kind](self, fault)
+
+    def kill(self) -> None:
+        """Kill the driver, and with it all workers."""
+        self.view.dead = True
+        for worker in self.workers.values():
+            worker.kill()
+        self.died.set()
+
+    def abandon(self) -> None:
+        """Let nothing of this attempt have an effect from now on."""
+        self.view.dead = True
+        for timer in self._timers:
+            timer.cancel()

@@ -1,0 +1,222 @@
+"""A run and its faults, drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from millrace.config import Config, recipe
+from millrace.config.packaged import packaged
+from millrace.schedule.modes import MODES
+from millrace.simulate.cost import CostModel
+
+DEADLINE_S = 60.0
+"""trainer.wait_deadline_s of every simulated run."""
+SYNC_TIMEOUT_S = 20.0
+SHORT_S = 5.0
+"""A disturbance of at most this time must not end an attempt."""
+LONG_S = 500.0
+"""A disturbance of this time must end an attempt."""
+
+_REPLICA = (
+    *("engine.generate", "engine.interrupt", "engine.stats", "engine.sleep", "engine.wake"),
+    *("receiver.transfer", "receiver.activate"),
+)
+_RANK = (
+    *("engine.begin", "engine.step", "engine.save", "engine.saved", "engine.load"),
+    *("engine.sleep", "engine.wake", "sender.transfer", "sender.keep", "sender.sent"),
+)
+
+
+class Trigger(NamedTuple):
+    """The moment of a fault within its attempt."""
+
+    on: str
+    """"time", "disk", "event", or a method of the fault's worker."""
+    at: float
+    """Seconds, or which of the changes, events or calls."""
+
+    def __str__(self) -> str:
+        return f"at {self.at:.2f} s" if self.on == "time" else f"at {self.on} {self.at:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. It fires at most once."""
+
+    kind: str
+    attempt: int
+    """The attempt at the run in which it fires, from 0."""
+    trigger: Trigger
+    target: str = ""
+    """A worker's name, if the fault is about one."""
+    seconds: float = 0.0
+
+    @property
+    def survivable(self) -> bool:
+        """Whether the attempt must not end by it."""
+        return KINDS[self.kind].survivable and self.seconds <= SHORT_S
+
+    def __str__(self) -> str:
+        whose = f" of {self.target}" if self.target else ""
+        length = f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{self.kind}{whose}{length}, attempt {self.attempt + 1} {self.trigger}"
+
+
+class Kind(NamedTuple):
+    """What a kind of fault may be about."""
+
+    target: str = ""
+    """"replica", "rank", "worker", or "" for none."""
+    lengths: tuple[float, ...] = ()
+    survivable: bool = False
+    triggers: tuple[str, ...] = ()
+    """Besides times and calls of the target."""
+
+
+_LENGTHS = (1.0, SHORT_S, LONG_S)
+_SHORT = (1.0, SHORT_S)
+
+KINDS: dict[str, Kind] = {
+    "replica_dies": Kind("replica"),
+    "replica_freezes": Kind("replica", _LENGTHS, True),
+    "replica_stands_still": Kind("replica", _LENGTHS, True),
+    "rank_dies": Kind("rank"),
+    "rank_freezes": Kind("rank", _LENGTHS, True),
+    "link_delays": Kind("worker", _SHORT, True),
+    "link_duplicates": Kind("worker", _SHORT, True),
+    "link_reorders": Kind("worker", _SHORT, True),
+    "partition": Kind("worker", _LENGTHS, True),
+    "partition_up": Kind("worker", _LENGTHS, True),
+    "partition_down": Kind("worker", _LENGTHS, True),
+    "weights_damaged": Kind(),
+    "swap_lost": Kind("replica"),
+    "reward_fails": Kind(survivable=True),
+    "reward_hangs": Kind(lengths=_SHORT, survivable=True),
+    "disk_full": Kind(lengths=_SHORT, triggers=("disk",)),
+    "disk_errors": Kind(lengths=_SHORT, triggers=("disk",)),
+    "disk_slow": Kind(lengths=_SHORT, survivable=True),
+    "checkpoint_rots": Kind(triggers=("event",)),
+    "driver_dies": Kind(triggers=("disk", "event", "event")),
+    "power_cut": Kind(triggers=("disk", "disk", "event")),
+    "stop": Kind(triggers=("event",)),
+}
+"""Every kind of fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run and its faults."""
+
+    seed: int
+    mode: str
+    config: Config
+    cost: CostModel
+    ranks: int
+    replicas: int
+    slots: int
+    write_s: float
+    """Seconds in which a rank writes its part of a checkpoint."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def samples(self) -> int:
+        return int(self.config.rollout.total_rollout_steps or 0)
+
+
+@cache
+def _base() -> Config:
+    return recipe.load(
+        packaged()["quickstart"],
+        [
+            *("sft.steps=0", "guard.enable=false", "trainer.logger=[]", "trainer.save_last=true"),
+            f"trainer.wait_deadline_s={DEADLINE_S}",
+            f"sync.timeout_s={SYNC_TIMEOUT_S}",
+            "rollout.val_kwargs.greedy=false",
+        ],
+    )
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    dice = random.Random(seed)
+    mode, overlap = dice.choice(tuple(MODES)), dice.random() < 0.3
+    config = _config(dice, mode, overlap)
+    ranks, replicas = dice.choice((1, 1, 2)), dice.choice((1, 2, 2, 3))
+    cost = CostModel(
+        token_s=dice.choice((0.005, 0.01, 0.03)),
+        train_token_s=dice.choice((0.0002, 0.001)),
+        transfer_s=dice.choice((0.05, 0.3, 1.0)),
+        pause_s=dice.choice((0.01, 0.1)),
+        switch_s=0.1,
+        reward_s=dice.choice((0.0, 0.2)),
+    )
+    count = dice.choice((0, 1, 1, 2, 2, 3, 4))
+    faults = tuple(_fault(dice, k, ranks, replicas) for k in range(count))
+    slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
+    return Scenario(seed, mode, config, cost, ranks, replicas, slots, write_s, faults)
+
+
+def _config(dice: random.Random, mode: str, overlap: bool) -> Config:
+    base = _base()
+    below: dict[str, Any] = {
+        "staleness_threshold": dice.choice((0.5, 1.0, 2.0)),
+        "trigger_parameter_sync_step": dice.choice((1, 2)),
+        "require_batches": dice.choice((1, 1, 2)),
+        "lookahead": dice.choice((0, 1)),
+    }
+    keys = MODES[mode].over(below) | {"lookahead": below["lookahead"]}
+    free = keys["placement"] == "separate" and keys["staleness_threshold"] > 0
+    keys["overlap_sync"] = overlap and free
+    mini = dice.choice((1, 2, 2))
+    window = mini * keys["require_batches"] * keys["trigger_parameter_sync_step"]
+    samples = window * dice.choice((2, 3, 4)) + dice.choice((0, 0, 1, mini))
+    groups = base.algorithm.filter_groups.model_copy(
+        update={"enable": dice.random() < 0.3, "metric": "score", "max_num_gen_batches": 0}
+    )
+    sections = {
+        "async_training": base.async_training.model_copy(update=keys),
+        "actor": base.actor.model_copy(update={"ppo_mini_batch_size": mini}),
+        "algorithm": base.algorithm.model_copy(update={"filter_groups": groups}),
+        "rollout": base.rollout.model_copy(
+            update={
+                "n": 2,
+                "total_rollout_steps": samples,
+                "max_response_length": 80,
+                "test_freq": dice.choice((0, 1, 2)),
+            }
+        ),
+        "trainer": base.trainer.model_copy(
+            update={
+                "save_freq": dice.choice((0, 1, 1, 2, 3)),
+                "async_save": dice.random() < 0.5,
+                "stop_grace_s": dice.choice((0.0, 1.0, 20.0)),
+                "max_ckpt_to_keep": dice.choice((1, 2)),
+                "val_before_train": dice.random() < 0.3,
+            }
+        ),
+    }
+    return base.model_copy(update=sections)
+
+
+def _fault(dice: random.Random, number: int, ranks: int, replicas: int) -> Fault:
+    kind = dice.choice(tuple(KINDS))
+    can = KINDS[kind]
+    role = dice.choice(("replica", "rank")) if can.target == "worker" else can.target
+    target = ""
+    ways: list[Callable[[], Trigger]] = [lambda: Trigger("time", round(dice.uniform(0.0, 6.0), 3))]
+    if role:
+        some = ranks if role == "rank" else replicas
+        target = f"{'trainer' if role == 'rank' else 'rollout'}-{dice.randrange(some)}"
+        calls = _RANK if role == "rank" else _REPLICA
+        ways.append(lambda: Trigger(dice.choice(calls), dice.choice((1, 1, 2, 3, 5))))
+    for on in can.triggers:
+        most = 60 if on == "disk" else 150
+        ways.append(lambda on=on, most=most: Trigger(on, dice.randint(1, most)))  # type: ignore[misc]
+    trigger = dice.choice(ways)()
+    seconds = dice.choice(can.lengths) if can.lengths else 0.0
+    attempt = dice.randint(0, number)
+    return Fault(kind, attempt, trigger, target, seconds)

@@ -1,0 +1,262 @@
+"""Bugs that the simulation must find. Each is planted in the real code while a block runs.
+
+`python -m tests.faults.mutants` prints how many seeds each bug needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from millrace.observe import metrics
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.trainer import Trainer
+from millrace.rollout.pool import RolloutPool
+from millrace.runtime import remote
+from millrace.runtime.remote import RemoteTrainEngine, RemoteWeightSync
+from millrace.schedule.ledger import Ledger, State
+from millrace.simulate.faults.scenario import draw
+from millrace.simulate.faults.world import run_world
+
+Plant = Callable[[], Any]
+
+
+@contextmanager
+def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of `owner` by what `make` returns for it."""
+    before = owner.__dict__[name]
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def ledger_drop() -> Any:
+    """A sample that is dropped takes its younger neighbour along."""
+
+    def make(drop: Any) -> Any:
+        def mutant(self: Ledger, sample_id: int, reason: str) -> None:
+            drop(self, sample_id, reason)
+            if sample_id + 1 in self.ids(State.READY):
+                drop(self, sample_id + 1, "")
+                self.dropped.pop("")
+                self.admitted -= 1
+
+        return mutant
+
+    return _patched(Ledger, "drop", make)
+
+
+def lag_off_by_one() -> Any:
+    """A slot is free one window too early: when its weights are sealed."""
+
+    def make(can_admit: Any) -> Any:
+        def mutant(self: Ledger) -> bool:
+            sealed = self.count(State.SEALED)
+            self._most = self.schedule.capacity + sealed
+            room = len(self._slots) < self._most
+            return room and (self.limit is None or self.retired + self.occupied < self.limit)
+
+        return mutant
+
+    return _patched(Ledger, "can_admit", make)
+
+
+def capacity_inflated_by_a_resume() -> Any:
+    """Restored samples do not count against the capacity."""
+
+    def make(restore: Any) -> Any:
+        def mutant(cls: type[Ledger], schedule: Any, snapshot: Any, limit: Any = None) -> Ledger:
+            ledger: Ledger = restore.__func__(cls, schedule, snapshot, limit)
+            share = schedule.staleness_threshold + ledger.occupied / schedule.window
+            ledger.schedule = replace(schedule, staleness_threshold=share)
+            ledger._most = ledger.schedule.capacity
+            return ledger
+
+        return classmethod(mutant)
+
+    return _patched(Ledger, "restore", make)
+
+
+def lost_slot() -> Any:
+    """The slot of a dropped sample is never free again."""
+
+    def make(can_admit: Any) -> Any:
+        def mutant(self: Ledger) -> bool:
+            lost = sum(self.dropped.values())
+            return bool(can_admit(self)) and self.occupied + lost < self.schedule.capacity
+
+        return mutant
+
+    return _patched(Ledger, "can_admit", make)
+
+
+def cursor_ahead_of_consumption() -> Any:
+    """A checkpoint leaves out samples that have not started, but counts them as dropped."""
+
+    def make(snapshot: Any) -> Any:
+        def mutant(self: Ledger) -> Any:
+            cut = snapshot(self)
+            slots = [(i, s) for i, s in cut.slots if s.state is State.READY or s.progress]
+            lost = len(cut.slots) - len(slots)
+            return replace(cut, slots=slots, dropped=cut.dropped | ({"": lost} if lost else {}))
+
+        return mutant
+
+    return _patched(Ledger, "snapshot", make)
+
+
+def swallowed_exception() -> Any:
+    """A failed request looks like an interrupted one."""
+
+    def make(generate: Any) -> Any:
+        async def mutant(self: RolloutPool, *args: Any) -> Any:
+            try:
+                return await generate(self, *args)
+            except Exception:  # noqa: BLE001 - the planted bug
+                return ()
+
+        return mutant
+
+    return _patched(RolloutPool, "generate", make)
+
+
+def stale_replica_serving() -> Any:
+    """A sync forgets the last of several replicas."""
+
+    def make(activate: Any) -> Any:
+        async def mutant(self: RemoteWeightSync, version: int) -> float:
+            peers = self._replicas[:-1] if version else self._replicas
+            method = "receiver.activate"
+            return max(await remote.all_of(peers or self._replicas, method, (version,), float))
+
+        return mutant
+
+    return _patched(RemoteWeightSync, "activate", make)
+
+
+def double_commit() -> Any:
+    """A step whose answer is late is made again."""
+
+    def make(step: Any) -> Any:
+        async def mutant(self: RemoteTrainEngine, batch: Any) -> Any:
+            loop = self.peers[0]
+            report = await step(self, batch)
+            if loop._next_id % 7 == 0:
+                report = await step(self, batch)
+            return report
+
+        return mutant
+
+    return _patched(RemoteTrainEngine, "step", make)
+
+
+def final_validation_skipped() -> Any:
+    """A run that saved its last version does not validate it."""
+
+    def make(validate_now: Any) -> Any:
+        async def mutant(self: RunRecord, version: int, phase: str) -> None:
+            if self._saved != version:
+                await validate_now(self, version, phase)
+
+        return mutant
+
+    return _patched(RunRecord, "validate_now", make)
+
+
+def wrong_denominator() -> Any:
+    """The mean reward of a version divides by one more, if its window is short."""
+
+    def make(rewards: Any) -> Any:
+        def mutant(self: Any) -> Any:
+            row = rewards(self)
+            count = sum(len(s.trajectories) for s, _ in self._samples)
+            if len(self._samples) % 2:
+                row["reward/mean"] *= count / (count + 1)
+            return row
+
+        return mutant
+
+    return _patched(metrics.VersionMetrics, "_rewards", make)
+
+
+def filter_off_after_a_failover() -> Any:
+    """A resumed run trains samples with equal outcomes."""
+
+    def make(run: Any) -> Any:
+        async def mutant(self: Rollouter) -> None:
+            if self.queue.ledger.version:
+                self.dynamic_sampling = None
+            await run(self)
+
+        return mutant
+
+    return _patched(Rollouter, "run", make)
+
+
+def pause_without_end() -> Any:
+    """Rollouts stay paused after an interrupted pause for a version."""
+
+    def make(publish: Any) -> Any:
+        async def mutant(self: Trainer) -> None:
+            await publish(self)
+            if self.queue.ledger.version == 2:
+                self.rollouter._gate.clear()
+
+        return mutant
+
+    return _patched(Trainer, "_publish", make)
+
+
+MUTANTS: dict[str, Plant] = {
+    "ledger drop": ledger_drop,
+    "lag off by one": lag_off_by_one,
+    "capacity inflated by a resume": capacity_inflated_by_a_resume,
+    "lost slot": lost_slot,
+    "cursor ahead of consumption": cursor_ahead_of_consumption,
+    "swallowed exception": swallowed_exception,
+    "stale replica serving": stale_replica_serving,
+    "double commit": double_commit,
+    "final validation skipped": final_validation_skipped,
+    "wrong denominator": wrong_denominator,
+    "filter off after a failover": filter_off_after_a_failover,
+    "rollouts idle for ever": pause_without_end,
+}
+"""The planted bugs by name."""
+
+
+def first_seed(plant: Plant, most: int) -> tuple[int, str] | None:
+    """Return the first seed that finds a bug, and what it says. None after `most` seeds."""
+    with plant():
+        for seed in range(most):
+            if violation := run_world(draw(seed)).violation:
+                return seed, violation
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=10_000)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    missed = 0
+    for name in options.names or MUTANTS:
+        start = time.process_time()
+        found = first_seed(MUTANTS[name], options.most)
+        seconds = time.process_time() - start
+        missed += found is None
+        seeds, text = ("none", "not found") if found is None else (found[0] + 1, found[1][:70])
+        sys.stdout.write(f"| {name} | {seeds} | {seconds:.1f} | {text} |\n")
+        sys.stdout.flush()
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

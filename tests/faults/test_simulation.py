@@ -1,0 +1,151 @@
+"""Simulated runs with faults: what millrace promises holds, and planted bugs are found."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from millrace.errors import CheckpointError
+from millrace.pipeline.checkpoint import Checkpoints
+from millrace.pipeline.history import History
+from millrace.schedule.ledger import Ledger
+from millrace.schedule.schedule import Schedule
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimTrainEngine
+from millrace.simulate.faults.disk import Died, Disk, SimPath, View, simulated_disk
+from millrace.simulate.faults.scenario import KINDS, draw
+from millrace.simulate.faults.sweep import Found, run_seed, shrink, story, sweep
+from millrace.simulate.faults.world import run_world
+from tests.faults.mutants import MUTANTS, first_seed
+
+SEEDS = 300
+
+
+def test_no_seed_breaks_a_promise_and_every_kind_of_fault_fires() -> None:
+    found = Found()
+    for outcome in sweep(range(SEEDS)):
+        found.add(outcome)
+    assert not found.violations
+    assert not found.silent and found.seeds == SEEDS
+    assert found.attempts > 1.3 * SEEDS, "faults end attempts, and resumes follow"
+
+
+def test_a_seed_replays_exactly() -> None:
+    for seed in (2, 17, 40):
+        first, second = run_seed(seed), run_seed(seed)
+        assert first == second and first.digest and first.story
+    assert run_seed(2).digest != run_seed(17).digest
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    assert first_seed(MUTANTS[name], 150) is not None
+
+
+def test_a_broken_seed_shrinks_to_the_faults_that_it_needs() -> None:
+    with MUTANTS["filter off after a failover"]():
+        broken = next(
+            scenario
+            for scenario in map(draw, range(SEEDS))
+            if len(scenario.faults) > 2 and run_world(scenario).violation
+        )
+        fewest, outcome = shrink(broken)
+        lines = story(fewest, outcome)
+    assert 1 <= len(fewest.faults) < len(broken.faults)
+    assert any("FAULT" in line for line in lines) and "I5" in lines[-1]
+    assert not run_world(fewest).violation, "without the bug, the same faults do no harm"
+
+
+def test_every_fault_is_a_kind_and_says_its_moment() -> None:
+    faults = [fault for seed in range(SEEDS) for fault in draw(seed).faults]
+    assert {fault.kind for fault in faults} == KINDS.keys()
+    assert all(str(fault.trigger) in str(fault) for fault in faults)
+
+
+# -- the disk
+
+
+def disk(seed: int = 0) -> tuple[Disk, SimPath]:
+    made = Disk(random.Random(seed))
+    folder = SimPath(View(made), "/run")
+    (folder / "model").mkdir(parents=True)
+    (folder / "checkpoints").mkdir()
+    (folder / "config.yaml").write_text("a: 1\n")
+    made.sync("/run")
+    made.sync("/run/config.yaml")
+    return made, folder
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_power_cut_keeps_what_was_synced_and_tears_the_rest(seed: int) -> None:
+    made, folder = disk(seed)
+    with simulated_disk(), (folder / "log").open("ab") as file:
+        file.write(b"first\n")
+        file.flush()
+        made.sync("/run/log")
+        file.write(b"second\n")
+        file.flush()
+    made.power_cut()
+    left = made.files["/run/log"]
+    assert left.startswith(b"first\n") and b"first\nsecond\n".startswith(left)
+    assert made.files["/run/config.yaml"] == b"a: 1\n"
+
+
+def test_a_process_that_dies_in_a_write_leaves_a_part_and_does_nothing_more() -> None:
+    made, folder = disk()
+
+    def dies(operation: str, path: str) -> None:
+        folder._view.dead = True
+
+    made.before = dies
+    with pytest.raises(Died):
+        (folder / "file").write_bytes(b"whole")
+    assert b"whole".startswith(made.files["/run/file"]) and made.files["/run/file"] != b"whole"
+    with pytest.raises(Died):
+        (folder / "other").write_bytes(b"whole")
+    assert "/run/other" not in made.files
+
+
+def save(folder: Any) -> None:
+    """Save a checkpoint. The train engine writes nothing but an empty state."""
+
+    class Engine(SimTrainEngine):
+        async def save(self, folder_: str, staged: bool = False) -> None:
+            SimPath(folder._view, f"{folder_}/state").write_bytes(b"state")
+
+    snapshot = Ledger(Schedule(ppo_mini_batch_size=1)).snapshot()
+
+    async def main() -> None:
+        await Checkpoints(folder, keep=1).save(snapshot, Engine(CostModel()))
+
+    asyncio.run(main())
+
+
+def begin_history(folder: Any) -> None:
+    History(folder, Ledger(Schedule(ppo_mini_batch_size=1)).totals())
+
+
+@pytest.mark.parametrize("write", [save, begin_history])
+@pytest.mark.parametrize(("state", "text"), [("full", "No space left"), ("broken", "Input/output")])
+def test_a_disk_that_refuses_a_write_is_an_error_with_the_file_and_the_fix(
+    write: Callable[[Any], None], state: str, text: str
+) -> None:
+    made, folder = disk()
+    setattr(made, state, True)
+    with simulated_disk(), pytest.raises(CheckpointError, match=rf"^/run/.*{text}.*Fix: a disk"):
+        write(folder)
+
+
+def test_a_disk_that_cannot_be_read_passes_over_no_checkpoint() -> None:
+    made, folder = disk()
+    with simulated_disk():
+        save(folder)
+        checkpoints: Any = Checkpoints(folder, keep=1)  # type: ignore[arg-type]
+        assert checkpoints.newest()[0].name == "version-000000"
+        made.broken = True
+        with pytest.raises(CheckpointError, match="Input/output"):
+            checkpoints.newest()
