@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from millrace.rollout.requests import Start, completes_stop, stop_window
 from millrace.types import Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
+from millrace.vllm.scheduler import LOG_PROBS
 
 
 class Salt(NamedTuple):
@@ -83,6 +84,8 @@ class ActiveRequest:
     interrupted: bool = False
     log_probs: bytes = b""
     """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
+    drawn: int = 0
+    """The tokens that were drawn when vLLM forgot the request. Its call has not returned yet."""
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
 
@@ -92,7 +95,7 @@ class ActiveRequest:
         Without a salt, vLLM would use the KV of old weights for new requests.
         """
         self.salt = salts.of(self.session, self.tokens, Salt(swaps, version))
-        self.starts = [Start(0, version, version)]
+        self.starts, self.drawn = [Start(0, version, version)], 0
         return {
             "prompt_token_ids": self.tokens.tolist(),
             "cache_salt": str(self.salt.number),
@@ -120,6 +123,21 @@ class Drawn:
     log_probs: Floats
     reason: str
     """vLLM's finish_reason, or "string" for a stop string."""
+
+
+def drawn_of(
+    request: ActiveRequest, output: vllm.RequestOutput, tokens: Tokens, log_probs: Floats, end: int
+) -> Drawn:
+    """Return the result of a request, given its last output. `end` is that of a stop string."""
+    reason = str(output.outputs[0].finish_reason)
+    if reason == "abort":
+        log_probs.frombytes(request.log_probs)
+        tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
+    else:
+        log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
+    if end:
+        return Drawn(tokens[:end], log_probs[:end], "string")
+    return Drawn(tokens, log_probs, reason)
 
 
 def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:
