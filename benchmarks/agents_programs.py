@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from subprocess import STDOUT, Popen
 
@@ -36,7 +36,7 @@ def look(driver: psutil.Process, used: dict[int, tuple[str, float]]) -> dict[str
         own = (name for mark, name in NAMES.items() if mark in words)
         name = "driver" if process == driver else next(own, "others")
         used[process.pid] = name, times.user + times.system
-    sums = Counter[str]()
+    sums: dict[str, float] = defaultdict(float)
     for name, seconds in used.values():
         sums[name] += seconds
     return {name: round(seconds, 1) for name, seconds in sums.items()}

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import openai
+from bench_endpoint import opened
 
-from benchmarks.bench_endpoint import opened
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.service import Service
 from tests.agents.talks import options
