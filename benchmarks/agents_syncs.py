@@ -24,7 +24,7 @@ from typing import Any
 import httpx2
 import openai
 
-N, SAMPLES = 8, 2
+N, SAMPLES = 4, 1
 """Trajectories of a sample, and samples of a version."""
 TURNS = 3
 RUN = [
@@ -136,7 +136,7 @@ def _syncs(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--workers", type=int, default=48)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(given.episodes, given.workers, Path(folder, "run")))

@@ -195,6 +195,35 @@ async def alone(turns: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+async def crowds(callers: int, turns: int, rounds: int = 3) -> dict[str, list[float]]:
+    """Return CPU ms of a turn while `callers` share one client of openai, client and server.
+
+    The rounds of both transports alternate.
+    """
+    import openai
+
+    endpoint = Endpoint(Service(options()), "127.0.0.1", 0)
+    await endpoint.start()
+    keys = [await opened(endpoint.service) for _ in range(callers)]
+    found: dict[str, list[float]] = {"httpx": [], "aiohttp": []}
+
+    async def speak(client: openai.AsyncOpenAI) -> None:
+        for _ in range(turns // callers):
+            await client.chat.completions.create(**cast(Any, BODY))
+
+    for name, took in list(found.items()) * rounds:
+        http = openai.DefaultAioHttpClient() if name == "aiohttp" else None
+        shared = openai.AsyncOpenAI(base_url=endpoint.url + "/v1", api_key="-", http_client=http)
+        async with shared:
+            clients = [shared.with_options(api_key=key) for key in keys]
+            await asyncio.gather(*(client.models.list() for client in clients))
+            used = cpu_s()
+            await asyncio.gather(*map(speak, clients))
+            took.append(1e3 * (cpu_s() - used) / (turns // callers * callers))
+    await endpoint.close()
+    return found
+
+
 async def load(port: int, keys: list[str], seconds: float, rate: float) -> None:
     callers = [Caller(port, key) for key in keys]
     for caller in callers:
@@ -234,6 +263,10 @@ def main() -> None:
     }
     for name, (used, wall) in asyncio.run(alone(1000)).items():
         print(f"| {names[name]}: CPU, median of wall | {used:.3f}, {wall:.3f} |")
+    for callers in (16, 128):
+        for name, rounds in asyncio.run(crowds(callers, 1024)).items():
+            shown = ", ".join(f"{ms:.2f}" for ms in rounds)
+            print(f"| CPU ms of a turn, {callers} callers of one client over {name} | {shown} |")
 
 
 if __name__ == "__main__":

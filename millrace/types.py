@@ -220,6 +220,8 @@ class Prompt:
 
 TURN_REWARDS = "turn_rewards"
 """The component of a score that is the sum of the rewards of single turns, if there are any."""
+DEAD_REWARDS = "dead_rewards"
+"""The count of an episode's dead turns that had a reward. It is lost with its turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,9 @@ class Service:
             raise _too_deep(self.options.max_depth) from None
         if not isinstance(given, dict):
             raise Refusal("the body must be a JSON object", code="invalid_json")
-        if _deeper_than(given, self.options.max_depth):
-            raise _too_deep(self.options.max_depth)
+        deepest = self.options.max_depth
+        if body.count(b"{") + body.count(b"[") > deepest and _deeper_than(given, deepest):
+            raise _too_deep(deepest)
         return given
 
     def _read(self, episode: LiveEpisode, route: str, body: Body) -> Asked:

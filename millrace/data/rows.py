@@ -108,8 +108,12 @@ def check_rows(
     prompt_key: str = "prompt",
     need_ground_truth: bool = False,
     refusal: Refusal | None = None,
+    inspect: Callable[[Problem, str], None] | None = None,
 ) -> None:
-    """Raise DataError for the first bad row. Of a generated source, check only the first row."""
+    """Raise DataError for the first bad row. Of a generated source, check only the first row.
+
+    `inspect` gets each row and the words that name it. It raises DataError for a bad one.
+    """
     at = 0
     for part, end in zip(rows.parts, rows.ends, strict=True):
         for i in range(at, at + 1 if part.generated else end):
@@ -119,6 +123,8 @@ def check_rows(
                 row, where = part.get(i - at), f"{rows.describe(i)}, data_source"
                 named = "" if row.get("data_source") else " (no such column: the source's name)"
                 raise bad_row(f"{where}{named}", entry.data_source, *reason)
+            if inspect is not None:
+                inspect(entry, rows.describe(i))
         at = end
 
 

@@ -73,7 +73,11 @@ async def work() -> None:
             answer["error"] = str(error)
         print(json.dumps(answer), flush=True)  # noqa: T201 - this line is the result
 
-    async with openai.AsyncOpenAI(api_key="-") as shared, asyncio.TaskGroup() as episodes:
+    http = openai.DefaultAioHttpClient()  # openai's own client for many requests at once
+    async with (
+        openai.AsyncOpenAI(api_key="-", http_client=http) as shared,
+        asyncio.TaskGroup() as episodes,
+    ):
         while line := await asyncio.to_thread(sys.stdin.readline):
             episodes.create_task(one(json.loads(line)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +18,7 @@ from uuid import uuid4
 from millrace.data.spec import nearest
 from millrace.data.user_code import check_file, failure, load, load_module
 from millrace.environments.chat import Tool
-from millrace.environments.task_tools import column
+from millrace.environments.task_tools import Row, column
 from millrace.environments.threads import RAISED
 from millrace.environments.tools import FunctionTool, text_of
 from millrace.errors import EpisodeError, bad_row, bad_value
@@ -143,40 +143,43 @@ def entries_of(path: str, key: str = _CONFIG_KEY) -> list[dict[str, Any]]:
     return entries
 
 
-def load_tool_config(path: str, key: str = _CONFIG_KEY) -> Callable[[Prompt], Sequence[Tool]]:
-    """Return the tools of verl's tool YAML, for each prompt anew. Raises ConfigError."""
-    made = [_tool(key, path, n, entry) for n, entry in enumerate(entries_of(path, key))]
-    names = [VerlTool(tool, {}).name for tool in made]
-    if len(set(names)) < len(names):
-        raise bad_value(key, path, f"has two tools of one name: {', '.join(names)}", "other names")
+class ToolConfig:
+    """The tools of verl's tool YAML. A call returns those of an episode, made anew."""
 
-    def of(prompt: Prompt) -> list[Tool]:
-        given = _options_of(prompt, path, names)
-        return [VerlTool(t, given.get(n) or {}) for t, n in zip(made, names, strict=True)]
+    def __init__(self, path: str, key: str = _CONFIG_KEY) -> None:
+        """Load the classes. Raises ConfigError."""
+        self._path = path
+        self._made = [_tool(key, path, n, entry) for n, entry in enumerate(entries_of(path, key))]
+        self.names = [VerlTool(tool, {}).name for tool in self._made]
+        if len(set(self.names)) < len(self.names):
+            rule = f"has two tools of one name: {', '.join(self.names)}"
+            raise bad_value(key, path, rule, "other names")
 
-    return of
+    def __call__(self, prompt: Prompt) -> list[Tool]:
+        given = self.options(prompt, f"row of prompt {prompt.index}")
+        pairs = zip(self._made, self.names, strict=True)
+        return [VerlTool(tool, given.get(name) or {}) for tool, name in pairs]
 
-
-def _options_of(prompt: Prompt, path: str, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the row's tools_kwargs: options by tool and by part. Raises DataError."""
-    where = f"row of prompt {prompt.index}, tools_kwargs"
-    given = column(prompt, "tools_kwargs") or {}
-    if not isinstance(given, Mapping):
-        rule = "must be a dict by the names of tools"
-        raise bad_row(where, given, rule, 'such as {"search": {"create_kwargs": {"top": 3}}}')
-    for name, options in given.items():
-        if options is None:  # Parquet gives each row the names of all rows.
-            continue
-        if name not in names:
-            rule = f"names tools that {path} lacks; it has {', '.join(names)}"
-            raise bad_row(where, name, rule, "correct the column or the file")
-        if not isinstance(options, Mapping) or any(
-            part not in _PARTS or not isinstance(value, Mapping | None)
-            for part, value in options.items()
-        ):
-            rule = f"{name} must be a dict of dicts, and its parts are {', '.join(_PARTS)}"
-            raise bad_row(where, options, rule, "correct the column")
-    return given
+    def options(self, row: Row, where: str) -> Mapping[str, Any]:
+        """Return the row's tools_kwargs: options by tool and by part. Raises DataError."""
+        where = f"{where}, tools_kwargs"
+        given = column(row, "tools_kwargs") or {}
+        if not isinstance(given, Mapping):
+            rule = "must be a dict by the names of tools"
+            raise bad_row(where, given, rule, 'such as {"search": {"create_kwargs": {"top": 3}}}')
+        for name, options in given.items():
+            if options is None:  # Parquet gives each row the names of all rows.
+                continue
+            if name not in self.names:
+                rule = f"names tools that {self._path} lacks; it has {', '.join(self.names)}"
+                raise bad_row(where, name, rule, "correct the column or the file")
+            if not isinstance(options, Mapping) or any(
+                part not in _PARTS or not isinstance(value, Mapping | None)
+                for part, value in options.items()
+            ):
+                rule = f"{name} must be a dict of dicts, and its parts are {', '.join(_PARTS)}"
+                raise bad_row(where, options, rule, "correct the column")
+        return given
 
 
 def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:

@@ -34,7 +34,9 @@ class RunReward:
         self._config = config
         self.parts: dict[str, Part] = {}
         self.note: Callable[[str], object] | None = None
-        """Called with the first failure of each part and reason."""
+        """Called with the first failure of each part and reason, and with `first`."""
+        self.first: Callable[[Prompt], str] | None = None
+        """Return what to note when the run asks for a score for the first time."""
         self._noted: set[str] = set()
         self._failures: Counter[str] = Counter()
         for section, one in config.parts.items():
@@ -68,6 +70,9 @@ class RunReward:
 
         Raise RewardError if any part fails. Its reason has the part's name in a mix.
         """
+        if self.first is not None and self.note is not None:
+            self.note(self.first(prompt))
+            self.first = None
         if not self._config.mix:  # One part needs no task of its own.
             (only,) = self.parts
             try:

@@ -10,6 +10,7 @@ from itertools import repeat
 from millrace.errors import EpisodeError
 from millrace.ports import RewardFunction
 from millrace.types import (
+    DEAD_REWARDS,
     TURN_REWARDS,
     Completion,
     Message,
@@ -36,10 +37,13 @@ async def scored(
     given: Iterator[Score] = repeat(Score(0.0))
     if asked and reward is not None:
         given = iter(await reward.score(prompt, [completion_of(t, decode) for t in asked]))
-    elif any(not _rewards(t) for t in asked):
+    elif unscored := [t for t in asked if not _rewards(t)]:
+        dead = sum(t.counts.get(DEAD_REWARDS, 0.0) for t in unscored)
+        lost = f"all rewards were of {dead:g} dead turns, which are not trained"
+        none = "neither the agent nor its environment gave a score"
         raise EpisodeError(
             "no_reward",
-            "neither the agent nor its environment gave a score, and there is no reward function. "
+            f"{lost if dead else none}, and there is no reward function. "
             "Fix: return a score, or set reward.function",
         )
     done = [t.with_score(next(given)) if t.score is None else t for t in finished]

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from millrace.errors import EpisodeError, LimitReached
 from millrace.rollout.tree import extended_by, recorded_turns, superseded, threads_of
 from millrace.types import (
+    DEAD_REWARDS,
     Ending,
     Prompt,
     SamplingParams,
@@ -194,6 +195,8 @@ class Session:
                 f"ended/{ending.reason}": 1.0,
                 **self._counts,
             }
+            if lost := sum(n in self._rewards for n in gone):
+                counts[DEAD_REWARDS] = float(lost)
         return replace(
             trajectory,
             score=ending.score,

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from millrace.agents.programs import Program
     from millrace.agents.service import Service
     from millrace.environments.named import Maker
+    from millrace.environments.task_tools import Row
+    from millrace.environments.tools import FunctionTool
+    from millrace.environments.verl_tools import ToolConfig
 
 MODEL = "policy"
 """The policy's name at the endpoint."""
@@ -59,6 +62,36 @@ def check_player(agents: AgentConfig) -> None:
         from millrace.environments.named import check_environment
 
         check_environment(agents.environment)
+
+
+def row_check(agents: AgentConfig) -> Callable[[Row, str], None] | None:
+    """Return the check of the columns by which a row chooses its tools, or None without tools.
+
+    The check raises DataError. It loads the tools at the first row that has such a column.
+    """
+    if agents.player not in TOOLS:
+        return None
+    from millrace.environments.task_tools import COLUMNS, column, selection
+
+    tools = cache(partial(_tools, agents))
+
+    def check(row: Row, where: str) -> None:
+        if all(column(row, name) is None for name in COLUMNS):
+            return
+        own, shared = tools()
+        selection(row, where, [*(own.names if own else ()), *(tool.name for tool in shared)])
+        if own is not None:
+            own.options(row, where)
+
+    return check
+
+
+def _tools(agents: AgentConfig) -> tuple[ToolConfig | None, list[FunctionTool]]:
+    """Load the tools of agents.tool_config_path and agents.tools. Raises ConfigError."""
+    from millrace.environments.verl_tools import ToolConfig, load_function_tools
+
+    own = ToolConfig(agents.tool_config_path) if agents.tool_config_path else None
+    return own, load_function_tools(agents.tools, "agents.tools") if agents.tools else []
 
 
 def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
@@ -170,12 +203,10 @@ async def _environments(agents: AgentConfig) -> Maker:
     """Return the maker of an episode's environment."""
     from millrace.environments.named import OWN, Maker, check_server, environment_maker
     from millrace.environments.task_tools import TaskWithTools
-    from millrace.environments.verl_tools import load_function_tools, load_tool_config
 
     if agents.player in TOOLS:
-        of_row = load_tool_config(agents.tool_config_path) if agents.tool_config_path else None
-        shared = load_function_tools(agents.tools, "agents.tools") if agents.tools else []
-        return Maker(lambda _: TaskWithTools(lambda p: [*(of_row(p) if of_row else ()), *shared]))
+        own, shared = _tools(agents)
+        return Maker(lambda _: TaskWithTools(lambda p: [*(own(p) if own else ()), *shared]))
     from millrace.tools.python_tool import PythonTool
     from millrace.tools.sandbox import Sandbox, SandboxRefused
 

@@ -27,7 +27,7 @@ from millrace.models import checks as model_checks
 from millrace.rewards.builtin import NEEDS_TRUTH
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal
-from millrace.run.agents import check_player
+from millrace.run.agents import check_player, row_check
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
         prompt_key=data.prompt_key,
         need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
         refusal=refusal if scored and "" in functions else None,
+        inspect=row_check(config.agents),
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -88,7 +89,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     sft = train
     if config.sft.files:
         sft = load_sources(config.sft.files, seed=seed, key="sft.files")
-        check_rows(sft, prompt_key=data.prompt_key, need_ground_truth=True)
+        check(sft, need_ground_truth=True, refusal=None)
     return Sources(train, val, sft)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from millrace.config import Config, RewardConfig, RewardModelConfig
+from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray
 from millrace.data import hub
 from millrace.errors import bad_value
 from millrace.pipeline import ownership
 from millrace.rewards.mix import RunReward
+from millrace.rewards.sources import scorer_of
 from millrace.runtime.local import visible_gpus
+from millrace.types import Prompt
 
 
 def make_reward(config: Config) -> RunReward:
@@ -37,7 +40,25 @@ def make_reward(config: Config) -> RunReward:
             names = _gpus_for(f"{section}.model", part.model, config, gpus, free)
             environments[section] = [{"CUDA_VISIBLE_DEVICES": name} for name in names]
         _check_path(f"{section}.model.path", part.model.path)
-    return RunReward(_with_models(config.reward, placed), environments)
+    reward = RunReward(_with_models(config.reward, placed), environments)
+    if config.agents.player:
+        reward.first = partial(scorer_line, config.agents, config.reward)
+    return reward
+
+
+def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> str:
+    """Return what a run says once: who scores an episode whose agent gave no reward."""
+    names = []
+    for section, part in reward.parts.items():
+        if part.kind == "function" and not part.function:
+            own = scorer_of(prompt.data_source, prompt.extra_info) or "none"
+            names.append(f"the scorer of data source {prompt.data_source!r}: {own}")
+        else:
+            names.append(f"{section}.{part.kind}={part.function}".rstrip("="))
+    return (
+        f"rewards: agents.{agents.player} returned none for an episode, so it is scored by "
+        f"{', '.join(names)}"
+    )
 
 
 def open_caches(

@@ -18,10 +18,7 @@ from millrace.errors import INSTALL, MissingDependency, WorkerError
 from millrace.models.model import folder_eos_ids
 from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
-from millrace.rollout.requests import (
-    check_request,
-    cut_by_version,
-)
+from millrace.rollout.requests import check_request, cut_by_version
 from millrace.types import (
     PolicyVersion,
     SamplingParams,
@@ -102,6 +99,7 @@ class VllmRolloutEngine:
         """Whether the weights were discarded and not yet replaced."""
         self._closed = False
         self._tokens = 0
+        self._cancelled = 0
         self._prefill_tokens = 0
         self._reused_tokens = 0
         self._busy_slot_s = 0.0
@@ -241,10 +239,9 @@ class VllmRolloutEngine:
 
     async def stats(self) -> RolloutStats:
         self._tick()
-        tokens = self._tokens + sum(self._count(r) for r in self._active.values())
-        return RolloutStats(
-            tokens, self._prefill_tokens, self._busy_slot_s, self._slots, self._reused_tokens
-        )
+        tokens = self._tokens + self._cancelled + sum(map(self._count, self._active.values()))
+        own = self._prefill_tokens, self._busy_slot_s, self._slots, self._reused_tokens
+        return RolloutStats(tokens, *own, cancelled_tokens=self._cancelled)
 
     async def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU's memory, if rollout.free_cache_engine is set.
@@ -291,41 +288,54 @@ class VllmRolloutEngine:
             await stop(self._llm)
 
     async def _draw(self, request: ActiveRequest) -> Drawn:
-        """Send one request to vLLM and return its result."""
+        """Send one request to vLLM and return its result. Count the tokens of a cancelled one."""
         await self._gate.wait()
         request.id = str(next(self._numbers))
         # Without a salt, vLLM would use the KV of old weights for new requests.
         prompt = request.begin(self._salts, self._swaps, self.version)
         self._tick()
         self._active[request.id] = request
+        # A task of its own: vLLM forgets a cancelled request before its caller could count.
+        drawing = asyncio.ensure_future(self._result(request, prompt))
         try:
-            tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
-            state: Any = None
-            async with aclosing(
-                self._llm.generate(prompt, sampling_params(request.params, self._eos), request.id)
-            ) as outputs:
-                # There is one output, at the end. With stop strings there is one for each token
-                # or for a few tokens.
-                async for output in outputs:
-                    part, checked = output.outputs[0], len(tokens)
-                    tokens.extend(part.token_ids)
-                    log_probs.extend(part.logprobs.logprobs if part.logprobs else ())
-                    if request.params.stop:
-                        assert self._decode is not None
-                        if end := stop_string_end(request, tokens, checked, self._decode):
-                            state = next(iter(self._states(request)), None)
-                            break
-            assert output is not None
-            cached = request.found(output.num_cached_tokens or 0)
-            if tokens:
-                self._prefill_tokens += len(request.tokens) - cached
-                self._reused_tokens += cached
-            return drawn_of(request, tokens, log_probs, end, output, state)
+            await asyncio.wait([drawing])
+            return drawing.result()
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
+        except asyncio.CancelledError:
+            request.drawn = self._count(request)
+            drawing.cancel()
+            try:
+                await asyncio.wait([drawing])
+            finally:
+                self._cancelled += request.drawn
+            raise
         finally:
             self._tick()
             del self._active[request.id]
+
+    async def _result(self, request: ActiveRequest, prompt: dict[str, Any]) -> Drawn:
+        tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
+        params, state = sampling_params(request.params, self._eos), None
+        async with aclosing(self._llm.generate(prompt, params, request.id)) as outputs:
+            # There is one output, at the end. With stop strings there is one for a few tokens each.
+            async for output in outputs:
+                part, checked = output.outputs[0], len(tokens)
+                tokens.extend(part.token_ids)
+                log_probs.extend(part.logprobs.logprobs if part.logprobs else ())
+                if request.params.stop:
+                    assert self._decode is not None
+                    if end := stop_string_end(request, tokens, checked, self._decode):
+                        state = next(iter(self._states(request)), None)
+                        break
+        assert output is not None
+        cached = request.found(output.num_cached_tokens or 0)
+        if tokens:
+            self._prefill_tokens += len(request.tokens) - cached
+            self._reused_tokens += cached
+        found = drawn_of(request, tokens, log_probs, end, output, state)
+        request.drawn = len(found.tokens)
+        return found
 
     def _change_version(self) -> list[str]:
         """Record that running requests continue under the new version.
@@ -353,7 +363,8 @@ class VllmRolloutEngine:
 
     def _count(self, request: ActiveRequest) -> int:
         """Return the number of drawn tokens by vLLM's count: vLLM returns only the last output."""
-        return sum(s.detokenizer.num_output_tokens() for s in self._states(request))
+        states = self._states(request)
+        return sum(s.detokenizer.num_output_tokens() for s in states) if states else request.drawn
 
     def _states(self, request: ActiveRequest) -> list[Any]:
         """Return what vLLM's output processor has of a request that runs."""

@@ -90,6 +90,8 @@ class ActiveRequest:
     """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
     experts: bytes = b""
     """Its `packed` experts."""
+    drawn: int = 0
+    """The tokens that were drawn when vLLM forgot the request. Its call has not returned yet."""
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
 
@@ -99,7 +101,7 @@ class ActiveRequest:
         Without a salt, vLLM would use the KV of old weights for new requests.
         """
         self.salt = salts.of(self.session, self.tokens, Salt(swaps, version))
-        self.starts = [Start(0, version, version)]
+        self.starts, self.drawn = [Start(0, version, version)], 0
         return {
             "prompt_token_ids": self.tokens.tolist(),
             "cache_salt": str(self.salt.number),
@@ -173,6 +175,21 @@ def _experts(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | No
             "router replay would be wrong. Fix: model.router_replay=disabled"
         )
     return found[:wanted]
+
+
+def drawn_of(
+    request: ActiveRequest, output: vllm.RequestOutput, tokens: Tokens, log_probs: Floats, end: int
+) -> Drawn:
+    """Return the result of a request, given its last output. `end` is that of a stop string."""
+    reason = str(output.outputs[0].finish_reason)
+    if reason == "abort":
+        log_probs.frombytes(request.log_probs)
+        tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
+    else:
+        log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
+    if end:
+        return Drawn(tokens[:end], log_probs[:end], "string")
+    return Drawn(tokens, log_probs, reason)
 
 
 def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from millrace.agents.chat_agent import ChatAgent
+from millrace.config import recipe
 from millrace.environments.task_tools import TaskWithTools
 from millrace.environments.trl import TrlFactory, function_tools
-from millrace.environments.verl_tools import load_function_tools, load_tool_config
+from millrace.environments.verl_tools import ToolConfig, load_function_tools
 from millrace.errors import ConfigError, DataError
+from millrace.run.problems import load
 from millrace.types import Score
 from tests.agents.scripts import agent_of, play, prompt_of
 from tests.agents.test_chat_agent import add, call, results
@@ -82,7 +85,7 @@ def hermes(tools: Any) -> ChatAgent:
 
 
 def test_a_tool_of_verl_keeps_its_state_for_an_episode_and_is_released(verl_tools: Path) -> None:
-    tools = load_tool_config(str(verl_tools))
+    tools = ToolConfig(str(verl_tools))
     assert "verl" not in sys.modules
     kwargs = {"tools_kwargs": {"guess": {"create_kwargs": {"secret": 7}}}}
     said = [call("guess", number=3), call("guess", number=7), "it was 7"]
@@ -95,7 +98,7 @@ def test_a_tool_of_verl_keeps_its_state_for_an_episode_and_is_released(verl_tool
 
 
 def test_the_columns_of_verl_choose_tools(verl_tools: Path) -> None:
-    tools = load_tool_config(str(verl_tools))
+    tools = ToolConfig(str(verl_tools))
     alone = prompt_of("x", columns={"agent_name": "single_turn_agent"})
     done = play(hermes(tools), alone, [call("guess", number=3)])
     assert done.counts["turns"] == 1 and done.ended == "done"
@@ -114,6 +117,21 @@ def test_the_columns_of_verl_choose_tools(verl_tools: Path) -> None:
     ):
         with pytest.raises(DataError, match=rule):
             play(hermes(tools), prompt_of("x", extra_info={column: value}), ["end"])
+
+
+def test_a_row_with_bad_options_is_refused_before_the_run_loads_anything(
+    verl_tools: Path, tmp_path: Path
+) -> None:
+    good = {"prompt": "2>", "ground_truth": "1", "data_source": "chase"}
+    given = {"guess": {"creat_kwargs": {"secret": 7}}}
+    rows = [good, good | {"extra_info": {"tools_kwargs": given}}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    keys = ["agents.environment=", f"agents.tool_config_path={verl_tools}"]
+    for where in ("data.train_files", "data.val_files", "sft.files"):
+        config = recipe.load("agents_quickstart", [*keys, f"{where}=[{file}]"])
+        with pytest.raises(DataError, match=r"rows.jsonl row 2, tools_kwargs: .*parts are create_"):
+            load(config)
 
 
 MADE = "tools: [{class_name: millrace.environments.verl_tools.BaseTool"
@@ -143,7 +161,7 @@ def test_a_wrong_tool_file_is_refused(tmp_path: Path, text: str, rule: str) -> N
     path = tmp_path / "tools.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rule) as caught:
-        load_tool_config(str(path))
+        ToolConfig(str(path))
     assert str(caught.value).startswith("agents.tool_config_path = ")
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.config import RewardConfig
+from millrace.config import AgentConfig, RewardConfig
 from millrace.errors import ConfigError, RewardError
 from millrace.rewards.mix import RunReward
+from millrace.run.rewards import scorer_line
 from millrace.types import Prompt, Score, tokens_of
 from tests.rewards.completions import completed
 
@@ -38,9 +40,13 @@ async def slow(completions):
 """
 
 
+def reward_of(keys: dict[str, Any]) -> RewardConfig:
+    return RewardConfig.model_validate(keys)
+
+
 def run_with(keys: dict[str, Any], work: Any) -> Any:
     async def run() -> Any:
-        reward = RunReward(RewardConfig.model_validate(keys))
+        reward = RunReward(reward_of(keys))
         try:
             return await work(reward)
         finally:
@@ -76,6 +82,7 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
 
     async def work(reward: RunReward) -> dict[str, float]:
         reward.note = notes.append
+        reward.first = partial(scorer_line, AgentConfig(program="a.py:f"), reward_of(mix))
         with pytest.raises(RewardError, match=r"^length/exception: KeyError: 'boom'"):
             await reward.score(PROMPT, completed(["boom"]))
         with pytest.raises(RewardError):  # counted, without a second note
@@ -92,8 +99,24 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
         "reward/right/failures": 1,
         "reward/right/failures/no_ground_truth": 1,
     }
+    assert notes[0] == (
+        "rewards: agents.program returned none for an episode, so it is scored by "
+        f"reward.mix.right.function=exact, reward.mix.length.function={mix['mix']['length']['function']}"
+    )
     said = "reward length failed, as counted in reward/length/failures: exception: KeyError"
-    assert notes[0].startswith(said) and len(notes) == 2
+    assert notes[1].startswith(said) and len(notes) == 3
+
+
+def test_the_scorer_of_an_agents_episode_has_a_name() -> None:
+    chase, d = Prompt(0, tokens_of([1]), "p", "chase"), PROMPT
+    for keys, prompt, who in (
+        ({}, chase, "the scorer of data source 'chase': exact"),
+        ({}, d, "the scorer of data source 'd': none"),
+        ({"function": "math"}, d, "reward.function=math"),
+        ({"model": {"path": "m"}}, d, "reward.model"),
+    ):
+        line = scorer_line(AgentConfig(tools="t.py"), reward_of(keys), prompt)
+        assert line.endswith(f"scored by {who}")
 
 
 def test_one_plain_reward_stays_as_it_is(mix: dict[str, Any]) -> None:

@@ -108,9 +108,18 @@ def test_the_score_of_an_agent_wins() -> None:
 
 
 def test_no_score_from_anyone_is_an_error_and_never_0() -> None:
-    with pytest.raises(EpisodeError, match="no_reward") as error:
+    with pytest.raises(EpisodeError, match="no_reward: neither the agent") as error:
         roll(talk(Ending()), None)
     assert error.value.reason == "no_reward"
+
+    async def play(session: PolicySession) -> Ending:
+        for _ in range(2):  # the second draw of the context replaces the first
+            turn = await session.draw(session.prompt.tokens)
+        session.reward(1.0, turn.number - 1)
+        return Ending()
+
+    with pytest.raises(EpisodeError, match="no_reward: all rewards were of 1 dead turns"):
+        roll(Playing(play), None)
 
 
 def test_a_score_that_is_not_finite_is_refused() -> None:

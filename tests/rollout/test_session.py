@@ -149,9 +149,14 @@ def test_dead_and_replaced_turns_are_counted_and_never_trained_unless_they_are_c
         s.kill(1)  # too late: turn 3 continues it
         await s.draw(T([5]), after=1)
         s.kill(4)
+        for turn in (0, 1, 3, 4, 4):
+            s.reward(1.0, turn)
 
     run(work())
+    assert "dead_rewards" not in s.trajectory().counts
     done = s.trajectory(Ending())
+    assert [r for r in (x.reward for x in done.segments) if r] == [1.0, 1.0]
+    assert done.counts["dead_rewards"] == 2  # of turns 0 and 4
     assert [t.number for t in s.turns] == [0, 1, 2, 3, 4]
     drawn = [len(t.tokens) for t in s.turns]
     assert done.tokens.tolist() == [*s.turns[1].tokens, 5, *s.turns[3].tokens]

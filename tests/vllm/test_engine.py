@@ -117,9 +117,13 @@ def test_log_probs_wait_in_the_core_and_none_stay_there(
             n >= len(waiting[name][0])
             for n, name in zip(kept, sorted(waiting, key=inner)[:8], strict=True)
         )
+        before = await engine.stats()
         for call in calls[16:]:
             call.cancel()
         await asyncio.wait(calls[16:])
+        after = await engine.stats()
+        assert after.tokens >= before.tokens
+        assert 8 <= after.cancelled_tokens - before.cancelled_tokens < 8 * LENGTH
         return [*ended, *(call.result() for call in calls[8:16])]
 
     results = runner.run(main())
