@@ -261,10 +261,7 @@ class VllmRolloutEngine:
         self._asleep = True
 
     async def wake_weights(self) -> None:
-        """Allocate the memory of the weights again.
-
-        If the weights were not kept, the memory has no weights until the next swap.
-        """
+        """Allocate the memory of the weights. It has those that were kept, or none until a swap."""
         await self._wake(["weights"])
 
     async def wake(self) -> None:
@@ -355,11 +352,8 @@ class VllmRolloutEngine:
         return without_tokens
 
     def _known(self, request: ActiveRequest) -> bool:
-        """Return whether vLLM knows the request.
-
-        vLLM forgets a request that has ended. Its call returns within a few turns of the loop.
-        """
-        return bool(self._llm.output_processor.external_req_ids.get(request.id))
+        """Return whether vLLM knows the request. The call of one that it forgot returns soon."""
+        return bool(self._states(request))
 
     def _count(self, request: ActiveRequest) -> int:
         """Return the number of drawn tokens by vLLM's count: vLLM returns only the last output."""
@@ -395,10 +389,9 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> VllmRolloutEng
     Its weights are random until the first sync.
     """
     arguments = engine_arguments(sides, model, model_folder)
-    llm = start(arguments)
     rollout, trust = sides.rollout, model.trust_remote_code
     return VllmRolloutEngine(
-        llm,
+        start(arguments),
         eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
         slots=rollout.max_num_seqs,
         max_len=arguments["max_model_len"],

@@ -177,21 +177,6 @@ def _experts(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | No
     return found[:wanted]
 
 
-def drawn_of(
-    request: ActiveRequest, output: vllm.RequestOutput, tokens: Tokens, log_probs: Floats, end: int
-) -> Drawn:
-    """Return the result of a request, given its last output. `end` is that of a stop string."""
-    reason = str(output.outputs[0].finish_reason)
-    if reason == "abort":
-        log_probs.frombytes(request.log_probs)
-        tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
-    else:
-        log_probs.frombytes((output.kv_transfer_params or {}).get(LOG_PROBS, b""))
-    if end:
-        return Drawn(tokens[:end], log_probs[:end], "string")
-    return Drawn(tokens, log_probs, reason)
-
-
 def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:
     """Return vLLM's parameters of a request."""
     return vllm.SamplingParams(
