@@ -315,7 +315,7 @@ class VllmRolloutEngine:
         tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
         params, state = sampling_params(request.params, self._eos), None
         async with aclosing(self._llm.generate(prompt, params, request.id)) as outputs:
-            # There is one output, at the end. With stop strings there is one for a few tokens each.
+            # There is one output at the end, or with stop strings one for a few tokens each.
             async for output in outputs:
                 part, checked = output.outputs[0], len(tokens)
                 tokens.extend(part.token_ids)
@@ -384,18 +384,15 @@ class VllmRolloutEngine:
 
 
 def build(sides: Sides, model: ModelConfig, model_folder: str) -> VllmRolloutEngine:
-    """Build one replica's engine on this process's devices.
-
-    Its weights are random until the first sync.
-    """
+    """Build one replica's engine on this process's devices, with random weights until a sync."""
     arguments = engine_arguments(sides, model, model_folder)
-    rollout, trust = sides.rollout, model.trust_remote_code
+    rollout = sides.rollout
     return VllmRolloutEngine(
         start(arguments),
-        eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
+        eos_ids=folder_eos_ids(model_folder, trust_remote_code=model.trust_remote_code),
         slots=rollout.max_num_seqs,
         max_len=arguments["max_model_len"],
         kv_on_swap=rollout.kv_on_swap,
         can_sleep=arguments["enable_sleep_mode"],
-        decode=text_of(model_folder, trust),
+        decode=text_of(model_folder, model.trust_remote_code),
     )
