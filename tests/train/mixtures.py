@@ -32,8 +32,7 @@ WIDTHS: dict[str, Any] = {
 def write_mixtures(folder: str) -> None:
     """Write the folders qwen3_moe and mixtral, without weights."""
     qwen = Qwen3MoeConfig(
-        **WIDTHS,
-        head_dim=8,
+        **WIDTHS | {"head_dim": 8},
         num_experts=EXPERTS,
         num_experts_per_tok=K,
         moe_intermediate_size=16,
@@ -82,15 +81,18 @@ def _routed(sample: Sample, j: int, trajectory: Trajectory) -> Trajectory:
 def forced(model: Any) -> Callable[[list[list[int]] | None], None]:
     """Return a function that forces the experts of the next passes: [tokens, layers x k].
 
-    A hook replaces what each router returns, so this shares no code with the engine.
+    A hook replaces what each router returns, so this shares no code with the engine. Passes that
+    are not forced leave their own experts in `model.seen`, by layer.
     """
     state: dict[str, Any] = {"rows": None}
+    model.seen = [[] for _ in range(LAYERS)]
 
     def hook(layer: int) -> Callable[..., Any]:
         def force(router: nn.Module, inputs: Any, output: Any) -> Any:
-            if state["rows"] is None:
-                return None
             logits, gates, own = output
+            if state["rows"] is None:
+                model.seen[layer] = own.tolist()
+                return None
             experts = state["rows"][: len(own), layer * K : (layer + 1) * K]
             probs = logits.float().softmax(-1)[torch.arange(len(own))[:, None], experts]
             return logits, (probs / probs.sum(-1, keepdim=True)).to(gates.dtype), experts

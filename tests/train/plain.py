@@ -20,7 +20,8 @@ def plain_log_probs(model: Any, sample: Any, trajectory: Any, temperature: Any) 
     """
     tokens, drawn = list(sample.prompt.tokens), []
     if hasattr(model, "force"):
-        model.force(routing(sample, sample.trajectories.index(trajectory), 100))
+        own = routing(sample, sample.trajectories.index(trajectory), 100)
+        model.force(own if model.kept is None else model.kept.get(id(trajectory)))
     for segment in trajectory.segments:
         if segment.author is Author.POLICY:
             drawn += [(len(tokens) + i, log_prob) for i, log_prob in enumerate(segment.log_probs)]
@@ -104,8 +105,8 @@ def plain_advantages(samples: Any, norm_by_std: Any) -> Any:
 def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
     """Return the weights and, by batch, the means (PPO loss, gradient norm, learning rate)."""
     config, model, actor = config_of(case), model or model_of(case, folder), config_of(case).actor
-    if case.get("router_replay") == "R3":
-        model.force = forced(model)
+    if "router_replay" in case:
+        model.force, model.kept = forced(model), None if case["router_replay"] == "R3" else {}
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]
@@ -122,11 +123,13 @@ def plain_run(case: Any, folder: Any, model: Any = None) -> Any:
         old = None
         if case.get("own_old"):
             with torch.no_grad():
-                old = {
-                    k: [n for n, _, _ in plain_log_probs(model, s, t, 0.8)]
-                    for rows in keys
-                    for k, s, t in rows
-                }
+                old, kept = {}, {}
+                for k, s, t in (row for rows in keys for row in rows):
+                    old[k] = [n for n, _, _ in plain_log_probs(model, s, t, 0.8)]
+                    if case.get("router_replay") == "R2":
+                        kept[id(t)] = [a + b for a, b in zip(*model.seen, strict=True)]
+            if kept:
+                model.kept = kept
         losses, norms, rates = [], [], []
         for _ in range(actor.ppo_epochs):
             for first in range(0, len(keys), actor.ppo_mini_batch_size):
