@@ -22,7 +22,6 @@ from millrace.pipeline.validation import Result, Transcript
 from millrace.run import export as exporting
 from millrace.run import summary
 from millrace.run.train import Outcome
-from tests.faults.mutants import MUTANTS
 
 QUICKSTART = str(Path(__file__).parents[2] / "millrace" / "recipes" / "quickstart.yaml")
 SMALL = [
@@ -386,23 +385,3 @@ def test_an_export_to_where_nothing_can_be_written_is_refused(
 def test_a_run_that_validates_alone_needs_problems_to_validate_on(run: Callable[..., Any]) -> None:
     code, _, err = run("train", QUICKSTART, "trainer.val_only=true", "data.val_files=[]")
     assert code == 2 and err.startswith("error: data.val_files = ()"), err
-
-
-def test_simulate_tells_the_story_of_one_seed_and_refuses_what_it_cannot_run(
-    run: Callable[..., Any],
-) -> None:
-    code, out, _ = run("simulate", "--faults", "--seeds", "2", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["complete"] and found["seeds"] == 1 and not found["violations"]
-    assert "the run is complete" in found["stories"]["2"][-2]
-    code, out, _ = run("simulate", "--faults", "--seeds", "0..3")
-    assert code == 0 and out.startswith("4 seeds: 0 with a violation")
-    for words in (["--faults", "--seeds", "9..3"], ["--seeds", "0..3"]):
-        code, _, err = run("simulate", *words)
-        assert code == 2 and "Fix: " in err
-
-
-def test_simulate_ends_with_1_and_the_story_of_a_broken_seed(run: Callable[..., Any]) -> None:
-    with MUTANTS["stale replica serving"]():
-        code, out, _ = run("simulate", "--faults", "--seeds", "0..3")
-    assert code == 1 and "I2: " in out and "attempt 1 starts" in out
