@@ -183,7 +183,7 @@ def _rot(world: World) -> None:
     elif how == "cut":
         world.disk.files[path] = data[: len(data) // 2]
     else:
-        world.disk.files[path] = bytes([data[0] ^ 1]) + data[1:]
+        world.disk.files[path] = bytes([data[0] ^ 1]) + data[1:] if data else b"?"
     world.tell(f"{path} is {how}")
 
 
