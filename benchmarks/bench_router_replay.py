@@ -60,6 +60,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 512,
     },
+    "1.3b": {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+    },
 }
 
 

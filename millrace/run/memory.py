@@ -188,17 +188,24 @@ def _fsdp(
     whole = layer_bytes(size, width, compiled=model.compile)
     values = whole * (size.layers - recomputing) + width * size.hidden * recomputing
     logits = _logits(size, width, tokens, 1, frozen=adapted)
+    again = tokens * (whole + _mlp_gradients(size, width))
+    again += (not adapted) * _GRADIENT * size.embeddings  # the gradient of the head is there too
     return {
         "weights and moments": home * state * size.parameters // trainer.shard_size,
         "gradients": home * trained * gradients // shards,
         "gathered weights": width * (matrices + layers) if gathers else 0,
-        "activations": tokens * values + _beyond(logits, tokens * whole * bool(recomputing)),
+        "activations": tokens * values + (_beyond(logits, again) if recomputing else 0),
         "logits": logits,
     }
 
 
+def _mlp_gradients(size: Size, width: int) -> int:
+    """Return the bytes of a token's gradients in the backward pass of an MLP: three at a time."""
+    return 3 * width * size.intermediate * (size.chosen if size.experts else 1)
+
+
 def _beyond(logits: int, recomputed: int) -> int:
-    """Return what a recomputed layer needs more than the logits, whose memory it takes."""
+    """Return what the backward pass of a recomputed layer needs more than that of the logits."""
     return max(0, recomputed - logits)
 
 
@@ -293,17 +300,18 @@ def _kept(
 ) -> tuple[int, int]:
     """Return the bytes of a token that a stage keeps, and those that it recomputes at once."""
     whole = megatron_layer_bytes(size, own, width)
+    gradients = _mlp_gradients(size, width) // own.tensor_model_parallel_size
     inputs = width * size.hidden // (own.tensor_model_parallel_size if own.sequence_parallel else 1)
     granularity = own.recompute_granularity or ("full" if model.gradient_checkpointing else "")
     number = own.recompute_num_layers
     if granularity == "full" and own.recompute_method == "uniform":
-        return inputs * layers // number, whole * number
+        return inputs * layers // number, whole * number + gradients
     if granularity == "full":
         some = min(number, layers)
-        return inputs * some + whole * (layers - some), whole
+        return inputs * some + whole * (layers - some), whole + gradients
     if granularity == "selective" and {"mlp", "moe"} & set(own.recompute_modules):
         mlp = _megatron_mlp(size, own, width)
-        return (whole - mlp) * layers, mlp
+        return (whole - mlp) * layers, mlp + gradients
     return whole * layers, 0
 
 
