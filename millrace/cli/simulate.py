@@ -52,7 +52,7 @@ def simulate(
 
 def _range(seeds: str) -> tuple[int, int]:
     first, _, last = seeds.partition("..")
-    if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
+    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
         rule = "must be a number, or A..B with A up to B"
         raise bad_value("--seeds", seeds, rule, "--seeds 0..300")
     return int(first), int(last or first)

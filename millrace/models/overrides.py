@@ -21,6 +21,8 @@ _FIXED = {
     **dict.fromkeys(LOGITS, "training computes plain logits, hidden x lm_head^T"),
     **dict.fromkeys(("dtype", "torch_dtype"), "model.dtype decides it"),
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), "each engine has its own"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_intermediate_size"), _SHAPE),
+    **dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), _SHAPE),
     "eos_token_id": "generation_config.json in the model's folder decides it",
     "quantization_config": "weights are not quantised",
     "router_aux_loss_coef": "actor.router_aux_loss_coef decides it",

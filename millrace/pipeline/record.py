@@ -128,8 +128,9 @@ class RunRecord:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                with self._watch.span("checkpoint", "write", str(snapshot.version)):
-                    await self._checkpoints.finish(snapshot, self._engine, counts)
+                with self._watch.span("checkpoint", "write", str(snapshot.version)) as facts:
+                    folder = await self._checkpoints.finish(snapshot, self._engine, counts)
+                    facts["folder"] = folder.name
         except TimeoutError as error:
             if not limit.expired():  # The file system raised its own TimeoutError.
                 raise

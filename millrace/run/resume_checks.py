@@ -262,6 +262,8 @@ ARCHITECTURE = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
     *("tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
+    "moe_intermediate_size",
 )
 """Keys of config.json that the trained weights depend on."""
 

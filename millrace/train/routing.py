@@ -18,8 +18,8 @@ Routed = NDArray[Any]
 
 
 def room(tokens: int, width: int, experts: int) -> Routed:
-    """Return room for the experts of `tokens` tokens, in a small type that torch can add up."""
-    return np.zeros((tokens, width), dtype=np.uint8 if experts <= 256 else np.int16)
+    """Return room for the experts of `tokens` tokens, in a small type that ranks can add up."""
+    return np.zeros((tokens, width), dtype=np.uint8 if experts <= 256 else np.int32)
 
 
 def counts(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.observe import metrics
+from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
@@ -215,6 +216,28 @@ def pause_without_end() -> Any:
     return _patched(Trainer, "_publish", make)
 
 
+def older_checkpoint() -> Any:
+    """A resume takes the oldest complete checkpoint."""
+
+    def make(all_: Any) -> Any:
+        return lambda self: all_(self)[:1]
+
+    return _patched(Checkpoints, "all", make)
+
+
+def last_save_skipped() -> Any:
+    """A run ends without the checkpoint of its last version."""
+
+    def make(checkpoint: Any) -> Any:
+        async def mutant(self: RunRecord, snapshot: Any, *, last: bool = False) -> None:
+            if not last:
+                await checkpoint(self, snapshot)
+
+        return mutant
+
+    return _patched(RunRecord, "checkpoint", make)
+
+
 MUTANTS: dict[str, Plant] = {
     "ledger drop": ledger_drop,
     "lag off by one": lag_off_by_one,
@@ -228,6 +251,8 @@ MUTANTS: dict[str, Plant] = {
     "wrong denominator": wrong_denominator,
     "filter off after a failover": filter_off_after_a_failover,
     "rollouts idle for ever": pause_without_end,
+    "older checkpoint": older_checkpoint,
+    "last save skipped": last_save_skipped,
 }
 """The planted bugs by name."""
 

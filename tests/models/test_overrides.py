@@ -53,6 +53,7 @@ def test_a_newly_built_model_has_the_changed_config(tmp_path: Path) -> None:
     ("overrides", "parts"),
     [
         ({"hidden_size": 5}, ["hidden_size = 5", "decide it"]),
+        ({"num_experts": 5}, ["num_experts = 5", "decide it"]),
         ({"text_config": {"vocab_size": 5}}, ["text_config.vocab_size = 5"]),
         ({"attention_dropout": 0.1}, ["no dropout", "attention_dropout=0"]),
         ({"eos_token_id": 5}, ["eos_token_id = 5", "generation_config.json"]),

@@ -185,6 +185,7 @@ class Attempt:
         found = audit(s.run.path)
         if found.lost or found.trained_twice:
             raise Violation(f"I1: the history says {found}")
+        self.world.checks.saved()
         if complete:
             self.world.checks.complete(self._trainers()[0].lineage, drops=self.world.drops)
             if record.last is None or record.last.version != ledger.version:

@@ -7,6 +7,7 @@
 | I3 | no sample and no token is older than the bound when it is trained |
 | I5 | after any faults, the run trains the same samples and tokens as without them |
 | I6 | an attempt completes, or ends in a bounded time with a typed error that a fault explains |
+| I7 | a resume starts from the last checkpoint that was written, if nothing damaged it |
 | I9 | nothing runs after the end of an attempt |
 """
 
@@ -99,6 +100,8 @@ class Checks:
         self._weights: dict[int, int] = {}
         """The checksum of the weights of each version of this attempt."""
         self._published = -1
+        self._written = -1
+        """The version of the last checkpoint that was written, and is not damaged."""
         self._begun: dict[tuple[str, str], int] = {}
         self._ever_dropped: set[int] = set()
         self._running: set[int] = set()
@@ -128,8 +131,15 @@ class Checks:
         self._true("I1", len(set(lineage)) == len(lineage), "the weights have a sample twice")
         self._true("I1", gone <= self._ever_dropped, f"a checkpoint lost {gone}")
         self._true("I1", ledger.retired == len(lineage), "retired and trained samples differ")
+        lost = f"version {self._written} was saved, and the run resumes from {ledger.version}"
+        self._true("I7", ledger.version >= self._written, lost)
+        self._written = ledger.version if snapshot else -1
         self._agree()
         self._agree_on_slots()
+
+    def damaged(self) -> None:
+        """Note that the newest checkpoint is damaged. Older ones may be gone."""
+        self._written = -1
 
     def see(self, event: Event) -> None:
         """Check what an event changes."""
@@ -261,6 +271,16 @@ class Checks:
         said = row.get(name, float("nan"))
         self._true("I5", abs(said - value) < 1e-9, f"{name} is {said}, expected {value}")
 
+    def _wrote(self, event: Event) -> None:
+        if "folder" in event.facts:  # A save that fails has none.
+            self._written = int(event.key)
+
+    def saved(self) -> None:
+        """Check that an attempt that ends without an error has saved its last version."""
+        version = self._ledger.version
+        text = f"the attempt ends at version {version}, and saved {self._written}"
+        self._true("I7", self._written == version, text)
+
     def complete(self, lineage: Lineage, *, drops: bool) -> None:
         """Check a run that says it is complete. `drops` says whether rewards failed."""
         trained, limit = set(lineage), self._ledger.limit
@@ -282,4 +302,5 @@ class Checks:
         ("trainer", "stepped"): _stepped,
         ("run", "published"): _publish,
         ("run", "row"): _row,
+        ("checkpoint", "write"): _wrote,
     }

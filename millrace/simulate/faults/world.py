@@ -184,6 +184,7 @@ def _rot(world: World) -> None:
         world.disk.files[path] = data[: len(data) // 2]
     else:
         world.disk.files[path] = bytes([data[0] ^ 1]) + data[1:] if data else b"?"
+    world.checks.damaged()
     world.tell(f"{path} is {how}")
 
 

@@ -8,6 +8,7 @@ names. `adapters` derives its names from the adapted weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,10 +169,11 @@ class StartPolicy:
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
     ) -> list[Tensor]:
-        """Return `Trainable.tokens` of the reference.
+        """Return `Trainable.tokens` of the reference, whose routers choose for themselves.
 
         The reference's adapters replace the live ones during the call. The copies are small.
         """
+        rows = replace(rows, experts=None)
         live = dict(adapters(self._actor.module))
         trained = {name: tensor.clone() for name, tensor in live.items()}
         for name, tensor in live.items():

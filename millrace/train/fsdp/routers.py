@@ -84,7 +84,7 @@ class Routers:
         if self._sequences is not None:
             loss = balance_loss(probs, own, self._sequences, self._add_up)
             probs = with_loss(probs, loss, self.balance)
-        if self._select is not None and len(self._select):
+        if self._select is not None:
             # A recomputed layer gives the same numbers again, so they replace the first ones.
             self._counted[layer] = counts(probs.detach(), own, chosen, self._select, loss)
         return probs, chosen
