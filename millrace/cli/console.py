@@ -139,6 +139,10 @@ def refuse_keys(arguments: Sequence[str]) -> None:
     """Raise ConfigError for a key, or one of TRL's names, that is written as an option."""
     from millrace.errors import bad_value
 
+    command = next(iter(arguments), "-")
+    if command not in ("train", "sft", "eval", "bench") and not command.startswith("-"):
+        return  # It takes no keys.
+
     for i, argument in enumerate(arguments):
         name, equals, value = argument.removeprefix("--").partition("=")
         key = name.replace("-", "_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -51,11 +52,12 @@ def simulate(
 
 
 def _range(seeds: str) -> tuple[int, int]:
-    first, _, last = seeds.partition("..")
-    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+    found = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", seeds)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if last < first:
         rule = "must be a number, or A..B with A up to B"
         raise bad_value("--seeds", seeds, rule, "--seeds 0..300")
-    return int(first), int(last or first)
+    return first, last
 
 
 def _sweep(seeds: range, jobs: int, found: Any, json_: bool) -> None:

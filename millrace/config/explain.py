@@ -50,7 +50,8 @@ def example(key: str) -> str:
     fields = {k: f for k, f in all_keys() if not section_of(f.annotation)}
     longer = [k for k in fields if k.startswith(key)]
     name = key if key in fields else longer[0] if longer else _nearest(key, fields) or "rollout.n"
-    return f"{name}={shown(default_of(name))}"
+    default = default_of(name)
+    return f"{name}={'VALUE' if default in (None, '') else shown(default)}"
 
 
 def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
@@ -68,8 +69,12 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     )
     near = same_last[:1] or difflib.get_close_matches(wrong, names, 1, 0.75)
     if not near:
-        tails = {n.rsplit(".", 1)[-1]: n for n in names}
-        near = [tails[t] for t in difflib.get_close_matches(last, list(tails), 1, 0.6)]
+        # A short name in another section is similar by chance.
+        for within, similar in ((f"{section}.", 0.6), ("", 0.75)):
+            tails = {n.rsplit(".", 1)[-1]: n for n in names if n.startswith(within)}
+            near = near or [
+                tails[t] for t in difflib.get_close_matches(last, list(tails), 1, similar)
+            ]
     return near[0] if near else ""
 
 
@@ -114,7 +119,7 @@ def _valid(key: str, value: object, field: Any) -> str:
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
         near = difflib.get_close_matches(str(value), kind.split(" | "), 1, 0.5)
         return f"{key}={near[0] if near else default}, one of {kind}"
-    return f"{key}=<{kind}>, for example {default}"
+    return f"{key}=<{kind}>" + (f", for example {default}" if default not in ("null", '""') else "")
 
 
 def _type_name(annotation: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -185,6 +186,13 @@ class TrainerConfig(Section):
                 "the driver must run inside the cluster, so Ray Client does not work",
                 "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
                 "`ray start --head`",
+            )
+        if not re.fullmatch(r"(auto|[^\s-]\S*:[0-9]{1,5})?", self.ray_address):
+            raise bad_value(
+                "trainer.ray_address",
+                self.ray_address,
+                "must be HOST:PORT or auto",
+                "the HOST:PORT that `ray start --head` printed",
             )
         if self.prometheus_port and "prometheus" not in self.logger:
             raise bad_value(

@@ -22,7 +22,7 @@ def check_mixture(hf: Any, replay: str, aux_loss_coef: float) -> None:
     ):
         if value != off and hf.model_type not in MODEL_TYPES:
             rule = (
-                f"it needs a mixture of experts of type {' or '.join(MODEL_TYPES)}, and model.path "
+                f"it needs a mixture of experts of type {' or '.join(MODEL_TYPES)}, and the model "
                 f"is of type {hf.model_type}"
             )
             raise bad_value(key, value, rule, f"{key}={off}")

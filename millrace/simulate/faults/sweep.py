@@ -83,7 +83,7 @@ def story(scenario: Scenario, outcome: Outcome) -> list[str]:
     schedule, config = scenario.config.schedule, scenario.config
     lines = [
         f"seed {scenario.seed}: {scenario.mode}, {scenario.samples} samples of "
-        f"{config.rollout.n}, window {schedule.window}, capacity {schedule.capacity}, "
+        f"{config.rollout.n} responses, window {schedule.window}, capacity {schedule.capacity}, "
         f"lookahead {schedule.lookahead}, {scenario.ranks} ranks, {scenario.replicas} replicas"
     ]
     lines += [f"  {line.time:9.3f} s  {line.text}" for line in outcome.story]
