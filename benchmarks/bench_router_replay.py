@@ -37,7 +37,7 @@ from millrace.run.engines import build_engines, open_runtime
 from millrace.run.folder import RunDir
 from millrace.types import Prompt, Sample, SamplingParams, Segment, Thread, Trajectory, tokens_of
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,

@@ -19,6 +19,7 @@ from millrace.train.fsdp import sharding
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.layout import make_layout
 from millrace.train.log_probs import log_probs_and_entropy
+from millrace.train.ulysses import Share
 from tests.train.samples import VOCAB, random_samples
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +81,9 @@ def test_varlen_attention_is_the_padded_one_and_shares_heads_of_keys() -> None:
     size, noise = int(token.max()) + 1, torch.Generator(CUDA).manual_seed(0)
     results = []
     for padded in (False, True):
-        layout = make_layout(lengths, token.astype(np.int64), size, CUDA, padded=padded)
+        layout = make_layout(
+            lengths, token.astype(np.int64), Share(size, size), CUDA, padded=padded
+        )
         noise.manual_seed(0)
         q, k, v = (
             torch.randn(

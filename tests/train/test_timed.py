@@ -66,7 +66,7 @@ def test_a_step_reports_the_parts_that_ran_and_no_others(case: str) -> None:
 class Clocked:
     """A model whose forward pass takes some seconds of a clock."""
 
-    steps = 3
+    steps, routed = 3, None
 
     def __init__(self, now: list[float], seconds: float) -> None:
         self.now = now

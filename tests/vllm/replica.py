@@ -47,11 +47,11 @@ class Replica:
             model.save_pretrained(folder)
         self.folder = folder
         self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
-        for model in self.models.values():
+        for made in self.models.values():
             with (
                 torch.no_grad()
             ):  # sharper logits: the likely tokens of one model are unlikely for another
-                model.get_parameter("model.norm.weight").mul_(4)
+                made.get_parameter("model.norm.weight").mul_(4)
         self.current = self.models[1]
         self.config = Config.model_validate(
             {

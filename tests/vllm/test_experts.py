@@ -32,6 +32,7 @@ WIDTHS: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": 0,
 }
+HEADS: dict[str, Any] = {"head_dim": 32}
 QWEN = Qwen3MoeConfig(
     **WIDTHS,
     head_dim=32,
