@@ -26,16 +26,15 @@ WIDTHS: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "head_dim": 32,
     "num_experts_per_tok": K,
     "initializer_range": 0.1,
     "max_position_embeddings": 1024,
     "eos_token_id": EOS,
     "pad_token_id": 0,
 }
-HEADS: dict[str, Any] = {"head_dim": 32}
 QWEN = Qwen3MoeConfig(
     **WIDTHS,
-    head_dim=32,
     num_experts=EXPERTS,
     moe_intermediate_size=32,
     norm_topk_prob=True,
