@@ -105,4 +105,4 @@ def test_bench_agents_compares_arms_on_the_same_episodes(tmp_path: Path) -> None
         assert f["turns_per_s"] > 0 and f["episodes_cut"] == 0.0
         assert f["waiting"] > 0 and 0 < f["drawing"] <= f["sessions"]
     table = agents_table(found["runs"])
-    assert table.count("\n") == 3 and "| 1.00 |" in table
+    assert table.count("\n") == 3 and table.count("| - |") == 2, "no arm is the base"

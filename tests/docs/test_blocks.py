@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from millrace.cli import bench, main
@@ -74,11 +76,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def make_base_model() -> None:
-    """Make ./base-model, a user's own model folder, whose tokenizer can read train.jsonl."""
+    """Make ./base-model and ./mixture, folders of a user, whose tokenizer can read train.jsonl."""
     files = ["data.train_files=[train.jsonl]", "data.val_files=[val.jsonl]"]
     keys = ["model.tokenizer=bpe", "rollout.max_prompt_length=512", "reward.function=exact"]
     config = recipe.load("quickstart", [*files, *keys, "sft.steps=0"])
     problems.prepare(config, problems.load(config), Path("base-model"))
+    shutil.copytree("base-model", "mixture")  # the same tokenizer
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = Qwen3MoeConfig(**sizes, num_experts=4, architectures=["Qwen3MoeForCausalLM"])
+    made.save_pretrained("mixture")
 
 
 def commands(block: Block) -> Iterator[list[str]]:

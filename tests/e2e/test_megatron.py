@@ -54,7 +54,7 @@ def test_a_run_with_two_tensor_parallel_ranks_learns(tmp_path: Path) -> None:
     assert exported["complete"] and exported["version"] == 15 and exported["parameters"] > 0
     assert len(rows) == 15
     first, last = (rows[i]["reward/mean"] for i in (0, -1))
-    assert last > max(0.6, first + 0.1)
+    assert last > max(0.35, first + 0.2)
     gaps = [
         row["actor/log_prob_gap_same_version"]
         for row in rows

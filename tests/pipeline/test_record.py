@@ -56,13 +56,14 @@ class Saves:
 
     async def finish(
         self, snapshot: LedgerSnapshot, engine: object, counts: dict[str, float]
-    ) -> None:
+    ) -> Path:
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
         self.whole.append(snapshot.version)
         self.steps.append(counts["optimizer_steps"])
+        return Path(f"version-{snapshot.version}")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,9 +55,10 @@ class Saves:
     async def begin(self, snapshot: LedgerSnapshot, engine: object, *, staged: bool) -> None:
         await asyncio.sleep(1.0)
 
-    async def finish(self, snapshot: LedgerSnapshot, engine: object, counts: object) -> None:
+    async def finish(self, snapshot: LedgerSnapshot, engine: object, counts: object) -> Path:
         await asyncio.sleep(0.4)
         self.saved = snapshot
+        return Path(f"version-{snapshot.version}")
 
 
 class NoHistory:
