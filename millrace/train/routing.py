@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, bad_value
 from millrace.types import Sample, Thread
 
 Routed = NDArray[Any]
@@ -44,6 +44,43 @@ def counts(
         probs.new_tensor(len(select), dtype=torch.float64),
     )
     return torch.cat([tokens, torch.stack(rest)])
+
+
+def replayed(experts: Tensor, layers: int, k: int) -> Tensor:
+    """Return the experts of a batch, [T, layers x k], as [T, layers, k].
+
+    Raises ConfigError if another model than this one drew the tokens.
+    """
+    if experts.shape[1] != layers * k:
+        raise bad_value(
+            "model.path",
+            f"{layers} layers, {k} experts for each token",
+            f"the tokens of the batch have {experts.shape[1]} experts in all layers, "
+            f"not {layers * k}",
+            "the model that drew them",
+        )
+    return experts.view(-1, layers, k)
+
+
+class RouterSums:
+    """The sums of all layers that `router_metrics` reads, [layers, experts + 4] float64."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._layers, self._width = layers, experts + 4
+        self._sums: Tensor | None = None
+
+    def add(self, counted: Mapping[int, Tensor]) -> None:
+        """Add the `counts` of a pass, by layer. Layers without experts have none."""
+        if counted:
+            none = torch.zeros_like(next(iter(counted.values())))
+            new = torch.stack([counted.get(i, none) for i in range(self._layers)])
+            self._sums = new if self._sums is None else self._sums + new
+
+    def take(self) -> Tensor:
+        """Return the sums since the last call, and forget them."""
+        sums, self._sums = self._sums, None
+        empty = torch.zeros(self._layers, self._width, dtype=torch.float64)
+        return empty if sums is None else sums
 
 
 def router_metrics(sums: Tensor, steps: int) -> dict[str, float]:

@@ -42,6 +42,17 @@ class _LogProbScheduler(Scheduler):
             self.log_probs[request.request_id] = array("f")
             self.experts[request.request_id] = bytearray()
 
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        # vLLM lists the blocks of every request in every step, to read the experts of its prompt.
+        # Only a request without a drawn token needs them.
+        replays, self.enable_return_routed_experts = self.enable_return_routed_experts, False
+        super()._update_after_schedule(scheduler_output)
+        self.enable_return_routed_experts = replays
+        for name in scheduler_output.num_scheduled_tokens if replays else ():
+            if not self.requests[name].num_output_tokens:
+                blocks = self.kv_cache_manager.get_blocks(name).get_block_ids()
+                self._re_block_ids[name] = blocks[self.routed_experts_mgr.attn_gid]
+
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         for batch in outputs.values():

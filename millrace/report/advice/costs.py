@@ -63,7 +63,7 @@ def keep_kv_caches(flow: Throughput) -> Advice | None:
         return None
     overrides = ("mode=async_swap", _same_staleness(flow))
     text = (
-        f"Engines read {again:.2g} tokens again for each token that they draw, because syncs "
+        f"Engines read {again:.1f} tokens again for each token that they draw, because syncs "
         f"interrupt responses. {' '.join(overrides)} keeps their KV caches"
     )
     return Advice(text, overrides)

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millrace.errors import bad_value
 from millrace.models.mixtures import MODEL_TYPES, experts_of
 from millrace.train.balance import Sequences, balance_loss, sequences_of, with_loss
 from millrace.train.packing import MicroBatch
-from millrace.train.routing import Routed, counts, room
+from millrace.train.routing import Routed, RouterSums, counts, replayed, room
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -44,7 +43,7 @@ class Routers:
         """The weight of the balance loss of one sequence, in passes with gradients."""
         self._chosen: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
-        self._sums: Tensor | None = None
+        self._sums = RouterSums(self.layers, self.experts)
         if not self.found:
             return
         self.k: int = config.num_experts_per_tok
@@ -61,15 +60,7 @@ class Routers:
         share = batch.layout.share
         self._experts, self._chosen = None, {}
         if batch.experts is not None and self.found:
-            found, wanted = batch.experts.shape[1], self.layers * self.k
-            if found != wanted:
-                raise bad_value(
-                    "model.path",
-                    f"{self.layers} layers, {self.k} experts for each token",
-                    f"the tokens of the batch have {found} experts in all layers, not {wanted}",
-                    "the model that drew them",
-                )
-            self._experts = share.part(batch.experts).view(-1, self.layers, self.k)
+            self._experts = replayed(share.part(batch.experts), self.layers, self.k)
         trains = torch.is_grad_enabled()
         self._select = share.selected(batch.select)[0] if trains else None
         balances = trains and self.found and self.balance > 0
@@ -105,16 +96,11 @@ class Routers:
     def take(self) -> Tensor:
         """Return the sums [layers, experts + 4] float64 since the last call, and forget them."""
         self._fold()
-        sums, self._sums = self._sums, None
-        empty = torch.zeros(self.layers, self.experts + 4, dtype=torch.float64)
-        return empty if sums is None else sums
+        return self._sums.take()
 
     def _fold(self) -> None:
-        if self._counted:
-            none = torch.zeros_like(next(iter(self._counted.values())))
-            new = torch.stack([self._counted.get(i, none) for i in range(self.layers)])
-            self._sums = new if self._sums is None else self._sums + new
-            self._counted = {}
+        self._sums.add(self._counted)
+        self._counted = {}
 
 
 # A compiled layer calls this function without compiling it: a pass has its own tensors.

@@ -15,7 +15,7 @@ from millrace.models.mixtures import experts_of
 from millrace.train.balance import Sequences, balance_loss, sequences_of, with_loss
 from millrace.train.megatron.shape import Shape
 from millrace.train.packing import MicroBatch
-from millrace.train.routing import Routed, counts, room
+from millrace.train.routing import Routed, RouterSums, counts, replayed, room
 
 TopK = tuple[Tensor, Tensor]
 
@@ -95,7 +95,7 @@ class Routers:
         """What gets the experts of all tokens of the rows, if a pass is recorded."""
         self.balance = 0.0
         """The weight of the balance loss of one sequence, in passes that count."""
-        self._sums: Tensor | None = None
+        self._sums = RouterSums(self.layers, self.experts) if self.experts else None
         for layer in decoder.layers if self.experts else ():
             own = layer.mlp.router
             own.router_replay = Router(layer.layer_number - 1, own.config.moe_router_pre_softmax)
@@ -115,7 +115,7 @@ class Routers:
             # Padding needs k different experts: the dispatcher sends each token k times.
             experts = torch.arange(self.k, device=device).repeat(tokens, self.layers, 1)
             if batch.cells is not None:
-                own = batch.experts.view(-1, self.layers, self.k)[first : first + tokens]
+                own = replayed(batch.experts, self.layers, self.k)[first : first + tokens]
                 experts[: len(own)] = own
         select = sequences = None
         if self.counts:
@@ -126,12 +126,9 @@ class Routers:
 
     def end(self, batch: MicroBatch, routing: Routing | None) -> None:
         """Keep what a forward pass over a micro-batch chose."""
-        if routing is None:
+        if routing is None or self._sums is None:
             return
-        if routing.counted:
-            none = torch.zeros_like(next(iter(routing.counted.values())))
-            new = torch.stack([routing.counted.get(i, none) for i in range(self.layers)])
-            self._sums = new if self._sums is None else self._sums + new
+        self._sums.add(routing.counted)
         if self.record is not None and batch.cells is not None:
             token, position = batch.cells
             for layer, chosen in routing.chosen.items():
@@ -144,7 +141,4 @@ class Routers:
 
     def take(self) -> Tensor | None:
         """Return the sums that `router_metrics` reads, since the last call. None without experts."""
-        sums, self._sums = self._sums, None
-        if sums is None and self.experts:
-            return torch.zeros(self.layers, self.experts + 4, dtype=torch.float64)
-        return sums
+        return self._sums.take() if self._sums is not None else None
