@@ -66,6 +66,10 @@ class CheckpointError(MillraceError):
     """A checkpoint cannot be written or read."""
 
 
+class DiskError(CheckpointError):
+    """The disk refuses to write. A run goes on until its last checkpoint."""
+
+
 INSTALL = {
     "aiohttp": "pip install 'aiohttp>=3.14'",
     "duckdb": "pip install 'duckdb>=1.1'",

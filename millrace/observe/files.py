@@ -33,6 +33,39 @@ def drop_unfinished_line(path: Path) -> None:
             file.truncate(len(whole))
 
 
+class Appender:
+    """A file of lines that only grows. Lines wait in memory while the disk refuses them."""
+
+    def __init__(self, path: Path, *, durable: bool) -> None:
+        """`durable` lines are on the disk at the return of `add`, not only in its cache."""
+        self._path, self._durable = path, durable
+        self._size = path.stat().st_size if path.is_file() else 0
+        """The bytes of whole lines. A refused write may leave a part behind."""
+        self._waiting = b""
+        self._torn = False
+
+    def add(self, lines: bytes) -> None:
+        """Write the lines, after those that wait. Raises OSError if they must wait, too."""
+        self._waiting += lines
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Write the lines that wait, if any. Raises OSError if they must wait longer."""
+        if not self._waiting:
+            return
+        if self._torn:
+            with self._path.open("r+b") as file:
+                file.truncate(self._size)
+        self._torn = True
+        with self._path.open("ab") as file:
+            file.write(self._waiting)
+            file.flush()
+            if self._durable:
+                os.fsync(file.fileno())
+        self._size += len(self._waiting)
+        self._waiting, self._torn = b"", False
+
+
 def lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their ends. A line that is too long ends the file.
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from millrace.observe.files import Appender
 from millrace.observe.files import lines as lines_of
 
 
 class Sink(Protocol):
-    def write(self, version: int, row: dict[str, float]) -> None: ...
+    def write(self, version: int, row: dict[str, float]) -> None:
+        """Write a row. Raises OSError if the disk refuses it. The next call tries again."""
 
     def close(self, complete: bool = True) -> None:
         """End the sink. `complete` says whether the run is at its end."""
@@ -33,15 +35,14 @@ class JsonLines:
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(f"{line}\n" for line in rows))
             temporary.replace(path)
-        self._file = path.open("a")
+        self._file = Appender(path, durable=False)
 
     def write(self, version: int, row: dict[str, float]) -> None:
         clean = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self._file.write(json.dumps({"version": version, **clean}) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps({"version": version, **clean}).encode() + b"\n")
 
     def close(self, complete: bool = True) -> None:
-        self._file.close()
+        self._file.catch_up()
 
 
 def _version_of(line: str | bytes) -> float:

@@ -1,13 +1,13 @@
 """RUN/history.jsonl: the samples of each version, over all attempts at a run, and their audit.
 
 Each attempt has one line for its start, one for each version and one for its end. Each line is on
-disk before the next step begins. An attempt that starts at version v supersedes the lines of
+disk before the next step begins, unless the disk is full: it then waits in memory, and no
+checkpoint is completed before it is written. An attempt that starts at version v supersedes the lines of
 earlier attempts after v. The remaining lines are the surviving history.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from millrace.errors import CheckpointError
-from millrace.observe.files import drop_unfinished_line
+from millrace.observe.files import Appender, drop_unfinished_line
 from millrace.observe.files import lines as lines_of
 from millrace.pipeline.ownership import disk_errors
 from millrace.schedule.ledger import Totals
@@ -61,14 +61,21 @@ class History:
         with disk_errors(self._path):
             mend(run_dir)
             lines = read(run_dir)
+            self._file = Appender(self._path, durable=True)
         self.attempt = max((line.attempt for line in lines), default=0) + 1
         self._append("start", totals, [])
 
     def version(self, totals: Totals, trained: list[int]) -> None:
+        """Write a version. Raises DiskError if its line must wait. A later one tries again."""
         self._append("version", totals, trained)
 
     def end(self, totals: Totals, complete: bool) -> None:
         self._append("end", totals, [], complete)
+
+    def catch_up(self) -> None:
+        """Write the lines that wait. Raises DiskError. A checkpoint is never newer than they are."""
+        with disk_errors(self._path):
+            self._file.catch_up()
 
     def _append(self, event: str, now: Totals, trained: list[int], complete: bool = False) -> None:
         line = Line(
@@ -82,10 +89,8 @@ class History:
             complete,
             now.retired,
         )
-        with disk_errors(self._path), self._path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with disk_errors(self._path):
+            self._file.add(msgspec.json.encode(line) + b"\n")
 
 
 def read(run_dir: Path) -> list[Line]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from millrace.errors import CheckpointError, ConfigError, bad_value
+from millrace.errors import ConfigError, DiskError, bad_value
 
 MARKER = ".millrace-run"
 _TEXT = "millrace made this folder. It may overwrite and delete what a run writes here.\n"
@@ -57,14 +57,14 @@ def unwritable(folder: Path, error: OSError, key: str = "trainer.run_dir") -> Co
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Let a disk that refuses something in the body raise a CheckpointError, which names the file.
+    """Let a disk that refuses something in the body raise a DiskError, which names the file.
 
     The newest whole checkpoint stays as it is.
     """
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
+        raise DiskError(
             f"{error.filename or path}: {error.strerror or error}. "
             "Fix: a disk with free space that works, then trainer.resume=auto"
         ) from error

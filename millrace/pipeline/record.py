@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from millrace.errors import DeadlineError
+from millrace.errors import DeadlineError, DiskError
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.checkpoint import Checkpoints
+from millrace.pipeline.disk_alarm import DiskAlarm
 from millrace.pipeline.history import History
 from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import StepReport, TrainEngine
@@ -69,9 +70,11 @@ class RunRecord:
         self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
         self._write_s: list[float] = []
+        self._disk = DiskAlarm(progress, watch)
 
     def published(self, trained: list[int], totals: Totals) -> None:
-        self._history.version(totals, trained)
+        with self._disk.of("history.jsonl"):
+            self._history.version(totals, trained)
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
         scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]
@@ -86,6 +89,8 @@ class RunRecord:
         row = row | self._counts.add(row) | self._figures()
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
+        if self._disk.checkpoints:
+            row = row | {"checkpoint/refused": self._disk.checkpoints}
         if self._guard is not None:
             self._guard.check(version, row)
             row = row | self._guard.as_metrics()
@@ -96,23 +101,32 @@ class RunRecord:
                 self._progress.note(f"alarm over at version {version}: {alarm.name}")
                 self._watch.at("run", "alarm_ended", alarm.name)
         self._watch.at("run", "row", str(version), row=row)
-        for sink in self._sinks:
-            sink.write(version, row)
+        self._write(version, row)
         self._progress.row(version, row)
+
+    def _write(self, version: PolicyVersion, row: dict[str, float]) -> None:
+        for sink in self._sinks:
+            with self._disk.of(type(sink).__name__):
+                sink.write(version, row)
 
     def checkpoint_due(self, version: PolicyVersion) -> bool:
         return bool(self._save_freq) and version % self._save_freq == 0
 
     async def checkpoint(self, snapshot: LedgerSnapshot, *, last: bool = False) -> None:
+        """Save a checkpoint. If the disk refuses it, the run goes on unless it is the last one."""
         await self.checkpointed()  # One at a time.
         if self._saved == snapshot.version and not snapshot.slots:
             return
         start, staged = asyncio.get_running_loop().time(), self._async_save and not last
         counts = self._counts.counts | self._tokens(snapshot)
-        await self._checkpoints.begin(snapshot, self._engine, staged=staged)
+        try:
+            await self._checkpoints.begin(snapshot, self._engine, staged=staged)
+        except DiskError as error:
+            self._refuse(error, last)
+            return
         self._saved = snapshot.version
         self._saving = self._tasks.create_task(
-            self._finish(snapshot, counts, start), name="checkpoint"
+            self._finish(snapshot, counts, start, last), name="checkpoint"
         )
         if not staged:
             await self.checkpointed()
@@ -123,12 +137,20 @@ class RunRecord:
             await asyncio.wait([self._saving])  # The task group raises a failure.
             self._saving = None
 
+    def _refuse(self, error: DiskError, last: bool) -> None:
+        if last:
+            raise error
+        self._saved = None
+        self._disk.checkpoints += 1
+        self._disk.refused("a checkpoint", error)
+
     async def _finish(
-        self, snapshot: LedgerSnapshot, counts: dict[str, float], start: float
+        self, snapshot: LedgerSnapshot, counts: dict[str, float], start: float, last: bool
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
                 with self._watch.span("checkpoint", "write", str(snapshot.version)) as facts:
+                    self._history.catch_up()
                     folder = await self._checkpoints.finish(snapshot, self._engine, counts)
                     facts["folder"] = folder.name
         except TimeoutError as error:
@@ -139,6 +161,10 @@ class RunRecord:
                 f"{snapshot.version} to be written"
             )
             raise DeadlineError(f"{waited}. Limit: trainer.wait_deadline_s") from error
+        except DiskError as error:
+            self._refuse(error, last)
+            return
+        self._disk.taken("a checkpoint")
         self._write_s.append(asyncio.get_running_loop().time() - start)
 
     def validate(self, version: PolicyVersion) -> None:
@@ -190,6 +216,5 @@ class RunRecord:
         self.last = result
         if version == 0:
             self.first = result
-        for sink in self._sinks:
-            sink.write(version, result.values)
+        self._write(version, result.values)
         self._progress.validated(version, result.values)

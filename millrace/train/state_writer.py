@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
 
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, DiskError
 from millrace.sync.background import Background
 from millrace.train.chunks import Chunks
 
@@ -33,7 +33,7 @@ class StateWriter:
     def write(self, state: dict[str, Any], folder: str) -> None:
         """Write `state` to `folder`. The state must not change before this returns.
 
-        Raises CheckpointError, with the causes, if a rank fails.
+        Raises CheckpointError, with the causes, if a rank fails: DiskError if a disk refused.
         """
         self._prepare()
         self._write(state, folder)
@@ -70,7 +70,13 @@ class StateWriter:
             causes = "; ".join(
                 f"rank {rank}: {_text_of(e)}" for rank, (e, _) in sorted(error.failures.items())
             )
-            raise CheckpointError(f"{folder} was not written: {causes}") from error
+            refused = all(_is_of_disk(e) for e, _ in error.failures.values())
+            kind = DiskError if refused else CheckpointError
+            raise kind(f"{folder} was not written: {causes}") from error
+
+
+def _is_of_disk(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, OSError) or _is_of_disk(error.__context__))
 
 
 def _text_of(error: BaseException) -> str:

@@ -6,6 +6,8 @@ These are rows, history, checkpoints and validations. Each happens when it is du
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from millrace.config import GuardConfig
-from millrace.errors import CheckpointError, DeadlineError
+from millrace.errors import CheckpointError, DeadlineError, DiskError
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
@@ -236,6 +238,60 @@ def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(
     assert [str(error) for error in caught.value.exceptions] == [
         "engine/x: no space left"
     ] and not after
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_goes_on_while_a_disk_refuses_checkpoints_but_not_without_the_last_one(
+    tmp_path: Path, async_save: bool
+) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            b = bench(tmp_path, tasks, async_save=async_save)
+            b.saves.error = DiskError("engine/x: no space left")
+            for version in (1, 2):
+                await b.record.checkpoint(snapshot(version))
+                await b.record.checkpointed()
+            assert [n for n in b.view.notes if "alarm" in n] == [
+                "alarm: the disk refuses a checkpoint. The run goes on, and tries again later. "
+                "engine/x: no space left"
+            ]
+            b.saves.error = None
+            await b.record.checkpoint(snapshot(2))  # the same version once more
+            await b.record.checkpointed()
+            assert b.view.notes[-1] == "alarm over: the disk takes a checkpoint again"
+            b.record.row(2, {})
+            assert b.rows.rows[-1][1]["checkpoint/refused"] == 2 and b.saves.whole == [2]
+            b.saves.error = DiskError("engine/x: no space left")
+            await b.record.checkpoint(snapshot(3), last=True)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(asyncio.wait_for(main(), 5))
+    assert isinstance(caught.value.exceptions[0], DiskError)
+
+
+def test_lines_that_a_full_disk_refuses_wait_and_none_is_written_twice(tmp_path: Path) -> None:
+    """No checkpoint is completed before them."""
+    path = tmp_path / "history.jsonl"
+    history = History(tmp_path, Totals(0, 0, 0, {}, []))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+        for version in (1, 2):
+            with pytest.raises(DiskError, match=r"history\.jsonl: File too large"):
+                history.version(Totals(version, 0, 0, {}, []), [version])
+        with pytest.raises(DiskError):
+            history.catch_up()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    history.catch_up()
+    history.end(Totals(2, 0, 0, {}, []), True)
+    assert [(line.event, line.version) for line in read(tmp_path)] == [
+        ("start", 0),
+        ("version", 1),
+        ("version", 2),
+        ("end", 2),
+    ]
 
 
 def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class Saves:
 
 class NoHistory:
     def version(self, totals: Totals, trained: list[int]) -> None: ...
+    def catch_up(self) -> None: ...
 
 
 class NoView:

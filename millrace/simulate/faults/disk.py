@@ -19,6 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from millrace.observe import files
 from millrace.pipeline import checkpoint, history, ownership
 
 
@@ -330,7 +331,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (checkpoint, "os", _OS),
     (checkpoint, "shutil", _SHUTIL),
     (ownership, "shutil", _SHUTIL),
-    (history, "os", _OS),
+    (files, "os", _OS),
     (history, "lines_of", _lines),
 )
 
