@@ -5,12 +5,14 @@ The audit finds samples that were lost or trained twice, also over crashes and a
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, DiskError
 from millrace.pipeline.history import History, Line, audit, read
 from millrace.schedule.ledger import Totals
 
@@ -236,3 +238,28 @@ def test_a_run_that_begins_with_anothers_checkpoint_owes_nothing_for_what_that_o
         0,
         0,
     )
+
+
+def test_lines_that_a_full_disk_refuses_wait_and_none_is_written_twice(tmp_path: Path) -> None:
+    """No checkpoint is completed before them."""
+    path = tmp_path / "history.jsonl"
+    history = History(tmp_path, Totals(0, 0, 0, {}, []))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+        for version in (1, 2):
+            with pytest.raises(DiskError, match=r"history\.jsonl: File too large"):
+                history.version(Totals(version, 0, 0, {}, []), [version])
+        with pytest.raises(DiskError):
+            history.catch_up()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    history.catch_up()
+    history.end(Totals(2, 0, 0, {}, []), True)
+    assert [(line.event, line.version) for line in read(tmp_path)] == [
+        ("start", 0),
+        ("version", 1),
+        ("version", 2),
+        ("end", 2),
+    ]

@@ -6,8 +6,6 @@ These are rows, history, checkpoints and validations. Each happens when it is du
 from __future__ import annotations
 
 import asyncio
-import resource
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -267,31 +265,6 @@ def test_a_run_goes_on_while_a_disk_refuses_checkpoints_but_not_without_the_last
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(asyncio.wait_for(main(), 5))
     assert isinstance(caught.value.exceptions[0], DiskError)
-
-
-def test_lines_that_a_full_disk_refuses_wait_and_none_is_written_twice(tmp_path: Path) -> None:
-    """No checkpoint is completed before them."""
-    path = tmp_path / "history.jsonl"
-    history = History(tmp_path, Totals(0, 0, 0, {}, []))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
-        for version in (1, 2):
-            with pytest.raises(DiskError, match=r"history\.jsonl: File too large"):
-                history.version(Totals(version, 0, 0, {}, []), [version])
-        with pytest.raises(DiskError):
-            history.catch_up()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    history.catch_up()
-    history.end(Totals(2, 0, 0, {}, []), True)
-    assert [(line.event, line.version) for line in read(tmp_path)] == [
-        ("start", 0),
-        ("version", 1),
-        ("version", 2),
-        ("end", 2),
-    ]
 
 
 def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path: Path) -> None:
