@@ -19,7 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from millrace.pipeline import checkpoint, history, ownership
+from millrace.pipeline import checkpoint, history, journal_file, ownership
 
 
 class Died(BaseException):
@@ -331,6 +331,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (checkpoint, "shutil", _SHUTIL),
     (ownership, "shutil", _SHUTIL),
     (history, "os", _OS),
+    (journal_file, "os", _OS),
     (history, "lines_of", _lines),
 )
 
