@@ -51,6 +51,8 @@ class Past:
     published: dict[int, Published] = field(default_factory=dict)
     valid: PolicyVersion = 0
     """The last version whose tokens may be used."""
+    same: bool = True
+    """Whether the settings are those of the earlier attempt."""
     lost: int = 0
     """Known tokens that must be drawn again."""
     started: set[int] = field(default_factory=set)
@@ -90,6 +92,7 @@ class Past:
         for i in [*self.finished, *self.progress, *self.dropped]:
             if i < admitted and i not in waiting:
                 self.forget(i)
+        self.same = same
         if not same:
             self.steps, self.published, self.dropped = {}, {}, {}
         ready = {*ledger.ids(State.READY)}
@@ -134,7 +137,9 @@ class Past:
             return None
         versions = [s.version for t in trajectories for s in t.segments if s.tokens]
         planned = any(sample_id in ids for ids in self.steps.values())
-        too_old = not planned and any(0 <= v < slot.version for v in versions)
+        # With equal settings it is trained after as many samples as before the restart, so the
+        # bound on its lag holds.
+        too_old = not self.same and any(0 <= v < slot.version for v in versions)
         if prompt != checksum(slot.prompt.tokens) or too_old:
             self.lost += _tokens(trajectories)
             self.forget(sample_id)
@@ -145,7 +150,8 @@ class Past:
         if done is None:
             return Recalled(newest, progress=trajectories)
         n = len(done.trajectories)
-        sample = Sample(slot.prompt, trajectories[:n], slot.version, done.greedy)
+        oldest = min((slot.version, *(v for v in versions if v >= 0)))
+        sample = Sample(slot.prompt, trajectories[:n], oldest, done.greedy)
         return Recalled(newest, sample)
 
     def until(self, known: Recalled, live: PolicyVersion) -> Recalled:
