@@ -23,7 +23,7 @@ from millrace.pipeline.journal_file import (
     Finished,
     Header,
     Progress,
-    Published,
+    Sealed,
     Step,
     checksum,
 )
@@ -87,8 +87,6 @@ class Journal(NoJournal):
         self._save_freq, self._note, self._synced = save_freq, note, synced
         self._path = journal_file.path_of(folder, header.attempt, header.version)
         self._batch = Batch()
-        self._sealed = ledger.local_steps
-        """The count of local steps when the last version was sealed."""
         self._running: dict[int, tuple[Prompt, tuple[Trajectory, ...]]] = {}
         """Running samples with progress that is not written."""
         self._last: dict[int, tuple[Trajectory, ...]] = {}
@@ -105,16 +103,16 @@ class Journal(NoJournal):
     # -- facts, on the event loop
 
     def moved(self, moves: Iterable[Move]) -> None:
-        ledger, batch, trained, retired = self._ledger, self._batch, [], []
+        ledger, batch, trained, sealed, live = self._ledger, self._batch, [], [], False
         for sample_id, to, reason in moves:
             if to == State.WAITING:
                 batch.admitted.append((sample_id, ledger.version))
             elif to == State.SEALED:
-                self._sealed = ledger.local_steps
+                sealed.append(sample_id)
             elif to == State.TRAINED:
                 trained.append(sample_id)
             elif to == "retired":
-                retired.append(sample_id)
+                live = True
             elif to == "dropped":
                 batch.dropped.append((sample_id, reason))
                 self.past.forget(sample_id)
@@ -122,21 +120,21 @@ class Journal(NoJournal):
         if trained:
             batch.steps.append(Step(ledger.local_steps, trained))
             self.past.trained(ledger.local_steps)
-        if retired:
-            self._published(retired)
+        if sealed:
+            self._seal(sealed)
+        if live and ledger.version % self._save_freq == 0:
+            self._close_file(ledger.version)
         self._some.set()
 
-    def _published(self, ids: list[int]) -> None:
-        version = self._ledger.version
+    def _seal(self, ids: list[int]) -> None:
+        version = self._ledger.version + 1
         if not self.past.made(version, ids):
             self._ledger.follow(())
             self._note(
                 f"version {version} has other samples than before the restart: "
                 f"{self.past.lost} tokens of later versions are drawn again"
             )
-        self._batch.published.append(Published(version, self._sealed, ids))
-        if version % self._save_freq == 0:
-            self._close_file(version)
+        self._batch.sealed.append(Sealed(version, self._ledger.local_steps, ids))
 
     def progressed(
         self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]

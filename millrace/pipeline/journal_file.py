@@ -67,8 +67,8 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     ids: list[int]
 
 
-class Published(msgspec.Struct, array_like=True, frozen=True):
-    """The samples that made a version, which is live."""
+class Sealed(msgspec.Struct, array_like=True, frozen=True):
+    """The samples that make a version, in the order of training."""
 
     version: PolicyVersion
     steps: int
@@ -84,7 +84,7 @@ class Batch(msgspec.Struct, array_like=True):
     finished: list[Finished] = []
     dropped: list[tuple[int, str]] = []
     steps: list[Step] = []
-    published: list[Published] = []
+    sealed: list[Sealed] = []
 
 
 class Part(NamedTuple):

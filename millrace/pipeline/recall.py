@@ -16,7 +16,7 @@ from millrace.pipeline.journal_file import (
     Batch,
     Finished,
     Progress,
-    Published,
+    Sealed,
     Step,
     checksum,
 )
@@ -48,7 +48,7 @@ class Past:
     progress: dict[int, dict[int, Trajectory]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
     steps: dict[int, list[int]] = field(default_factory=dict)
-    published: dict[int, Published] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
     valid: PolicyVersion = 0
     """The last version whose tokens may be used."""
     same: bool = True
@@ -65,12 +65,12 @@ class Past:
     def add(self, batch: Batch) -> None:
         """Add the next facts."""
         self.started.update(i for i, _ in batch.admitted)
-        for published in batch.published:
-            before = self.published.get(published.version)
-            if before is not None and before.ids != published.ids:
-                self._cut(published.version - 1)
-                self._forget_steps(published.steps + 1)
-            self.published[published.version] = published
+        for sealed in batch.sealed:
+            before = self.sealed.get(sealed.version)
+            if before is not None and before.ids != sealed.ids:
+                self._cut(sealed.version - 1)
+                self._forget_steps(sealed.steps + 1)
+            self.sealed[sealed.version] = sealed
         for step in batch.steps:
             if self.steps.get(step.number, step.ids) != step.ids:
                 self._forget_steps(step.number)
@@ -94,12 +94,12 @@ class Past:
                 self.forget(i)
         self.same = same
         if not same:
-            self.steps, self.published, self.dropped = {}, {}, {}
+            self.steps, self.sealed, self.dropped = {}, {}, {}
         ready = {*ledger.ids(State.READY)}
         while True:
             self.steps = self._followable(ledger.local_steps + 1, ready)
             last, version = ledger.local_steps + len(self.steps), ledger.version
-            while (known := self.published.get(version + 1)) and known.steps <= last:
+            while (known := self.sealed.get(version + 1)) and known.steps <= last:
                 version += 1
             self._cut(version)
             if self._followable(ledger.local_steps + 1, ready) == self.steps:
@@ -177,8 +177,8 @@ class Past:
         self.steps.pop(number, None)
 
     def made(self, version: PolicyVersion, ids: list[int]) -> bool:
-        """Note the samples of a version that is live. Return whether the rest stays valid."""
-        known = self.published.pop(version, None)
+        """Note the samples of a sealed version. Return whether the rest stays valid."""
+        known = self.sealed.pop(version, None)
         if known is None or known.ids == ids:
             return True
         self.void(version - 1)
@@ -187,7 +187,7 @@ class Past:
     def void(self, version: PolicyVersion) -> None:
         """Use no token of versions after `version`, and no order of training."""
         self.steps.clear()
-        self.published.clear()
+        self.sealed.clear()
         self._cut(version)
 
     def batches(self) -> Iterable[Batch]:
@@ -198,7 +198,7 @@ class Past:
         for i, some in [*self.progress.items()]:
             yield Batch(progress=[Progress(i, self.prompts[i], dict(some))])
         steps = [Step(number, ids) for number, ids in sorted(self.steps.items())]
-        yield Batch(steps=steps, published=[p for _, p in sorted(self.published.items())])
+        yield Batch(steps=steps, sealed=[p for _, p in sorted(self.sealed.items())])
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.progress or self.dropped or self.steps)
@@ -212,7 +212,7 @@ class Past:
         """Forget the tokens of versions after `version`."""
         before = self.tokens
         self.valid = version
-        self.published = {v: p for v, p in self.published.items() if v <= version}
+        self.sealed = {v: p for v, p in self.sealed.items() if v <= version}
         for i, done in [*self.finished.items()]:
             if any(_newer(t, version) for t in _all(done)):
                 del self.finished[i]

@@ -161,9 +161,7 @@ class Rollouter:
             self._change_live(self.roller.num_responses)
         return Recalled(progress=slot.progress)
 
-    def _record(
-        self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
-    ) -> None:
+    def _record(self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         """Record progress for a restart."""
         resumable = self._resumable(trajectories)
         self.queue.ledger.record(sample_id, resumable)

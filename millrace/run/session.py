@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
 from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
-from millrace.run import resume_checks
 from millrace.run.agents import open_agent
+from millrace.run.digests import digests
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
@@ -58,18 +59,27 @@ class Session:
         trained = trained_by(self.run.resume_from)
         return self.config.derived(len(self.problems.train), trained)
 
-    def journal(
-        self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None] = lambda batch: None
-    ) -> NoJournal:
-        """Return the journal of an attempt. `ledger` follows what earlier attempts left.
+    @asynccontextmanager
+    async def journal(
+        self,
+        ledger: Ledger,
+        attempt: int,
+        tasks: asyncio.TaskGroup,
+        synced: Callable[[Batch], None] = lambda batch: None,
+    ) -> AsyncIterator[NoJournal]:
+        """Keep the journal of an attempt. `ledger` follows what earlier attempts left."""
+        journal = await asyncio.to_thread(self._journal, ledger, attempt, synced)
+        writer = tasks.create_task(journal.run(), name="journal")
+        yield journal
+        writer.cancel()
 
-        Without checkpoints, a journal would grow for ever. Such a run has none.
-        """
+    def _journal(self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]) -> NoJournal:
+        """Return the journal. Without checkpoints it would grow for ever, so there is none."""
         trainer, folder = self.config.trainer, self.run.path / "journal"
         if not (trainer.journal and trainer.save_freq):
             journal.remove(folder, 0, before=attempt)
             return NoJournal()
-        samples, training = resume_checks.digests(self.config.model_dump(mode="json"))
+        samples, training = digests(self.config.model_dump(mode="json"))
         header = Header(FORMAT, attempt, ledger.version, samples, training)
         return journal.resume(
             folder,

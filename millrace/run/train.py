@@ -168,12 +168,9 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 tokens=recorder.counts,
                 watch=recorder.watch,
             )
-            journal = await asyncio.to_thread(s.journal, ledger, history.attempt)
-            writer = tasks.create_task(journal.run(), name="journal")
-            complete, seconds = await train_to_end(
-                s, engines, ledger, stop, record, validated, journal
-            )
-            writer.cancel()
+            async with s.journal(ledger, history.attempt, tasks) as kept:
+                ends = train_to_end(s, engines, ledger, stop, record, validated, kept)
+                complete, seconds = await ends
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:

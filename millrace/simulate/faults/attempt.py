@@ -176,10 +176,8 @@ class Attempt:
                 tasks=tasks,
                 watch=watch,
             )
-            journal = await asyncio.to_thread(s.journal, ledger, history.attempt, self._synced)
-            writer = tasks.create_task(journal.run(), name="journal")
-            complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {}, journal)
-            writer.cancel()
+            async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
+                complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
         history.end(ledger.totals(), complete)
         self._check(lambda: self._after(s, ledger, record, complete))
         return complete

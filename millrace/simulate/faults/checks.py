@@ -188,10 +188,19 @@ class Checks:
         elif event.name == "retired":
             self._true("I1", i in self._live, f"sample {i} was retired without a slot")
             self._live.discard(i)
+        elif event.name == State.SEALED:
+            self._sealed(self._ledger.version + 1, self._ledger.ids(State.SEALED))
         elif event.name == State.RUNNING:
             self._running.add(i)
         elif event.name == State.READY and i in self._running:
             self._finished[self._ledger.version] += 1
+
+    def _sealed(self, version: int, ids: list[int]) -> None:
+        if self._made.setdefault(version, ids) != ids:
+            # Tokens of the version before the restart are of other weights.
+            self._made = {v: made for v, made in self._made.items() if v < version}
+            self._made[version] = ids
+            self._durable = {i: v for i, v in self._durable.items() if v < version}
 
     def _agree(self) -> None:
         """Compare the Ledger's slots with the samples that must have one."""
@@ -251,16 +260,11 @@ class Checks:
 
     def _publish(self, event: Event) -> None:
         version = event.facts["version"]
-        ids = event.facts["ids"]
-        if self._made.setdefault(version, ids) != ids:
-            # Tokens of the version before the restart are of other weights.
-            self._made = {v: made for v, made in self._made.items() if v < version}
-            self._made[version] = ids
-            self._durable = {i: v for i, v in self._durable.items() if v < version}
         follows = version == self._published + 1
         self._true("I2", follows, f"version {version} after {self._published}")
         self._published = version
         self._agree_on_slots()
+        ids = event.facts["ids"]
         if len(ids) < self._schedule.window and self._ledger.remaining():
             self.early_syncs += 1
 
