@@ -39,6 +39,15 @@ class Recalled:
     dropped: str = ""
     """The reason for which it was dropped."""
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that the policy drew for it."""
+        trajectories, sample = self.progress, self.sample
+        if sample is not None:
+            trajectories = sample.trajectories
+            trajectories += () if sample.greedy is None else (sample.greedy,)
+        return sum(t.num_policy_tokens + t.dead_tokens for t in trajectories)
+
 
 @dataclass
 class Past:

@@ -149,7 +149,9 @@ class Rollouter:
             if known.version <= ledger.version or (undrawn and drains):
                 if not undrawn:
                     self._change_live(-self.roller.num_responses)
-                return past.until(known, ledger.version)
+                known = past.until(known, ledger.version)
+                self.queue.watch.at("samples", "recalled", str(sample_id), tokens=known.tokens)
+                return known
             self._change_live(-self.roller.num_responses)
             await self.queue.wait(
                 "a sample of the journal",
