@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from millrace.pipeline import journal_file
@@ -38,8 +38,8 @@ PROGRESS_S = 2.0
 """The least seconds between two records of running samples."""
 PROGRESS_RATE = 8_000_000
 """The most bytes of running samples for each second, on average."""
-_CARRY = 1 << 22
-"""The bytes after which facts of an earlier attempt are written."""
+_SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN})
+"""Moves that need no fact. A finished sample has its own."""
 
 
 class NoJournal:
@@ -48,7 +48,7 @@ class NoJournal:
     def __init__(self) -> None:
         self.past = Past()
 
-    def moved(self, moves: Iterable[Move]) -> None:
+    def moved(self, moves: Sequence[Move]) -> None:
         """Note moves of the ledger."""
 
     def progressed(
@@ -93,6 +93,8 @@ class Journal(NoJournal):
         """The progress of running samples that is written."""
         self._next_progress = 0.0
         self._some = asyncio.Event()
+        self._awake = False
+        """Whether `_some` is set, which takes longer to ask."""
         self._queue: deque[tuple[Path, Header, Batch]] = deque()
         """Batches on their way to the disk."""
         self._broken: Path | None = None
@@ -102,8 +104,11 @@ class Journal(NoJournal):
 
     # -- facts, on the event loop
 
-    def moved(self, moves: Iterable[Move]) -> None:
-        ledger, batch, trained, sealed, live = self._ledger, self._batch, [], [], False
+    def moved(self, moves: Sequence[Move]) -> None:
+        if not moves or (moves[0].to in _SILENT and moves[-1].to in _SILENT):
+            return
+        ledger, batch = self._ledger, self._batch
+        trained, sealed, live = list[int](), list[int](), False
         for sample_id, to, reason in moves:
             if to == State.WAITING:
                 batch.admitted.append((sample_id, ledger.version))
@@ -124,7 +129,8 @@ class Journal(NoJournal):
             self._seal(sealed)
         if live and ledger.version % self._save_freq == 0:
             self._close_file(ledger.version)
-        self._some.set()
+        if not self._awake:
+            self._wake()
 
     def _seal(self, ids: list[int]) -> None:
         version = self._ledger.version + 1
@@ -140,7 +146,13 @@ class Journal(NoJournal):
         self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
     ) -> None:
         self._running[sample_id] = prompt, trajectories
-        self.past.progress.pop(sample_id, None)
+        if self.past.progress:
+            self.past.progress.pop(sample_id, None)
+        if not self._awake:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
         self._some.set()
 
     def finished(self, sample_id: int, sample: Sample) -> None:
@@ -207,11 +219,12 @@ class Journal(NoJournal):
                 await self._some.wait()
                 await asyncio.sleep(GROUP_S)
                 self._some.clear()
+                self._awake = False
                 if self._running and clock() >= self._next_progress:
                     rest = 8 * self._take_progress() / PROGRESS_RATE
                     self._next_progress = clock() + max(PROGRESS_S, rest)
                 elif self._running:
-                    asyncio.get_running_loop().call_at(self._next_progress, self._some.set)
+                    asyncio.get_running_loop().call_at(self._next_progress, self._wake)
                 self._enqueue()
                 self._report(await asyncio.to_thread(self._write))
         finally:
@@ -254,14 +267,12 @@ class Journal(NoJournal):
 
 def write(path: Path, header: Header, batches: Iterable[Batch]) -> int:
     """Append batches to a file, which begins with the header. Return the number of bytes."""
-    parts = [] if path.is_file() else [journal_file.framed(header)]
-    parts += [journal_file.framed(batch) for batch in batches]
-    data = b"".join(parts)
+    new = not path.is_file()
     if not path.parent.is_dir():
         path.parent.mkdir()
         journal_file.sync(path.parent.parent)
-    journal_file.append(path, data)
-    return len(data)
+    records = (*([header] if new else []), *batches)
+    return journal_file.append(path, records)
 
 
 def resume(

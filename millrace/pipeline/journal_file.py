@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,12 +101,12 @@ def checksum(tokens: object) -> int:
     return zlib.crc32(tokens)  # type: ignore[arg-type]
 
 
-def framed(record: Header | Batch) -> bytes:
-    """Return the bytes of one record."""
+def framed(record: Header | Batch) -> tuple[bytes, bytes]:
+    """Return the head and the payload of one record."""
     payload = codec.pack(record)
     start = _MARK, len(payload), zlib.crc32(payload)
     head = zlib.crc32(_HEAD.pack(*start, 0))
-    return _HEAD.pack(*start, head) + payload
+    return _HEAD.pack(*start, head), payload
 
 
 def path_of(folder: Path, attempt: int, version: PolicyVersion) -> Path:
@@ -139,15 +139,17 @@ def files_from(folder: Path, version: PolicyVersion) -> list[Path]:
     return chain[max(0, start - 1) :]
 
 
-def append(path: Path, data: bytes) -> None:
-    """Append to a file, and sync it. A new file's name is durable too."""
-    new = not path.is_file()
+def append(path: Path, records: Iterable[Header | Batch]) -> int:
+    """Append to a file, and sync it. A new file's name is durable too. Return the bytes."""
+    new, size = not path.is_file(), 0
     with path.open("ab") as file:
-        file.write(data)
+        for record in records:
+            size += sum(map(file.write, framed(record)))
         file.flush()
         os.fsync(file.fileno())
     if new:
         sync(path.parent)
+    return size
 
 
 def sync(folder: Path) -> None:
