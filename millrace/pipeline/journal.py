@@ -151,16 +151,18 @@ class Journal(NoJournal):
         if not self._awake:
             self._wake()
 
-    def _wake(self) -> None:
-        self._awake = True
-        self._some.set()
-
     def finished(self, sample_id: int, sample: Sample) -> None:
         self._end(sample_id)
         if not self.past.forget(sample_id):  # Else it is in this file already.
             crc = checksum(sample.prompt.tokens)
             one = Finished(sample_id, crc, sample.trajectories, sample.greedy)
             self._batch.finished.append(one)
+            if not self._awake:
+                self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
+        self._some.set()
 
     def _end(self, sample_id: int) -> None:
         self._running.pop(sample_id, None)
@@ -271,8 +273,8 @@ def write(path: Path, header: Header, batches: Iterable[Batch]) -> int:
     if not path.parent.is_dir():
         path.parent.mkdir()
         journal_file.sync(path.parent.parent)
-    records = (*([header] if new else []), *batches)
-    return journal_file.append(path, records)
+    head: list[Header | Batch] = [header] if new else []
+    return journal_file.append(path, [*head, *batches])
 
 
 def resume(

@@ -184,7 +184,7 @@ def read(path: Path) -> Part:
 FIX = "Fix: remove this file, or resume without the journal with trainer.journal=false"
 
 
-def _header(path: Path, payload: bytes) -> Header:
+def _header(path: Path, payload: memoryview) -> Header:
     found = msgspec.msgpack.decode(payload)
     number = found.get("format") if isinstance(found, dict) else None
     if number != FORMAT:

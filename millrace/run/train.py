@@ -169,8 +169,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 watch=recorder.watch,
             )
             async with s.journal(ledger, history.attempt, tasks) as kept:
-                ends = train_to_end(s, engines, ledger, stop, record, validated, kept)
-                complete, seconds = await ends
+                loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
+                complete, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
