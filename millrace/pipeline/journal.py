@@ -335,10 +335,10 @@ def _told(past: Past, ledger: Ledger, same: bool, damage: str) -> str:
     waiting |= {i for i in past.started if i >= ledger.admitted}
     unknown = sum(1 for i in waiting if i not in known)
     return (
-        f"resumed at version {ledger.version} + journal: {len(past.finished)} finished samples are "
-        f"used again, {len(past.progress)} continue at {past.running_tokens:,} tokens, "
+        f"resumed at version {ledger.version} + journal: {len(past.finished)} finished samples used "
+        f"again, {len(past.progress)} continued at {past.running_tokens:,} tokens, "
         f"{past.lost:,} known tokens are drawn again"
-        + (f", and {unknown} samples from their first token" if unknown else "")
+        + (f", and all tokens of {unknown} samples" if unknown else "")
         + ("" if same else ". Settings changed, so versions after the checkpoint are not used")
         + (f". {damage[0].upper()}{damage[1:]}" if damage else "")
     )

@@ -93,11 +93,7 @@ def test_what_is_written_is_read_and_a_cut_or_a_flip_never_adds_to_it(tmp_path: 
             path.write_bytes(whole[:place])
             part = journal_file.read(path)
             assert part.batches == batches[: len(part.batches)]
-            assert (
-                part.damage == ""
-                or f"last {len(whole[:place])}" in part.damage
-                or ("were torn by the crash" in part.damage)
-            )
+            assert not part.damage or "were torn by the crash" in part.damage
             flipped = bytearray(whole)
             flipped[place] ^= 1 << dice.randrange(8)
             path.write_bytes(flipped)
@@ -309,8 +305,8 @@ def test_a_resume_says_what_it_takes_and_moves_it_to_its_own_file(tmp_path: Path
     mine = Header(FORMAT, 2, 2, "samples", "training")
     kept = journal.resume(tmp_path, ledger, mine, save_freq=1, note=said)
     assert said == [
-        "resumed at version 2 + journal: 3 finished samples are used again, 1 continue at 4 "
-        "tokens, 0 known tokens are drawn again, and 1 samples from their first token. The "
+        "resumed at version 2 + journal: 3 finished samples used again, 1 continued at 4 tokens, "
+        "0 known tokens are drawn again, and all tokens of 1 samples. The "
         f"journal's last 8 bytes were torn by the crash ({path})"
     ]
     own = journal_file.read(journal_file.path_of(tmp_path, 2, 2))
