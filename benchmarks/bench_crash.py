@@ -50,7 +50,7 @@ class Kill:
     """The newest checkpoint at the kill."""
 
 
-BITS = ["trainer.deterministic=true", "mode=one_step_off", "sft.steps=50", "rollout.total_rollout_steps=2560",
+BITS = ["trainer.deterministic=true", "mode=one_step_off", "sft.steps=50", "rollout.total_rollout_steps=5120", "trainer.save_freq=10",
         "trainer.val_before_train=false", "data.val_files=['task:sort_digits?split=val&size=16']"]  # fmt: skip
 extra: list[str] = []
 """Further arguments of every run."""
@@ -138,7 +138,8 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
     attempts = len([line for line in lines(run_dir) if line["event"] == "start"])
     driver = start(run_dir, log)
     reach = PHASES.index(wanted)
-    delay = dice.uniform(0.0, {"start-up": 4.0, "warm-up": 8.0, "training": 6.0}[wanted])
+    most = 2.0 if extra else {"start-up": 4.0, "warm-up": 8.0, "training": 6.0}[wanted]
+    delay = dice.uniform(0.0, most)
     reached: float | None = None
     while driver.poll() is None:
         now = time.monotonic()

@@ -34,6 +34,8 @@ from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
 
 GROUP_S = 0.2
 """Seconds of facts that one write and one sync cover."""
+RECORD = 32
+"""The most finished samples of one record. It stays in the caches of a core."""
 PROGRESS_S = 2.0
 """The least seconds between two records of running samples."""
 PROGRESS_RATE = 8_000_000
@@ -157,6 +159,8 @@ class Journal(NoJournal):
             crc = checksum(sample.prompt.tokens)
             one = Finished(sample_id, crc, sample.trajectories, sample.greedy)
             self._batch.finished.append(one)
+            if len(self._batch.finished) >= RECORD:
+                self._enqueue()
             if not self._awake:
                 self._wake()
 
