@@ -23,7 +23,7 @@ import platform
 import pstats
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import psutil
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.observe.watched import WatchedReplica, WatchedReward
+from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -183,13 +184,16 @@ async def pipeline(
     n: int,
     watch: list[tuple[int, float]],
     events: Watch = UNWATCHED,
+    journal_of: Callable[[Ledger], NoJournal] = lambda ledger: NoJournal(),
 ) -> float:
     """Run to the end and return samples per second.
 
-    Appends (samples, MiB resident) to `watch`. `events` sees the run.
+    Appends (samples, MiB resident) to `watch`. `events` sees the run. `journal_of` makes its
+    journal.
     """
     ledger = Ledger(case.schedule, samples)
-    queue = SampleQueue(ledger, deadline_s=600, watch=events)
+    journal = journal_of(ledger)
+    queue = SampleQueue(ledger, deadline_s=600, watch=events, journal=journal)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
     reward: Any = InstantReward()
     replica: Any = rollouts
@@ -224,7 +228,10 @@ async def pipeline(
     )
     await trainer.begin()
     start = time.process_time()
-    await run_pipeline(rollouter, trainer)
+    async with asyncio.TaskGroup() as tasks:
+        writer = tasks.create_task(journal.run())
+        await run_pipeline(rollouter, trainer)
+        writer.cancel()
     seconds = time.process_time() - start
     assert ledger.done() and ledger.retired == samples
     return samples / seconds

@@ -5,6 +5,12 @@
 It runs `millrace train quickstart trainer.save_freq=5 trainer.resume=auto`. At a random moment of
 start-up, warm-up or training, kill -9 ends the driver and all its workers. Then it starts the run
 again in the same folder, until the run is complete.
+
+    python benchmarks/bench_crash.py --bits --kills 20
+
+With --bits the run is deterministic, and all kills come in training. At the end an uninterrupted
+run follows, and the final weights must be the same, bit for bit. What each resume took from the
+journal is printed.
 """
 
 from __future__ import annotations
@@ -44,7 +50,37 @@ class Kill:
     """The newest checkpoint at the kill."""
 
 
+BITS = ["trainer.deterministic=true", "mode=one_step_off", "sft.steps=50", "rollout.total_rollout_steps=5120", "trainer.save_freq=10",
+        "trainer.val_before_train=false", "data.val_files=['task:sort_digits?split=val&size=16']"]  # fmt: skip
+extra: list[str] = []
+"""Further arguments of every run."""
+
+
 def arguments(run_dir: Path) -> list[str]:
+    return [*_arguments(run_dir), *extra]
+
+
+def weights(run_dir: Path) -> bytes:
+    """Return the final weights of a run."""
+    folder, saved = (
+        run_dir.parent / f"{run_dir.name}-model",
+        run_dir / "checkpoints" / newest(run_dir),
+    )
+    subprocess.run(
+        [sys.executable, "-m", "millrace", "export", str(saved), str(folder)], cwd=ROOT, check=True
+    )
+    return (folder / "model.safetensors").read_bytes()
+
+
+def same_bits(run_dir: Path, log: Path) -> bool:
+    """Whether an uninterrupted run ends with the same weights."""
+    whole = run_dir.with_name("whole")
+    if start(whole, log).wait():
+        sys.exit(log.read_text(errors="replace"))
+    return weights(run_dir) == weights(whole)
+
+
+def _arguments(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "millrace", "train", "quickstart", "trainer.save_freq=5", "trainer.resume=auto",
             "trainer.val_before_train=false", "rollout.test_freq=0", f"trainer.run_dir={run_dir}", "--json"]  # fmt: skip
 
@@ -86,6 +122,13 @@ def phase_of(log: Path) -> str:
     )
 
 
+def tell(log: Path) -> None:
+    """Print what a resume took from the journal."""
+    for line in log.read_text(errors="replace").splitlines():
+        if "journal" in line:
+            print(line, file=sys.stderr)
+
+
 def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: Path) -> Kill | None:
     """Run one attempt and kill it in phase `wanted` or later.
 
@@ -95,7 +138,8 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
     attempts = len([line for line in lines(run_dir) if line["event"] == "start"])
     driver = start(run_dir, log)
     reach = PHASES.index(wanted)
-    delay = dice.uniform(0.0, {"start-up": 4.0, "warm-up": 8.0, "training": 6.0}[wanted])
+    most = 2.0 if extra else {"start-up": 4.0, "warm-up": 8.0, "training": 6.0}[wanted]
+    delay = dice.uniform(0.0, most)
     reached: float | None = None
     while driver.poll() is None:
         now = time.monotonic()
@@ -104,6 +148,7 @@ def attempt(number: int, wanted: str, dice: random.Random, run_dir: Path, log: P
         if reached is not None and now - reached >= delay:
             phase = phase_of(log)
             kill_tree(driver)
+            tell(log)
             events = lines(run_dir)
             version = 0 if saved == "none" else int(saved.rpartition("-")[2])
             started = len([line for line in events if line["event"] == "start"]) > attempts
@@ -153,7 +198,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--bits", action="store_true")
     options = parser.parse_args()
+    extra.extend(BITS if options.bits else [])
     dice = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     run_dir, log = folder / "run", folder / "output"
@@ -161,6 +208,7 @@ def main() -> None:
     # come at any time.
     early, late = ["start-up", "warm-up", "warm-up"], ["start-up", "training", "training"]
     plan = [early[i % 3] if i < options.kills * 0.3 else late[i % 3] for i in range(options.kills)]
+    plan = ["training"] * options.kills if options.bits else plan
     kills: list[Kill] = []
     for number, wanted in enumerate(plan, start=1):
         kill = attempt(number, wanted, dice, run_dir, log)
@@ -176,7 +224,11 @@ def main() -> None:
     result = {k: result.get(k) for k in ("complete", "versions", "samples_trained", "val")} | {
         "seconds": round(time.monotonic() - begin, 1)
     }
+    tell(log)
     account = audit(run_dir)
+    equal = not options.bits or same_bits(run_dir, log)
+    if options.bits:
+        print(f"final weights equal an uninterrupted run's bit for bit: {equal}")
     if options.json:
         print(
             json.dumps(
@@ -191,7 +243,9 @@ def main() -> None:
     else:
         show(kills, result, account)
     sys.exit(
-        0 if account["complete"] and not account["lost"] and not account["trained_twice"] else 1
+        0
+        if equal and account["complete"] and not account["lost"] and not account["trained_twice"]
+        else 1
     )
 
 

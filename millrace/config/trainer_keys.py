@@ -102,6 +102,12 @@ class TrainerConfig(Section):
     """Validate the start weights too, for the "before" of each comparison."""
     val_only: bool = False
     """Validate and train nothing, as `millrace eval` does."""
+    journal: bool = True
+    """Keep every finished sample, and the progress of running ones, on disk between checkpoints.
+
+    A resume uses them again instead of drawing them again. It needs trainer.save_freq, and the disk
+    space of the samples between the oldest kept checkpoint and now: 8 bytes for each token.
+    """
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Number of checkpoints to keep. The oldest one is deleted first."""
     resume: str = "never"

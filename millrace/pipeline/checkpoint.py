@@ -25,7 +25,7 @@ import msgspec
 
 from millrace import codec
 from millrace.errors import CheckpointError
-from millrace.pipeline import ownership
+from millrace.pipeline import journal, ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import UNFINISHED, PolicyVersion
@@ -134,8 +134,11 @@ class Checkpoints:
         _sync(self.folder)
         _write_atomically(self.folder / "LATEST", final.name)
         ownership.remove(_replaced(final))
-        for old in self.all()[: -self._keep]:
+        kept = self.all()
+        for old in kept[: -self._keep]:
             ownership.remove(old)
+        oldest = kept[-self._keep :][0]
+        journal.remove_older(self._run_dir / "journal", int(oldest.name.rpartition("-")[2]))
         return final
 
     def all(self) -> list[Path]:

@@ -21,12 +21,13 @@ from millrace.errors import EpisodeError, RewardError, SampleError
 from millrace.observe.stopwatch import Parts, untimed
 from millrace.observe.timing import LiveTime
 from millrace.pipeline.occupancy import NoOccupancy, Occupancy
+from millrace.pipeline.recall import Recalled
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
-from millrace.schedule.ledger import State, Topic
+from millrace.schedule.ledger import Slot, State, Topic
 from millrace.schedule.schedule import OnSync
 from millrace.types import (
     PolicyVersion,
@@ -102,8 +103,7 @@ class Rollouter:
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
-        self.unfinished += self.roller.num_responses
-        self._occupancy.change(live=self.roller.num_responses)
+        self._change_live(self.roller.num_responses)
         self._running += 1
         self._idle_since = None
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
@@ -112,12 +112,19 @@ class Rollouter:
         queue, ledger = self.queue, self.queue.ledger
         slot, start = queue.do(ledger.start, sample_id), _now()
         try:
+            known = await self._recalled(sample_id, slot)
+            if known.sample is not None:
+                self._finish(sample_id, known.sample, None)
+                return
+            if known.dropped:
+                queue.do(ledger.drop, sample_id, known.dropped)
+                return
             sample = await self.roller.roll(
                 self.draw,
                 slot.prompt,
                 slot.version,
-                progress=self._resumable(slot.progress),
-                on_progress=partial(self._record, sample_id),
+                progress=self._resumable(known.progress),
+                on_progress=partial(self._record, sample_id, slot.prompt),
                 on_drawn=self._drawn,
             )
         except SampleError as error:
@@ -130,9 +137,37 @@ class Rollouter:
                 self._idle_since = _now()
             self.pool.forget(str(slot.prompt.index))
 
-    def _record(self, sample_id: int, trajectories: tuple[Trajectory, ...]) -> None:
+    async def _recalled(self, sample_id: int, slot: Slot) -> Recalled:
+        """Return what an earlier attempt left of a sample, once its weights are live.
+
+        Such a sample is drawn, or it waits for weights that drew it. So no sync waits for it.
+        """
+        past, ledger = self.queue.journal.past, self.queue.ledger
+        drains = ledger.schedule.on_sync is OnSync.DRAIN
+        while (known := past.recall(sample_id, slot, ledger.version)) is not None:
+            undrawn = known.sample is None and not known.dropped
+            if known.version <= ledger.version or (undrawn and drains):
+                if not undrawn:
+                    self._change_live(-self.roller.num_responses)
+                known = past.until(known, ledger.version)
+                self.queue.watch.at("samples", "recalled", str(sample_id), tokens=known.tokens)
+                return known
+            self._change_live(-self.roller.num_responses)
+            await self.queue.wait(
+                "a sample of the journal",
+                f"version {known.version}, which drew it",
+                partial(past.may_go_on, known.version, ledger),
+                on=Topic.SLOTS,
+                deadline_s=1e9,  # the trainer makes the version, and each of its waits has one
+            )
+            self._change_live(self.roller.num_responses)
+        return Recalled(progress=slot.progress)
+
+    def _record(self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         """Record progress for a restart."""
-        self.queue.ledger.record(sample_id, self._resumable(trajectories))
+        resumable = self._resumable(trajectories)
+        self.queue.ledger.record(sample_id, resumable)
+        self.queue.journal.progressed(sample_id, prompt, resumable)
 
     def _resumable(self, trajectories: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
         """Return the trajectories, without the tokens that a restart must draw again.
@@ -145,16 +180,23 @@ class Rollouter:
         return tuple(t if t.finished else Trajectory() for t in trajectories)
 
     def _drawn(self) -> None:
-        self.unfinished -= 1
-        self._occupancy.change(live=-1)
+        self._change_live(-1)
+
+    def _change_live(self, change: int) -> None:
+        """Change the number of trajectories that are drawn."""
+        self.unfinished += change
+        self._occupancy.change(live=change)
         if self.paused:
             self.queue.wake(Topic.ROLLOUTS)
 
-    def _finish(self, sample_id: int, sample: Sample, start: float) -> None:
+    def _finish(self, sample_id: int, sample: Sample, start: float | None) -> None:
+        """Finish a sample. `start` is None if an earlier attempt drew it."""
         ledger = self.queue.ledger
         self._outcomes.append(True)
+        self.queue.journal.finished(sample_id, sample)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
-            self._spans[sample.prompt.index] = start, _now()
+            if start is not None:
+                self._spans[sample.prompt.index] = start, _now()
             self.queue.do(ledger.finish, sample_id, sample)
         else:
             self.queue.watch.at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)

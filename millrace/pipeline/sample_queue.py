@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
 from millrace.observe.watch import UNWATCHED, Watch
+from millrace.pipeline.journal import NoJournal
 from millrace.schedule.ledger import Ledger, Topic
 
 P = ParamSpec("P")
@@ -33,9 +34,17 @@ class _Waiter:
 class SampleQueue:
     """The ledger, the request to stop, and the tasks that wait for either to change."""
 
-    def __init__(self, ledger: Ledger, *, deadline_s: float, watch: Watch = UNWATCHED) -> None:
-        """`watch` sees every move of the ledger, and what the loops report."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        deadline_s: float,
+        watch: Watch = UNWATCHED,
+        journal: NoJournal | None = None,
+    ) -> None:
+        """`watch` and `journal` see every move of the ledger, and what the loops report."""
         self.ledger = ledger
+        self.journal = NoJournal() if journal is None else journal
         self.watch = watch
         self.stopping = False
         self.out_of_grace = False
@@ -46,6 +55,7 @@ class SampleQueue:
         """Make one change, check the ledger, and wake the tasks whose wait it ends."""
         outcome = change(*args, **kwargs)
         self.ledger.check()
+        self.journal.moved(self.ledger.moves)
         changed, self.ledger.changed = self.ledger.changed, set()
         for topic in changed:
             self.wake(topic)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +15,22 @@ from millrace.errors import ConfigError, MillraceError, MissingDependency, bad_v
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
+from millrace.pipeline import journal
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
+from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal_file import FORMAT, Batch, Header
 from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
 from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
 from millrace.run.agents import open_agent
+from millrace.run.digests import digests
 from millrace.run.engines import Engines, build_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
+from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 
 R = TypeVar("R")
@@ -52,6 +58,37 @@ class Session:
         """The numbers of the whole run, with what earlier attempts have trained."""
         trained = trained_by(self.run.resume_from)
         return self.config.derived(len(self.problems.train), trained)
+
+    @asynccontextmanager
+    async def journal(
+        self,
+        ledger: Ledger,
+        attempt: int,
+        tasks: asyncio.TaskGroup,
+        synced: Callable[[Batch], None] = lambda batch: None,
+    ) -> AsyncIterator[NoJournal]:
+        """Keep the journal of an attempt. `ledger` follows what earlier attempts left."""
+        journal = await asyncio.to_thread(self._journal, ledger, attempt, synced)
+        writer = tasks.create_task(journal.run(), name="journal")
+        yield journal
+        writer.cancel()
+
+    def _journal(self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]) -> NoJournal:
+        """Return the journal. Without checkpoints it would grow for ever, so there is none."""
+        trainer, folder = self.config.trainer, self.run.path / "journal"
+        if not (trainer.journal and trainer.save_freq):
+            journal.remove(folder, 0, before=attempt)
+            return NoJournal()
+        samples, training = digests(self.config.model_dump(mode="json"))
+        header = Header(FORMAT, attempt, ledger.version, samples, training)
+        return journal.resume(
+            folder,
+            ledger,
+            header,
+            save_freq=trainer.save_freq,
+            note=self.progress.note,
+            synced=synced,
+        )
 
     @property
     def counts(self) -> RunCounts:

@@ -20,6 +20,7 @@ from millrace.observe.trackers import About
 from millrace.observe.watched import WatchedReward
 from millrace.pipeline.checkpoint import read_manifest
 from millrace.pipeline.history import History
+from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -167,7 +168,9 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 tokens=recorder.counts,
                 watch=recorder.watch,
             )
-            complete, seconds = await train_to_end(s, engines, ledger, stop, record, validated)
+            async with s.journal(ledger, history.attempt, tasks) as kept:
+                loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
+                complete, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
@@ -239,6 +242,7 @@ async def train_to_end(
     stop: StopRequest,
     record: RunRecord,
     validated: dict[int, dict[str, float]],
+    journal: NoJournal,
 ) -> tuple[bool, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of training.
 
@@ -246,7 +250,7 @@ async def train_to_end(
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived, watch = s.derived, engines.watch
-    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch)
+    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch, journal=journal)
     rollouter = make_rollouter(s, queue, engines.pool)
     parts = Stopwatch(clock, watch, "trainer")
     trainer = Trainer(queue, rollouter, engines.train, engines.turns, engines.sync, record, parts)

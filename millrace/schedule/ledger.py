@@ -15,6 +15,7 @@ every move. Every move costs O(log n) in the number of slots, amortised.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -345,6 +346,11 @@ class Ledger:
             ledger._order.finish(i)
         ledger._most = max(ledger._most, ledger.occupied)
         return ledger
+
+    def follow(self, plan: Iterable[int]) -> None:
+        """Train these samples first, in this order, as an earlier attempt did. Empty ends it."""
+        self._order.follow(plan)
+        self.changed.add(Topic.SAMPLES)
 
     # -- moves
 

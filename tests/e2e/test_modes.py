@@ -12,6 +12,7 @@ import pytest
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.history import audit
 from millrace.pipeline.record import RunRecord
+from millrace.report.accounts.lines import read
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
@@ -143,7 +144,10 @@ async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
 
 
 async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
-    """A checkpoint has the state of its own version, although later versions train meanwhile."""
+    """A checkpoint has the state of its own version, although later versions train meanwhile.
+
+    The journal has every later sample, so nothing is drawn again.
+    """
     expected = await runs.weights(s, tmp_path / "d")
     middle, often = (
         tmp_path / "middle",
@@ -158,6 +162,8 @@ async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path
     for later in kept[1:]:
         shutil.rmtree(later)
     await runs.run(s, middle, *often, resume=True)
+    drawn = read(middle)[-1].tokens
+    assert drawn["lost"] == drawn["evaluated"], "only the last validation is repeated"
     found = await runs.weights(s, tmp_path / "f")
     assert all((found[name] == tensor).all() for name, tensor in expected.items())
     assert trained(middle)[-5:] == trained(tmp_path / "whole")[-5:]

@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.observe import metrics
+from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints
+from millrace.pipeline.recall import Past
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
@@ -238,6 +240,50 @@ def last_save_skipped() -> Any:
     return _patched(RunRecord, "checkpoint", make)
 
 
+def journal_replays_a_trained_sample() -> Any:
+    """A resume gives a slot the result of the sample before, which is used already."""
+
+    def make(recall: Any) -> Any:
+        def mutant(self: Past, *args: Any) -> Any:
+            known = recall(self, *args)
+            if known is None or known.sample is None:
+                return known
+            used = self.__dict__.get("used", known.sample)
+            self.__dict__["used"] = known.sample
+            return replace(known, sample=used)
+
+        return mutant
+
+    return _patched(Past, "recall", make)
+
+
+def torn_tail_accepted() -> Any:
+    """The journal's reader takes a record that a crash cut short."""
+
+    def make(payload: Any) -> Any:
+        def mutant(data: bytes, offset: int) -> Any:
+            start = offset + journal_file._HEAD.size
+            return payload(data, offset) or memoryview(data)[start:] if start < len(data) else None
+
+        return mutant
+
+    return _patched(journal_file, "_payload", make)
+
+
+def journal_forgets_what_it_synced() -> Any:
+    """A resume leaves out the last finished sample of the journal."""
+
+    def make(settle: Any) -> Any:
+        def mutant(self: Past, ledger: Ledger, **options: Any) -> None:
+            if self.finished:
+                self.finished.popitem()
+            settle(self, ledger, **options)
+
+        return mutant
+
+    return _patched(Past, "settle", make)
+
+
 MUTANTS: dict[str, Plant] = {
     "ledger drop": ledger_drop,
     "lag off by one": lag_off_by_one,
@@ -253,6 +299,9 @@ MUTANTS: dict[str, Plant] = {
     "rollouts idle for ever": pause_without_end,
     "older checkpoint": older_checkpoint,
     "last save skipped": last_save_skipped,
+    "journal replays a trained sample": journal_replays_a_trained_sample,
+    "torn tail accepted": torn_tail_accepted,
+    "journal forgets what it synced": journal_forgets_what_it_synced,
 }
 """The planted bugs by name."""
 

@@ -13,6 +13,7 @@ from millrace.config import Config, recipe
 from millrace.config.explain import all_keys, section_of
 from millrace.errors import ConfigError
 from millrace.models.model import write_shape
+from millrace.run.digests import WITHOUT_EFFECT_ON_WEIGHTS, digests
 from millrace.run.folder import open_run_dir
 from millrace.run.resume_checks import APPLIED, BY_MODELS, PAST, RULES
 from millrace.schedule.ledger import Slot, State
@@ -34,6 +35,19 @@ def test_every_key_is_decided_once() -> None:
     assert not {"rollout", "data", "model", "sft"} & set(APPLIED)
     rest = [key for key in leaves() if key not in named and key not in APPLIED]
     assert [key for key in rest if not any(key.startswith(f"{s}.") for s in APPLIED)] == []
+
+
+def test_the_journal_knows_which_settings_shape_samples_and_weights() -> None:
+    def of(*overrides: str) -> tuple[str, str]:
+        return digests(config_of(*overrides).model_dump(mode="json"))
+
+    assert set(WITHOUT_EFFECT_ON_WEIGHTS) <= {key for key, _ in recipe.all_keys()}
+    samples, training = of()
+    for key in ("trainer.save_freq=7", "trainer.threads=2", "guard.enable=false"):
+        assert of(key) == (samples, training)
+    assert of("actor.optim.lr=0.5")[0] == samples and of("actor.optim.lr=0.5")[1] != training
+    for key in ("rollout.n=5", "trainer.seed=9", "model.shape.hidden_size=32"):
+        assert of(key)[0] != samples
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@
 | dropped/REASON | samples that were dropped |
 | evaluated | validations |
 | regenerated | requests and trajectories that a stop threw away; the resumed run draws them again |
-| lost | an attempt that was killed, after the checkpoint from which the next one resumed |
+| lost | an attempt that was killed, after the checkpoint, that no journal had |
 | held | samples in a slot, and requests that run |
 """
 
@@ -34,7 +34,7 @@ VALIDATION = "val/"
 class TokenAccount:
     """A watcher. It counts the tokens of every request until their sample leaves its slot."""
 
-    names = frozenset({"request", "stats", "dropped", "stepped", "published"})
+    names = frozenset({"request", "stats", "dropped", "stepped", "published", "recalled"})
 
     def __init__(
         self,
@@ -83,6 +83,8 @@ class TokenAccount:
             reason, tokens = event.facts["reason"], self._in_slots.pop(sample_id, 0)
             self._dropped[sample_id] = reason, tokens
             self.buckets[f"dropped/{reason}"] += tokens
+        elif event.name == "recalled":
+            self._recall(int(event.key), event.facts["tokens"])
         elif event.name == "stepped":
             self._add_step(event)
         elif event.name == "published":
@@ -95,6 +97,14 @@ class TokenAccount:
             return
         sample_id = int(session.partition("/")[0])
         self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + tokens
+
+    def _recall(self, sample_id: int, tokens: int) -> None:
+        """Count what the journal has of a sample. It may be more than earlier lines recorded."""
+        found = max(0, tokens - self._in_slots.get(sample_id, 0))
+        self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + found
+        recorded = min(found, self.buckets["lost"])
+        self.buckets["lost"] -= recorded
+        self._earlier += found - recorded
 
     def _add_step(self, event: Event) -> None:
         samples, totals = event.facts["samples"], event.facts["report"].totals

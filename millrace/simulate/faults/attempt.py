@@ -11,6 +11,7 @@ from millrace.observe.progress import Progress, State
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History, audit
+from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.turns import turns_of
 from millrace.rollout.pool import RolloutPool
@@ -175,10 +176,15 @@ class Attempt:
                 tasks=tasks,
                 watch=watch,
             )
-            complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {})
+            async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
+                complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
         history.end(ledger.totals(), complete)
         self._check(lambda: self._after(s, ledger, record, complete))
         return complete
+
+    def _synced(self, batch: Batch) -> None:
+        if not self.view.dead:
+            self.world.checks.synced(batch)
 
     def _after(self, s: Session, ledger: Ledger, record: RunRecord, complete: bool) -> None:
         """Check the state of an attempt that ended without an error."""

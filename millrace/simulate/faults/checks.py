@@ -8,6 +8,7 @@
 | I5 | after any faults, the run trains the same samples and tokens as without them |
 | I6 | an attempt completes, or ends in a bounded time with a typed error that a fault explains |
 | I7 | a resume starts from the last checkpoint that was written, if nothing damaged it |
+| I8 | a finished sample that the journal has synced is not drawn again |
 | I9 | nothing runs after the end of an attempt |
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from millrace.observe.watch import Event
+from millrace.pipeline.journal_file import Batch
 from millrace.rollout.episode import request_seed
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
@@ -110,6 +112,10 @@ class Checks:
         self._steps: list[Sample] = []
         self._finished: Counter[int] = Counter()
         self._equal: Counter[int] = Counter()
+        self._durable: dict[int, int] = {}
+        """Finished samples that the journal has synced, and the newest version in each."""
+        self._made: dict[int, list[int]] = {}
+        """The samples of each version of any attempt."""
         self._ledger: Ledger
         self._next = 0
 
@@ -140,6 +146,17 @@ class Checks:
     def damaged(self) -> None:
         """Note that the newest checkpoint is damaged. Older ones may be gone."""
         self._written = -1
+        self.forgets()
+
+    def forgets(self) -> None:
+        """Note that the disk may have lost or refused a part of the journal."""
+        self._durable.clear()
+
+    def synced(self, batch: Batch) -> None:
+        """Note what the journal has synced."""
+        for one in batch.finished:
+            versions = [v for t in one.trajectories for v in t.versions]
+            self._durable[one.sample_id] = max(versions, default=0)
 
     def see(self, event: Event) -> None:
         """Check what an event changes."""
@@ -171,10 +188,19 @@ class Checks:
         elif event.name == "retired":
             self._true("I1", i in self._live, f"sample {i} was retired without a slot")
             self._live.discard(i)
+        elif event.name == State.SEALED:
+            self._sealed(self._ledger.version + 1, self._ledger.ids(State.SEALED))
         elif event.name == State.RUNNING:
             self._running.add(i)
         elif event.name == State.READY and i in self._running:
             self._finished[self._ledger.version] += 1
+
+    def _sealed(self, version: int, ids: list[int]) -> None:
+        if self._made.setdefault(version, ids) != ids:
+            # Tokens of the version before the restart are of other weights.
+            self._made = {v: made for v, made in self._made.items() if v < version}
+            self._made[version] = ids
+            self._durable = {i: v for i, v in self._durable.items() if v < version}
 
     def _agree(self) -> None:
         """Compare the Ledger's slots with the samples that must have one."""
@@ -246,6 +272,9 @@ class Checks:
         key = event.track, event.key
         if event.phase == "begin":
             self._begun[key] = self._ledger.version
+            i = event.key.partition("/")[0]
+            again = i.isdecimal() and int(i) in self._durable
+            self._true("I8", not again, f"sample {i} was finished and synced, and is drawn again")
             return
         live = self._begun.pop(key, -1)
         versions = [version for version, _ in event.facts.get("versions", ())]

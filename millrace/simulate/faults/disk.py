@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from millrace.observe import files
-from millrace.pipeline import checkpoint, history, ownership
+from millrace.pipeline import checkpoint, history, journal_file, ownership
 
 
 class Died(BaseException):
@@ -332,6 +332,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (checkpoint, "shutil", _SHUTIL),
     (ownership, "shutil", _SHUTIL),
     (files, "os", _OS),
+    (journal_file, "os", _OS),
     (history, "lines_of", _lines),
 )
 

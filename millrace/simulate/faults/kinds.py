@@ -77,6 +77,7 @@ def _reward_hangs(attempt: Attempt, fault: Fault) -> None:
 def _disk(name: str) -> Callable[[Attempt, Fault], None]:
     def act(attempt: Attempt, fault: Fault) -> None:
         disk = attempt.world.disk
+        attempt.world.rough = True
         setattr(disk, name, True)
         _later(fault.seconds, lambda: setattr(disk, name, False))
 
@@ -90,6 +91,11 @@ def _slow_disk(attempt: Attempt, fault: Fault) -> None:
 
 def _rots(attempt: Attempt, fault: Fault) -> None:
     attempt.world.rots = True
+    _kills(attempt, fault)
+
+
+def _rots_journal(attempt: Attempt, fault: Fault) -> None:
+    attempt.world.journal_rots = True
     _kills(attempt, fault)
 
 
@@ -129,6 +135,7 @@ ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "disk_errors": _disk("broken"),
     "disk_slow": _slow_disk,
     "checkpoint_rots": _rots,
+    "journal_rots": _rots_journal,
     "driver_dies": _kills,
     "power_cut": _cuts_power,
     "stop": _stops,

@@ -100,6 +100,7 @@ KINDS: dict[str, Kind] = {
     "disk_errors": Kind(lengths=_SHORT, triggers=("disk",)),
     "disk_slow": Kind(lengths=_SHORT, survivable=True),
     "checkpoint_rots": Kind(triggers=("event",)),
+    "journal_rots": Kind(triggers=("event",)),
     "driver_dies": Kind(triggers=("disk", "event", "event")),
     "power_cut": Kind(triggers=("disk", "disk", "event")),
     "stop": Kind(triggers=("event",)),

@@ -54,6 +54,10 @@ class World:
         """Whether rewards failed, which drops samples."""
         self.rots = False
         """Whether the newest checkpoint is damaged before the next attempt."""
+        self.journal_rots = False
+        """Whether the journal is damaged before the next attempt."""
+        self.rough = False
+        """Whether the disk has refused writes."""
         self.cut = False
         """Whether the power is cut before the next attempt."""
 

@@ -164,6 +164,11 @@ def _age_disk(world: World) -> None:
     if world.cut:
         world.cut = False
         world.disk.power_cut()
+    if world.rough:
+        world.checks.forgets()
+    if world.journal_rots:
+        world.journal_rots = False
+        _rot_journal(world)
     if world.rots:
         world.rots = False
         _rot(world)
@@ -175,16 +180,29 @@ def _rot(world: World) -> None:
     if not folders:
         return
     inside = sorted(p for p in world.disk.files if p.startswith(f"{folders[-1]}/"))
-    path = world.dice.choice(inside)
+    _damage(world, inside)
+    world.checks.damaged()
+
+
+def _rot_journal(world: World) -> None:
+    """Damage a file of the journal, if there is one."""
+    if inside := sorted(p for p in world.disk.files if "/journal/" in p):
+        _damage(world, inside)
+        world.checks.forgets()
+
+
+def _damage(world: World, paths: list[str]) -> None:
+    """Damage one of these files."""
+    path = world.dice.choice(paths)
     data = world.disk.files[path]
     how = world.dice.choice(("lost", "cut", "flipped"))
     if how == "lost":
         del world.disk.files[path]
     elif how == "cut":
         world.disk.files[path] = data[: len(data) // 2]
-    else:
-        world.disk.files[path] = bytes([data[0] ^ 1]) + data[1:] if data else b"?"
-    world.checks.damaged()
+    elif data:
+        place = world.dice.randrange(len(data))
+        world.disk.files[path] = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
     world.tell(f"{path} is {how}")
 
 

@@ -1,0 +1,364 @@
+"""The durable journal: the life of every sample since the last checkpoint.
+
+    consumes   the ledger's moves; finished samples; the progress of running ones
+    waits for  the disk, in a thread; nobody waits for the journal
+    produces   RUN/journal; after a restart, the samples that need not be drawn again
+
+The event loop only notes references to frozen samples. A task packs them, writes them and syncs
+them in groups. A new file begins with each version that gets a checkpoint, so the older files go
+with the older checkpoints. A disk that refuses a write ends the journal until the next file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from millrace.pipeline import journal_file
+from millrace.pipeline.journal_file import (
+    Batch,
+    Finished,
+    Header,
+    Progress,
+    Sealed,
+    Step,
+    checksum,
+)
+from millrace.pipeline.ownership import disk_errors
+from millrace.pipeline.recall import Past
+from millrace.schedule.ledger import Ledger, Move, State
+from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
+
+GROUP_S = 0.2
+"""Seconds of facts that one write and one sync cover."""
+RECORD = 32
+"""The most finished samples of one record. It stays in the caches of a core."""
+PROGRESS_S = 2.0
+"""The least seconds between two records of running samples."""
+PROGRESS_RATE = 8_000_000
+"""The most bytes of running samples for each second, on average."""
+_SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN})
+"""Moves that need no fact. A finished sample has its own."""
+
+
+class NoJournal:
+    """A run without a journal."""
+
+    def __init__(self) -> None:
+        self.past = Past()
+
+    def moved(self, moves: Sequence[Move]) -> None:
+        """Note moves of the ledger."""
+
+    def progressed(
+        self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
+    ) -> None:
+        """Note the trajectories of a running sample."""
+
+    def finished(self, sample_id: int, sample: Sample) -> None:
+        """Note a finished sample, before anybody decides whether it is trained."""
+
+    async def run(self) -> None:
+        """Write until the run cancels this task."""
+
+
+class Journal(NoJournal):
+    """The journal of one attempt."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        header: Header,
+        past: Past,
+        *,
+        save_freq: int,
+        note: Callable[[str], None] = lambda text: None,
+        synced: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        """`note` gets alarms. `synced` sees each batch that is durable."""
+        self.past = past
+        self.working = True
+        """Whether the disk takes what is written."""
+        self.written = 0
+        """Bytes that are durable."""
+        self._folder, self._ledger, self._header = folder, ledger, header
+        self._save_freq, self._note, self._synced = save_freq, note, synced
+        self._path = journal_file.path_of(folder, header.attempt, header.version)
+        self._batch = Batch()
+        self._running: dict[int, tuple[Prompt, tuple[Trajectory, ...]]] = {}
+        """Running samples with progress that is not written."""
+        self._last: dict[int, tuple[Trajectory, ...]] = {}
+        """The progress of running samples that is written."""
+        self._next_progress = 0.0
+        self._some = asyncio.Event()
+        self._awake = False
+        """Whether `_some` is set, which takes longer to ask."""
+        self._queue: deque[tuple[Path, Header, Batch]] = deque()
+        """Batches on their way to the disk."""
+        self._broken: Path | None = None
+        """The file that the disk refused."""
+        self._lock = threading.Lock()
+        self._done: list[Batch] = []
+
+    # -- facts, on the event loop
+
+    def moved(self, moves: Sequence[Move]) -> None:
+        if not moves or (moves[0].to in _SILENT and moves[-1].to in _SILENT):
+            return
+        ledger, batch = self._ledger, self._batch
+        trained, sealed, live = list[int](), list[int](), False
+        for sample_id, to, reason in moves:
+            if to == State.WAITING:
+                batch.admitted.append((sample_id, ledger.version))
+            elif to == State.SEALED:
+                sealed.append(sample_id)
+            elif to == State.TRAINED:
+                trained.append(sample_id)
+            elif to == "retired":
+                live = True
+            elif to == "dropped":
+                batch.dropped.append((sample_id, reason))
+                self.past.forget(sample_id)
+                self._end(sample_id)
+        if trained:
+            batch.steps.append(Step(ledger.local_steps, trained))
+            self.past.trained(ledger.local_steps)
+        if sealed:
+            self._seal(sealed)
+        if live and ledger.version % self._save_freq == 0:
+            self._close_file(ledger.version)
+        if not self._awake:
+            self._wake()
+
+    def _seal(self, ids: list[int]) -> None:
+        version = self._ledger.version + 1
+        if not self.past.made(version, ids):
+            self._ledger.follow(())
+            self._note(
+                f"version {version} has other samples than before the restart: "
+                f"{self.past.lost} tokens of later versions are drawn again"
+            )
+        self._batch.sealed.append(Sealed(version, self._ledger.local_steps, ids))
+
+    def progressed(
+        self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
+    ) -> None:
+        self._running[sample_id] = prompt, trajectories
+        if self.past.progress:
+            self.past.progress.pop(sample_id, None)
+        if not self._awake:
+            self._wake()
+
+    def finished(self, sample_id: int, sample: Sample) -> None:
+        self._end(sample_id)
+        if not self.past.forget(sample_id):  # Else it is in this file already.
+            crc = checksum(sample.prompt.tokens)
+            one = Finished(sample_id, crc, sample.trajectories, sample.greedy)
+            self._batch.finished.append(one)
+            if len(self._batch.finished) >= RECORD:
+                self._enqueue()
+            if not self._awake:
+                self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
+        self._some.set()
+
+    def _end(self, sample_id: int) -> None:
+        self._running.pop(sample_id, None)
+        self._last.pop(sample_id, None)
+
+    def _close_file(self, version: int) -> None:
+        """Begin a new file, with what the run has not used of the attempt before."""
+        self._take_progress()
+        self._enqueue()
+        self._header = Header(
+            self._header.format,
+            self._header.attempt,
+            version,
+            self._header.samples,
+            self._header.training,
+        )
+        self._path = journal_file.path_of(self._folder, self._header.attempt, version)
+        if self.past:
+            self._queue += [(self._path, self._header, batch) for batch in self.past.batches()]
+
+    def _enqueue(self) -> None:
+        if self._batch != Batch():
+            self._queue.append((self._path, self._header, self._batch))
+            self._batch = Batch()
+
+    def _take_progress(self) -> int:
+        """Move the progress of running samples into the batch. Return its tokens."""
+        tokens = 0
+        for sample_id, (prompt, now) in self._running.items():
+            before = self._last.get(sample_id, ())
+            changed = {
+                k: t
+                for k, t in enumerate(now)
+                if t.threads and not (k < len(before) and t is before[k])
+            }
+            if changed:
+                one = Progress(sample_id, checksum(prompt.tokens), changed)
+                self._batch.progress.append(one)
+                tokens += sum(t.num_tokens for t in changed.values())
+            self._last[sample_id] = now
+        self._running.clear()
+        return tokens
+
+    # -- writing
+
+    def refuse(self, path: Path, trouble: str) -> None:
+        """Write nothing more to `path`, because the disk refuses it."""
+        self._broken = path
+        self._report(trouble)
+
+    async def run(self) -> None:
+        """Write in groups until the run cancels this task."""
+        clock = asyncio.get_running_loop().time
+        try:
+            while True:
+                await self._some.wait()
+                await asyncio.sleep(GROUP_S)
+                self._some.clear()
+                self._awake = False
+                if self._running and clock() >= self._next_progress:
+                    rest = 8 * self._take_progress() / PROGRESS_RATE
+                    self._next_progress = clock() + max(PROGRESS_S, rest)
+                elif self._running:
+                    asyncio.get_running_loop().call_at(self._next_progress, self._wake)
+                self._enqueue()
+                self._report(await asyncio.to_thread(self._write))
+        finally:
+            self._take_progress()
+            self._enqueue()
+            self._report(self._write())
+
+    def _report(self, trouble: str) -> None:
+        done, self._done = self._done, []
+        for batch in done:
+            self._synced(batch)
+        if trouble and self.working:
+            self.working = False
+            self._note(
+                f"alarm: the journal ends: {trouble}. The run goes on, and a crash now costs the "
+                "tokens since then. The journal begins again with the next checkpoint"
+            )
+        elif not trouble and done and not self.working:
+            self.working = True
+            self._note("alarm over: the disk takes the journal again")
+
+    def _write(self) -> str:
+        """Write and sync what is queued. Return what the disk refused, if anything."""
+        with self._lock:
+            while self._queue:
+                path, header, _ = self._queue[0]
+                same = []
+                while self._queue and self._queue[0][0] == path:
+                    same.append(self._queue.popleft()[2])
+                if path == self._broken:
+                    continue
+                try:
+                    self.written += write(path, header, same)
+                    self._done += same
+                except OSError as error:
+                    self._broken = path
+                    return f"{error.filename or path}: {error.strerror or error}"
+        return ""
+
+
+def write(path: Path, header: Header, batches: Iterable[Batch]) -> int:
+    """Append batches to a file, which begins with the header. Return the number of bytes."""
+    new = not path.is_file()
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+        journal_file.sync(path.parent.parent)
+    head: list[Header | Batch] = [header] if new else []
+    return journal_file.append(path, [*head, *batches])
+
+
+def resume(
+    folder: Path,
+    ledger: Ledger,
+    header: Header,
+    *,
+    save_freq: int,
+    note: Callable[[str], None],
+    synced: Callable[[Batch], None] = lambda batch: None,
+) -> Journal:
+    """Return the journal of a new attempt, which uses what earlier ones left.
+
+    `ledger` is that of the checkpoint. It gets the order in which the earlier attempt trained. What
+    is usable moves to a file of this attempt before the older files go.
+    """
+    with disk_errors(folder):
+        past = _read(folder, ledger, header, note)
+    journal = Journal(folder, ledger, header, past, save_freq=save_freq, note=note, synced=synced)
+    ledger.follow(past.plan)
+    path = journal_file.path_of(folder, header.attempt, header.version)
+    try:
+        if past:
+            temporary = path.with_name(f".{path.name}")
+            temporary.unlink(missing_ok=True)
+            write(temporary, header, past.batches())
+            temporary.rename(path)
+            journal_file.sync(folder)
+        remove(folder, header.version, before=header.attempt)
+    except OSError as error:
+        journal.refuse(path, f"{error.filename or path}: {error.strerror or error}")
+    return journal
+
+
+def _read(folder: Path, ledger: Ledger, header: Header, note: Callable[[str], None]) -> Past:
+    """Return what a run that begins with `ledger` may use, and say it."""
+    past, same, damage = Past(), True, ""
+    for path in journal_file.files_from(folder, ledger.version):
+        part = journal_file.read(path)
+        found = part.header
+        if found is not None and found.samples != header.samples:
+            note(f"{path} is of a run with other settings, so its samples are not used")
+            return Past(valid=ledger.version)
+        same = same and (found is None or found.training == header.training)
+        for batch in part.batches:
+            past.add(batch)
+        if damage := part.damage:
+            break
+    past.settle(ledger, same=same)
+    if past or damage or past.lost:
+        note(_told(past, ledger, same, damage))
+    return past
+
+
+def _told(past: Past, ledger: Ledger, same: bool, damage: str) -> str:
+    known = {*past.finished, *past.progress, *past.dropped}
+    waiting = {*ledger.ids(State.WAITING)}
+    waiting |= {i for i in past.started if i >= ledger.admitted}
+    unknown = sum(1 for i in waiting if i not in known)
+    return (
+        f"resumed at version {ledger.version} + journal: {len(past.finished)} finished samples used "
+        f"again, {len(past.progress)} continued at {past.running_tokens:,} tokens, "
+        f"{past.lost:,} known tokens are drawn again"
+        + (f", and all tokens of {unknown} samples" if unknown else "")
+        + ("" if same else ". Settings changed, so versions after the checkpoint are not used")
+        + (f". {damage[0].upper()}{damage[1:]}" if damage else "")
+    )
+
+
+def remove(folder: Path, version: PolicyVersion, *, before: int) -> None:
+    """Remove the files of attempts before `before` that begin at `version` or later."""
+    for path in journal_file.files(folder):
+        attempt, first = journal_file.numbers_of(path)
+        if attempt < before and first >= version:
+            path.unlink()
+
+
+def remove_older(folder: Path, version: PolicyVersion) -> None:
+    """Remove the files that a resume from `version` or a later one does not read."""
+    needed = journal_file.files_from(folder, version)
+    for path in journal_file.files(folder):
+        if path not in needed:
+            path.unlink()

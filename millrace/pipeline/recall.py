@@ -1,0 +1,278 @@
+"""What the journal knows of an earlier attempt, and how much of it the resumed run may use.
+
+The resumed run trains the journal's steps again, from the same samples in the same order. So its
+versions are those of the earlier attempt, and tokens of these versions stay valid. This ends where
+the settings changed, where the journal has a gap, or at a version that got other samples. Tokens of
+later versions are drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from millrace.pipeline.journal_file import (
+    Batch,
+    Finished,
+    Progress,
+    Sealed,
+    Step,
+    checksum,
+)
+from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
+from millrace.schedule.ledger import Ledger, Slot, State
+from millrace.types import Author, PolicyVersion, Sample, Thread, Trajectory
+
+_UNDRAWN = Trajectory()
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What is known of one sample."""
+
+    version: PolicyVersion = 0
+    """The newest version that drew one of its tokens."""
+    sample: Sample | None = None
+    """The finished sample."""
+    progress: tuple[Trajectory, ...] = ()
+    dropped: str = ""
+    """The reason for which it was dropped."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that the policy drew for it."""
+        trajectories, sample = self.progress, self.sample
+        if sample is not None:
+            trajectories = sample.trajectories
+            trajectories += () if sample.greedy is None else (sample.greedy,)
+        return sum(t.num_policy_tokens + t.dead_tokens for t in trajectories)
+
+
+@dataclass
+class Past:
+    """The facts of an earlier attempt that the run has not used yet."""
+
+    finished: dict[int, Finished] = field(default_factory=dict)
+    progress: dict[int, dict[int, Trajectory]] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    steps: dict[int, list[int]] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+    valid: PolicyVersion = 0
+    """The last version whose tokens may be used."""
+    same: bool = True
+    """Whether the settings are those of the earlier attempt."""
+    lost: int = 0
+    """Known tokens that must be drawn again."""
+    started: set[int] = field(default_factory=set)
+    """Every sample that was admitted."""
+    prompts: dict[int, int] = field(default_factory=dict)
+    """The checksums of the prompts of running samples."""
+
+    # -- reading
+
+    def add(self, batch: Batch) -> None:
+        """Add the next facts."""
+        self.started.update(i for i, _ in batch.admitted)
+        for sealed in batch.sealed:
+            before = self.sealed.get(sealed.version)
+            if before is not None and before.ids != sealed.ids:
+                self._cut(sealed.version - 1)
+                self._forget_steps(sealed.steps + 1)
+            self.sealed[sealed.version] = sealed
+        for step in batch.steps:
+            if self.steps.get(step.number, step.ids) != step.ids:
+                self._forget_steps(step.number)
+            self.steps[step.number] = step.ids
+        for one in batch.progress:
+            self.progress.setdefault(one.sample_id, {}).update(one.trajectories)
+            self.prompts[one.sample_id] = one.prompt
+        for done in batch.finished:
+            self.finished[done.sample_id] = done
+            self.progress.pop(done.sample_id, None)
+        for sample_id, reason in batch.dropped:
+            if reason != EQUAL_OUTCOMES or sample_id not in self.finished:
+                self.forget(sample_id)  # A finished one meets the filter again.
+                self.dropped[sample_id] = reason
+
+    def settle(self, ledger: Ledger, *, same: bool) -> None:
+        """Keep what a run that begins with `ledger` may use. `same` says: with equal settings."""
+        waiting, admitted = {*ledger.ids(State.WAITING)}, ledger.admitted
+        for i in [*self.finished, *self.progress, *self.dropped]:
+            if i < admitted and i not in waiting:
+                self.forget(i)
+        self.same = same
+        if not same:
+            self.steps, self.sealed, self.dropped = {}, {}, {}
+        ready = {*ledger.ids(State.READY)}
+        while True:
+            self.steps = self._followable(ledger.local_steps + 1, ready)
+            last, version = ledger.local_steps + len(self.steps), ledger.version
+            while (known := self.sealed.get(version + 1)) and known.steps <= last:
+                version += 1
+            self._cut(version)
+            if self._followable(ledger.local_steps + 1, ready) == self.steps:
+                return
+
+    def _followable(self, number: int, ready: set[int]) -> dict[int, list[int]]:
+        """Return the steps from `number` on whose samples are all known."""
+        plan: dict[int, list[int]] = {}
+        while ids := self.steps.get(number):
+            if not all(i in ready or i in self.finished for i in ids):
+                break
+            plan[number] = ids
+            number += 1
+        return plan
+
+    # -- use
+
+    @property
+    def plan(self) -> list[int]:
+        """The samples to train first, in order."""
+        return [i for _, ids in sorted(self.steps.items()) for i in ids]
+
+    def recall(self, sample_id: int, slot: Slot, live: PolicyVersion) -> Recalled | None:
+        """Return what is known of the sample in `slot`. A use of it is followed by `forget`."""
+        if (reason := self.dropped.get(sample_id)) is not None:
+            return Recalled(dropped=reason)
+        if (done := self.finished.get(sample_id)) is not None:
+            trajectories = _all(done)
+            prompt = done.prompt
+        elif (some := self.progress.get(sample_id)) is not None:
+            known = dict(enumerate(slot.progress)) | some
+            trajectories = tuple(known.get(k, _UNDRAWN) for k in range(max(known) + 1))
+            prompt = self.prompts[sample_id]
+        else:
+            return None
+        versions = [s.version for t in trajectories for s in t.segments if s.tokens]
+        planned = any(sample_id in ids for ids in self.steps.values())
+        # With equal settings it is trained after as many samples as before the restart, so the
+        # bound on its lag holds.
+        too_old = not self.same and any(0 <= v < slot.version for v in versions)
+        if prompt != checksum(slot.prompt.tokens) or too_old:
+            self.lost += _tokens(trajectories)
+            self.forget(sample_id)
+            if planned:
+                self.void(live)
+            return None
+        newest = max(versions, default=-1)
+        if done is None:
+            return Recalled(newest, progress=trajectories)
+        n = len(done.trajectories)
+        oldest = min((slot.version, *(v for v in versions if v >= 0)))
+        sample = Sample(slot.prompt, trajectories[:n], oldest, done.greedy)
+        return Recalled(newest, sample)
+
+    def until(self, known: Recalled, live: PolicyVersion) -> Recalled:
+        """Return what is known, without tokens of versions that are not live yet."""
+        if known.version <= live:
+            return known
+        kept = tuple(until(t, live) for t in known.progress)
+        self.lost += _tokens(known.progress) - _tokens(kept)
+        return Recalled(live, progress=kept)
+
+    def may_go_on(self, version: PolicyVersion, ledger: Ledger) -> bool:
+        """Whether a wait for `version` is over: it is live, or its tokens are not valid."""
+        return ledger.version >= version or self.valid < version
+
+    def forget(self, sample_id: int) -> bool:
+        """Forget a sample. Return whether its result was known."""
+        self.progress.pop(sample_id, None)
+        self.dropped.pop(sample_id, None)
+        return self.finished.pop(sample_id, None) is not None
+
+    def trained(self, number: int) -> None:
+        """Note that the run has trained a step."""
+        self.steps.pop(number, None)
+
+    def made(self, version: PolicyVersion, ids: list[int]) -> bool:
+        """Note the samples of a sealed version. Return whether the rest stays valid."""
+        known = self.sealed.pop(version, None)
+        if known is None or known.ids == ids:
+            return True
+        self.void(version - 1)
+        return False
+
+    def void(self, version: PolicyVersion) -> None:
+        """Use no token of versions after `version`, and no order of training."""
+        self.steps.clear()
+        self.sealed.clear()
+        self._cut(version)
+
+    def batches(self) -> Iterable[Batch]:
+        """Yield all facts, for another file. Steps come last, after the samples that they train."""
+        yield Batch(dropped=[*self.dropped.items()])
+        for done in [*self.finished.values()]:
+            yield Batch(finished=[done])
+        for i, some in [*self.progress.items()]:
+            yield Batch(progress=[Progress(i, self.prompts[i], dict(some))])
+        steps = [Step(number, ids) for number, ids in sorted(self.steps.items())]
+        yield Batch(steps=steps, sealed=[p for _, p in sorted(self.sealed.items())])
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.progress or self.dropped or self.steps)
+
+    # -- cuts
+
+    def _forget_steps(self, number: int) -> None:
+        self.steps = {n: ids for n, ids in self.steps.items() if n < number}
+
+    def _cut(self, version: PolicyVersion) -> None:
+        """Forget the tokens of versions after `version`."""
+        before = self.tokens
+        self.valid = version
+        self.sealed = {v: p for v, p in self.sealed.items() if v <= version}
+        for i, done in [*self.finished.items()]:
+            if any(_newer(t, version) for t in _all(done)):
+                del self.finished[i]
+                self.progress[i] = {k: _unscored(t) for k, t in enumerate(_all(done))}
+                self.prompts[i] = done.prompt
+        for i, some in [*self.progress.items()]:
+            kept = {k: until(t, version) for k, t in some.items()}
+            self.progress[i] = {k: t for k, t in kept.items() if t.threads}
+            if not self.progress[i]:
+                del self.progress[i]
+        self.lost += before - self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """The policy's tokens that are known."""
+        done = sum(_tokens(_all(one)) for one in self.finished.values())
+        return done + self.running_tokens
+
+    @property
+    def running_tokens(self) -> int:
+        """The policy's tokens of running samples."""
+        return sum(_tokens(some.values()) for some in self.progress.values())
+
+
+def _all(done: Finished) -> tuple[Trajectory, ...]:
+    """Return all trajectories of a finished sample, the greedy one last."""
+    return done.trajectories if done.greedy is None else (*done.trajectories, done.greedy)
+
+
+def until(trajectory: Trajectory, version: PolicyVersion) -> Trajectory:
+    """Return the trajectory up to its first token of a version after `version`."""
+    if not _newer(trajectory, version):
+        return trajectory
+    threads = []
+    for thread in trajectory.threads:
+        kept = [*takewhile(lambda s: s.version <= version, thread.segments)]
+        while kept and kept[-1].author is not Author.POLICY:
+            kept.pop()
+        if kept:
+            threads.append(Thread(tuple(kept), thread.opening))
+    return Trajectory(tuple(threads))
+
+
+def _newer(trajectory: Trajectory, version: PolicyVersion) -> bool:
+    return any(s.version > version for s in trajectory.segments)
+
+
+def _unscored(trajectory: Trajectory) -> Trajectory:
+    """Return a finished trajectory as it was before its score. An agent's own score is lost."""
+    return _UNDRAWN if trajectory.counts else replace(trajectory, score=None)
+
+
+def _tokens(trajectories: Iterable[Trajectory]) -> int:
+    return sum(t.num_policy_tokens for t in trajectories)

@@ -1,0 +1,53 @@
+"""Digests of the settings behind samples and weights, by which a journal knows its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from millrace.run.resume_checks import RULES
+
+_PLACES_OF_TRAINING = (
+    *("nnodes", "n_gpus_per_node", "gpus_in_node", "runtime", "ray_address", "device", "threads"),
+    *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
+)
+_RECORDS = (
+    *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
+    *("logger", "project_name", "prometheus_port", "test_freq", "val_before_train"),
+)
+WITHOUT_EFFECT_ON_WEIGHTS = (
+    *("report", "guard", "sync"),
+    *(f"trainer.{key}" for key in (*_PLACES_OF_TRAINING, *_RECORDS)),
+    *(f"rollout.{key}" for key in ("nnodes", "n_gpus_per_node", "test_freq", "val_kwargs")),
+    *("data.val_files", "data.val_max_samples"),
+)
+"""Keys that may change while a resumed run trains the steps of the journal again."""
+
+
+def digests(values: dict[str, Any]) -> tuple[str, str]:
+    """Return digests of the settings that shape samples, and of those that shape weights too.
+
+    `values` is a configuration as plain data. The journal has both digests.
+    """
+    flat = dict(_flat(values))
+    samples = {key: flat.get(key) for rule in RULES for key in rule.keys}
+    training = {
+        key: value
+        for key, value in flat.items()
+        if not any(f"{key}.".startswith(f"{free}.") for free in WITHOUT_EFFECT_ON_WEIGHTS)
+    }
+    first, second = (
+        hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for part in (samples, training)
+    )
+    return first, second
+
+
+def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
