@@ -54,6 +54,10 @@ class WorkerError(MillraceError):
     """A worker process died or raised."""
 
 
+class ReplicaLost(WorkerError):
+    """A replica died, fell silent or stood still. Its requests go on elsewhere."""
+
+
 class DeadlineError(MillraceError):
     """A wait missed its deadline. The message names the waiting task and the event it waits for."""
 

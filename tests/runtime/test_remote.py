@@ -9,7 +9,8 @@ import pytest
 
 from millrace.errors import ConfigError, SyncError, WorkerError
 from millrace.ports import TransferReport
-from millrace.runtime.remote import RemoteWeightSync, first_error
+from millrace.runtime.remote import first_error
+from millrace.runtime.weight_sync import RemoteWeightSync
 
 NEVER = object()
 """The answer to a call that is never answered."""
@@ -30,6 +31,12 @@ class Answers:
         if answer is NEVER:
             await asyncio.Event().wait()
         return answer
+
+
+def sync_of(trainer: Answers, *replicas: Answers) -> RemoteWeightSync:
+    sync = RemoteWeightSync([trainer])  # type: ignore[list-item]
+    sync._members = dict(enumerate(replicas))  # type: ignore[arg-type]
+    return sync
 
 
 BROKEN = SyncError("rollout-0: a weight transfer broke off")
@@ -55,7 +62,7 @@ def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is
 ) -> None:
     async def main() -> None:
         replica = Answers("rollout-0", cause if "rollout-0 was" in cause else "", transfer=BROKEN)
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = sync_of(trainer, replica)
         await sync.keep(3)
         with pytest.raises((SyncError, WorkerError), match=cause):
             await sync.transfer(3)
@@ -70,7 +77,7 @@ def test_a_sender_that_failed_is_the_error_though_its_replica_waits() -> None:
     )
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = sync_of(trainer, replica)
         await sync.keep(3)
         with pytest.raises(SyncError, match="out of memory"):
             await sync.transfer(3)
@@ -82,7 +89,7 @@ def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
     trainer = Answers("trainer-0", keep=None, sent=NEVER)
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [Answers("rollout-0", transfer=TransferReport(8, 0.2))])  # type: ignore[list-item]
+        sync = sync_of(trainer, Answers("rollout-0", transfer=TransferReport(8, 0.2)))
         await sync.keep(3)
         assert (await sync.transfer(3)).bytes == 8
 
@@ -133,7 +140,7 @@ def test_what_was_begun_is_begun_once() -> None:
     replica = Answers("rollout-0", transfer=TransferReport(8, 0.2))
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = sync_of(trainer, replica)
         await sync.keep(3)
         await sync.transfer(3)
         assert trainer.asked == ["sender.keep", "sender.sent"]

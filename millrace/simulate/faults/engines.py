@@ -10,6 +10,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -37,48 +38,75 @@ class Parcel:
     """The sender's checksum. Damage on the way changes `weights` alone."""
 
 
+class Group:
+    """The process groups of one generation, from every rank to some replicas."""
+
+    def __init__(self, ranks: int, members: Sequence[int]) -> None:
+        self.members = members
+        self.broken = asyncio.Event()
+        self.boxes = {(r, k): asyncio.Queue[Parcel]() for r in range(ranks) for k in members}
+        self.missing = ranks + len(members)
+        """Ends that have not joined yet."""
+        self.met = asyncio.Event()
+
+
 class Wire:
     """The process groups of a weight sync, from every rank to every replica."""
 
     def __init__(self, ranks: int, replicas: int, cost: CostModel, timeout_s: float) -> None:
-        self.ranks, self.replicas = ranks, replicas
+        self.ranks = ranks
         self.damage = False
         """Whether the next parcel loses a bit."""
         self._cost, self._timeout_s = cost, timeout_s
-        self._broken = asyncio.Event()
-        self._boxes = {
-            (r, k): asyncio.Queue[Parcel]() for r in range(ranks) for k in range(replicas)
-        }
+        self._groups = {0: Group(ranks, range(replicas))}
+        self._group = self._groups[0]
 
     def break_off(self) -> None:
         """Close the groups, because one of their processes is dead."""
-        self._broken.set()
+        self._group.broken.set()
 
-    async def send(self, rank: int, weights: int) -> TransferReport:
-        await asyncio.sleep(self._cost.transfer_s)
-        if self._broken.is_set():
-            raise SyncError("a weight transfer broke off: connection closed by peer")
-        for replica in range(self.replicas):
-            wrong, self.damage = self.damage, False
-            self._boxes[rank, replica].put_nowait(Parcel(weights ^ wrong, weights))
-        return TransferReport(8, self._cost.transfer_s)
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        """Join the groups of a new generation, and wait until every end has joined."""
+        if generation not in self._groups:
+            self._group.broken.set()
+            self._group = self._groups[generation] = Group(self.ranks, members)
+        group = self._groups[generation]
+        group.missing -= 1
+        if not group.missing:
+            group.met.set()
+        await self._until(group, asyncio.ensure_future(group.met.wait()))
 
-    async def receive(self, replica: int, version: PolicyVersion) -> int:
-        """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
-        boxes = [self._boxes[rank, replica] for rank in range(self.ranks)]
-        arrive = [asyncio.ensure_future(box.get()) for box in boxes]
-        broken = asyncio.ensure_future(self._broken.wait())
+    async def _until(self, group: Group, *waits: asyncio.Future[Any]) -> None:
+        """Wait until all `waits` are over. Raises SyncError if the groups break off."""
+        broken = asyncio.ensure_future(group.broken.wait())
         try:
             async with asyncio.timeout(self._timeout_s):
-                for box in arrive:
-                    await asyncio.wait([box, broken], return_when=asyncio.FIRST_COMPLETED)
-                    if not box.done():
+                for one in waits:
+                    await asyncio.wait([one, broken], return_when=asyncio.FIRST_COMPLETED)
+                    if not one.done():
                         raise SyncError("a weight transfer broke off: connection closed by peer")
         except TimeoutError:
             raise SyncError("a weight transfer broke off: timed out (sync.timeout_s)") from None
         finally:
-            for task in (*arrive, broken):
+            for task in (*waits, broken):
                 task.cancel()
+
+    async def send(self, rank: int, weights: int) -> TransferReport:
+        group = self._group
+        await asyncio.sleep(self._cost.transfer_s)
+        if group.broken.is_set():
+            raise SyncError("a weight transfer broke off: connection closed by peer")
+        for replica in group.members:
+            wrong, self.damage = self.damage, False
+            group.boxes[rank, replica].put_nowait(Parcel(weights ^ wrong, weights))
+        return TransferReport(8, self._cost.transfer_s)
+
+    async def receive(self, replica: int, version: PolicyVersion) -> int:
+        """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
+        group = self._group
+        boxes = [group.boxes[rank, replica] for rank in range(self.ranks)]
+        arrive = [asyncio.ensure_future(box.get()) for box in boxes]
+        await self._until(group, *arrive)
         parcels = [box.result() for box in arrive]
         if any(p.weights != p.sent for p in parcels):
             raise SyncError(
@@ -126,6 +154,9 @@ class Receiver:
         """Whether the next swap leaves the live weights as they are."""
         self._engine, self._wire, self._replica = engine, wire, replica
         self._staged: tuple[PolicyVersion, int] | None = None
+
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        await self._wire.regroup(generation, members)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._staged = None
@@ -244,8 +275,18 @@ class Sender:
         """`seals` sees each version and the samples that trained its weights."""
         self._engine, self._wire, self._rank, self._seals = engine, wire, rank, seals
         self._sending: asyncio.Future[TransferReport] | None = None
+        self._kept: tuple[PolicyVersion, int] | None = None
+        """The newest version that was kept, and its weights."""
+
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        if self._sending is not None:  # What failed with the old groups is sent again.
+            self._sending.cancel()
+            self._sending = None
+        await self._wire.regroup(generation, members)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
+        if self._kept is not None and self._kept[0] == version:
+            return await self._wire.send(self._rank, self._kept[1])
         self._seals(version, self._engine.lineage)
         return await self._wire.send(self._rank, checksum(self._engine.lineage))
 
@@ -253,6 +294,7 @@ class Sender:
         await self.sent()
         self._seals(version, self._engine.lineage)
         weights = checksum(self._engine.lineage)
+        self._kept = version, weights
         self._sending = asyncio.ensure_future(self._wire.send(self._rank, weights))
 
     async def sent(self) -> None:
