@@ -20,10 +20,10 @@ from millrace.run.problems import weights_folder
 from millrace.runtime.remote import (
     RemoteRolloutEngine,
     RemoteTrainEngine,
-    RemoteWeightSync,
     first_error,
 )
 from millrace.runtime.rpc import Peer, Runtime
+from millrace.runtime.weight_sync import RemoteWeightSync
 from millrace.types import PolicyVersion
 
 
@@ -114,7 +114,7 @@ async def build_engines(
     )
     shared = config.schedule.colocated and rollout
     turns = turns_of(shared, pool, train)
-    engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
+    engines = Engines(train, pool, turns, RemoteWeightSync(trainers))
 
     def build_trainers() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
@@ -130,6 +130,7 @@ async def build_engines(
     if rollout:
         ends = [*enumerate(trainers), *enumerate(rollouts)]
         await first_error(peers, [p.call("connect", (tree, r, address)) for r, p in ends])
+        await engines.sync.regroup(dict(enumerate(rollouts)))
     return engines
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError, SyncError, WorkerError
-from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch
 from millrace.runtime.rpc import Peer
-from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
+from millrace.types import Sample, SamplingParams, Segment, Tokens
 
 _DEATH_REPORT_S = 3.0
 """How long to wait, after a failed call, for a worker to be reported dead.
@@ -140,69 +140,6 @@ class RemoteTrainEngine:
         self, method: str, args: tuple[object, ...] = (), result: object = None
     ) -> list[Any]:
         return await all_of(self.peers, f"engine.{method}", args, result)
-
-
-class RemoteWeightSync:
-    """A WeightSync between workers."""
-
-    def __init__(self, trainers: Sequence[Peer], replicas: Sequence[Peer]) -> None:
-        self._trainers = trainers
-        self._replicas = replicas
-        self._sending: PolicyVersion | None = None
-
-    async def keep(self, version: PolicyVersion) -> None:
-        """Keep a version. The trainer's ranks begin to send it at once."""
-        await all_of(self._trainers, "sender.keep", (version,))
-        self._sending = version
-
-    async def transfer(self, version: PolicyVersion) -> TransferReport:
-        sending, self._sending = self._sending, None
-        if sending == version:
-            return await self._arrival(version)
-        sent, received = await asyncio.gather(
-            all_of(self._trainers, "sender.transfer", (version,), TransferReport),
-            all_of(self._replicas, "receiver.transfer", (version,), TransferReport),
-        )
-        return TransferReport(received[0].bytes, max(r.seconds for r in [*sent, *received]))
-
-    async def _arrival(self, version: PolicyVersion) -> TransferReport:
-        """Wait until all replicas have the version that is on its way, and return the report.
-
-        A version that arrived and was proven needs no answer from the senders. They answer only
-        after their next step. If a sender failed or died, its error is the one raised.
-        """
-        arrived = asyncio.ensure_future(
-            all_of(self._replicas, "receiver.transfer", (version,), TransferReport)
-        )
-        sent = asyncio.ensure_future(all_of(self._trainers, "sender.sent"))
-        try:
-            await asyncio.wait([arrived, sent], return_when=asyncio.FIRST_COMPLETED)
-            if sent.done():
-                sent.result()
-            await asyncio.wait([arrived])
-            if arrived.exception() and not any(p.death for p in self._replicas):
-                await sent
-            received = arrived.result()
-            return TransferReport(received[0].bytes, max(r.seconds for r in received))
-        finally:
-            arrived.cancel()
-            sent.cancel()
-
-    async def link(self) -> TransferReport:
-        """Return the bytes of a transfer, and the seconds that the link alone needs for them."""
-        sent, received = await asyncio.gather(
-            all_of(self._trainers, "sender.link", (), TransferReport),
-            all_of(self._replicas, "receiver.link", (), TransferReport),
-        )
-        return TransferReport(received[0].bytes, max(r.seconds for r in sent))
-
-    async def transport(self) -> str:
-        """Return the name of the transport, such as nccl or gloo."""
-        (name, *_) = await all_of(self._trainers, "sender.transport", (), str)
-        return str(name)
-
-    async def activate(self, version: PolicyVersion) -> float:
-        return max(await all_of(self._replicas, "receiver.activate", (version,), float))
 
 
 def _absolute(folder: str) -> str:

@@ -19,8 +19,8 @@ from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
-from millrace.runtime import remote
-from millrace.runtime.remote import RemoteTrainEngine, RemoteWeightSync
+from millrace.runtime.remote import RemoteTrainEngine
+from millrace.runtime.weight_sync import RemoteWeightSync
 from millrace.schedule.ledger import Ledger, State
 from millrace.simulate.faults.scenario import draw
 from millrace.simulate.faults.world import run_world
@@ -134,9 +134,12 @@ def stale_replica_serving() -> Any:
 
     def make(activate: Any) -> Any:
         async def mutant(self: RemoteWeightSync, version: int) -> float:
-            peers = self._replicas[:-1] if version else self._replicas
-            method = "receiver.activate"
-            return max(await remote.all_of(peers or self._replicas, method, (version,), float))
+            everyone = self._members
+            if version and len(everyone) > 1:
+                self._members = dict(list(everyone.items())[:-1])
+            paused = await activate(self, version)
+            self._members = everyone
+            return paused
 
         return mutant
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from millrace.errors import RewardError
@@ -21,7 +22,8 @@ from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
-from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
+from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine
+from millrace.runtime.weight_sync import RemoteWeightSync
 from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.checks import Violation, prompt_at, score_of, text_of
 from millrace.simulate.faults.disk import Died, View
@@ -30,6 +32,7 @@ from millrace.simulate.faults.engines import (
     FaultyTrainer,
     Ranks,
     RolloutRoot,
+    Sender,
     TrainerRoot,
     Wire,
 )
@@ -143,7 +146,7 @@ class Attempt:
             origin = f"resumes from {checkpoint.name}" if checkpoint else "starts"
             world.tell(f"attempt {self.number + 1} {origin}")
             watch = Watch(loop.time, [self._see])
-            session = self._session(RunDir(folder, checkpoint))
+            session = await self._session(RunDir(folder, checkpoint))
             ledger = await start_state(session)
             snapshot = read_ledger(checkpoint) if checkpoint else None
             lineage = self._trainers()[0].lineage
@@ -191,7 +194,7 @@ class Attempt:
             if record.last is None or record.last.version != ledger.version:
                 raise Violation("I5: the final weights were not validated")
 
-    def _session(self, run: RunDir) -> Session:
+    async def _session(self, run: RunDir) -> Session:
         scenario = self.world.scenario
         peers = {name: worker.peer for name, worker in self.workers.items()}
         trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
@@ -199,7 +202,9 @@ class Attempt:
         train = RemoteTrainEngine(trainers)
         pool = RolloutPool([RemoteRolloutEngine(peer) for peer in rollouts])
         turns = turns_of(scenario.config.schedule.colocated, pool, train)
-        engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
+        sync = RemoteWeightSync(trainers)
+        await sync.regroup(dict(enumerate(rollouts)))
+        engines = Engines(train, pool, turns, sync)
         progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(scenario.config, run, problems, engines, reward, progress)
@@ -207,7 +212,7 @@ class Attempt:
     def _start_workers(self) -> None:
         scenario, dice = self.world.scenario, self.world.dice
         ranks = Ranks(scenario.ranks)
-        wire = Wire(scenario.ranks, scenario.replicas, scenario.cost, SYNC_TIMEOUT_S)
+        wire = Wire(scenario.ranks, scenario.cost, SYNC_TIMEOUT_S)
         self.wire = wire
 
         targets = {fault.target for fault in self._waiting if fault.trigger.on != "time"}
@@ -215,17 +220,18 @@ class Attempt:
         def start(name: str, root: Any) -> None:
             called = self._called if name in targets else None
             worker = SimWorker(name, root, Link(dice), DEADLINE_S, called)
-            worker.on_death += [wire.break_off, root.engine.end]
+            worker.on_death += [partial(wire.break_off, name), root.engine.end]
             self.workers[name] = worker
 
         for rank in range(scenario.ranks):
             engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
-            start(f"trainer-{rank}", TrainerRoot(engine, wire, rank, self._seals))
+            name = f"trainer-{rank}"
+            start(name, TrainerRoot(engine, Sender(engine, wire, name, self._seals)))
         for k in range(scenario.replicas):
             name = f"rollout-{k}"
             serves = self._serves(name)
             replica = FaultyRollouts(scenario.cost, scenario.slots, serves)
-            start(name, RolloutRoot(replica, wire, k))
+            start(name, RolloutRoot(replica, wire, name))
 
     def _trainers(self) -> list[FaultyTrainer]:
         names = sorted(name for name in self.workers if name.startswith("trainer"))
