@@ -65,6 +65,17 @@ class DeadlineError(MillraceError):
 class SyncError(MillraceError):
     """A replica's weights differ from the trainer's. The replica must not serve them."""
 
+    replica: int | None = None
+    """The replica whose weights are wrong. None if no single replica is at fault."""
+
+
+class BrokenTransfer(SyncError):
+    """A transfer broke off, because a process of its group died or left. No weights are wrong."""
+
+
+class CopyGone(SyncError):
+    """A version cannot be sent again: the trainer's weights are newer, and its copy is freed."""
+
 
 class CheckpointError(MillraceError):
     """A checkpoint cannot be written or read."""

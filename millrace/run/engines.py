@@ -101,11 +101,13 @@ class Replicas:
     runtime: Runtime
     tree: dict[str, Any]
     folder: str
+    address: tuple[str, int]
 
     async def start(self, replica: int) -> Peer:
         peer = await self.runtime.start(f"rollout-{replica}", "rollout", replica)
         try:
             await _build(peer, self.tree, self.folder)
+            await peer.call("connect", (self.tree, replica, self.address))
         except BaseException:
             await self.runtime.end(peer)
             raise
@@ -149,7 +151,7 @@ async def build_engines(
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
     shared = config.schedule.colocated and rollout
-    starter = Replicas(runtime, tree, folder)
+    starter = Replicas(runtime, tree, folder, address)
     engines = engines_of(config, trainers, rollouts, shared, restarts=restarts, starter=starter)
 
     def build_trainers() -> list[Coroutine[Any, Any, None]]:
@@ -166,6 +168,7 @@ async def build_engines(
     if rollout:
         ends = [*enumerate(trainers), *enumerate(rollouts)]
         await first_error(peers, [p.call("connect", (tree, r, address)) for r, p in ends])
+        await engines.sync.connect()
     return engines
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from millrace.errors import DeadlineError, SyncError, WorkerError
+from millrace.errors import CopyGone, DeadlineError, SyncError, WorkerError
 from millrace.ports import TransferReport
 from millrace.rollout.patience import check, wait_for_replicas
 from millrace.rollout.roster import Roster
@@ -33,10 +33,9 @@ class RosterSync:
     ) -> None:
         """`deadline_s` limits the wait for a replica, if there is none."""
         self.remote = RemoteWeightSync(trainers)
-        self.remote._members = {i: replica.peer for i, replica in enumerate(replicas)}
         self._trainers, self._replicas, self._roster = trainers, replicas, roster
         self._deadline_s = deadline_s
-        self._members: Mapping[int, int] = roster.present
+        self._members: Mapping[int, int] = {}
         """The replicas that are connected with the senders, with their incarnations."""
         self._sending: PolicyVersion | None = None
         self._proven: Mapping[int, int] = {}
@@ -44,7 +43,7 @@ class RosterSync:
 
     async def keep(self, version: PolicyVersion) -> None:
         """Keep a version. The trainer's ranks begin to send it at once."""
-        await self._connect()
+        await self.connect()
         if self._members:
             await self.remote.keep(version)
             self._sending = version
@@ -52,18 +51,23 @@ class RosterSync:
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send a version to every replica that runs. Wait for one if there is none.
 
-        Nothing is sent if every replica is given up, and the run saves before it ends.
+        It goes to nobody if every replica is given up, and the run saves before it ends. The same
+        is true if all replicas that had the version are lost, and its copy is freed: the next
+        version then follows.
         """
+        able: list[int] | None = None
         while True:
             sending, self._sending = self._sending == version, None
             if not sending:
-                await self._connect()
+                await self.connect(able)
             members, self._proven = self._members, {}
             if not members:
                 return TransferReport(0, 0.0)
             peers = self._peers(members)
             try:
                 report = await self.remote.transfer(version)
+            except CopyGone:
+                able, self._members = self.remote.having(version), {}
             except (WorkerError, SyncError, DeadlineError):
                 if not await self._explained(members, peers):
                     raise
@@ -77,14 +81,17 @@ class RosterSync:
 
         If all of them are lost, the version is sent again to those that run next.
         """
+        pause_s = 0.0
         while self._proven:
             pauses = await asyncio.gather(
                 *(self._activate(i, k, version) for i, k in self._proven.items())
             )
             if self._roster.live:
-                return max(pauses)
+                pause_s = max(pauses)
+                break
             await self.transfer(version)
-        return 0.0  # Every replica is given up.
+        self.remote.settle()
+        return pause_s
 
     async def _activate(self, replica: int, incarnation: int, version: PolicyVersion) -> float:
         """Make the version live on one replica. Return the pause, 0 if the replica is lost."""
@@ -92,7 +99,7 @@ class RosterSync:
             return 0.0
         peer = self._replicas[replica].peer
         try:
-            pause_s: float = await peer.call("receiver.activate", (version,), float)
+            pause_s = await self.remote.activate_one(replica, version)
         except (WorkerError, DeadlineError) as error:
             peer.mark_dead(str(error))
             self._roster.lose(replica, incarnation, str(error))
@@ -100,24 +107,33 @@ class RosterSync:
         self._roster.proven(replica, incarnation)
         return pause_s
 
-    async def _connect(self) -> None:
-        """Connect the senders with the replicas that run now. Wait for one if there is none."""
+    async def connect(self, able: Sequence[int] | None = None) -> None:
+        """Connect the senders with the replicas that run now. Wait for one if there is none.
+
+        With `able`, these alone count, and nobody waits for another one.
+        """
         roster = self._roster
-        while (present := roster.present) != self._members or not present:
-            if not present:
+        while True:
+            check(roster)
+            present = roster.present
+            if able is not None:
+                present = {i: k for i, k in present.items() if i in able}
+            if not present and able is None and not roster.over:
                 await wait_for_replicas(roster, "a weight sync", self._ready, self._deadline_s)
-                if roster.over:
-                    self._members = {}
-                    return
                 continue
+            if not present or present == self._members:
+                self._members = present
+                return
             peers = self._peers(present)
             try:
                 await self.remote.regroup(peers)
             except (WorkerError, SyncError, DeadlineError):
+                self._members = {}
                 if not await self._explained(present, peers):
                     raise
             else:
                 self._members = present
+                return
 
     def _ready(self) -> bool:
         check(self._roster)

@@ -40,7 +40,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
 from millrace.config.vllm_checks import HOST_PID
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
@@ -91,7 +91,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     """
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
-        """Join the trainer's ranks and the other replicas. This blocks until all have joined."""
+        """Prepare to receive from the trainer's ranks. `regroup` joins them."""
         restore_nccl_settings()
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
@@ -101,10 +101,19 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self._load)
+            ipc.IpcInbox.join(*where, self._load, shard)
             if ipc.fits(agreed, self.device)
             else join_inbox(*where, shard)
         )
+
+    def regroup(self, generation: int, members: list[int], turn: int) -> None:
+        """Exchange the groups in a thread, as `stage` works."""
+
+        def work() -> int:
+            self.inbox.regroup(generation, members)
+            return 0
+
+        self._in_thread(work, turn)
 
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
@@ -120,7 +129,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         ).start()
 
     def _report(self, work: Callable[[], int], key: str) -> None:
-        start, interval = time.perf_counter(), sys.getswitchinterval()
+        interval = sys.getswitchinterval()
         # Each kernel launch of this thread waits until the decoding thread releases the GIL. A
         # shorter switch interval shortens these waits.
         sys.setswitchinterval(_SWITCH_S)
@@ -129,9 +138,10 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 torch.cuda.set_device(self.device)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 received = work()
-            report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
+            report: dict[str, Any] = {"bytes": received, "version": self.inbox.version}
         except Exception as error:  # noqa: BLE001 - the report carries the failure
             report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
+            report["broken"] = isinstance(error, BrokenTransfer)
         finally:
             sys.setswitchinterval(interval)
         self._store.set(key, json.dumps(report))
@@ -229,6 +239,10 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
+
+    def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
+        """Start to join the groups of a new generation."""
+        self.weight_transfer_engine.regroup(generation, members, turn)
 
     def stage_weights(self, version: int, turn: int) -> None:
         """Start to receive `version` into staging memory."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,18 @@ class Forgetful(Holder):
         return paused
 
 
+async def regroup(
+    senders: Sequence[Any], receivers: Mapping[int, Any], generation: int = 1
+) -> list[int | None]:
+    """Let all ends join a generation. Return the staged versions."""
+    members = sorted(receivers)
+    answers = await asyncio.gather(
+        *(s.regroup(generation, members) for s in senders),
+        *(receivers[i].regroup(generation, members) for i in members),
+    )
+    return list(answers[len(senders) :])
+
+
 @dataclass
 class Fleet:
     sources: list[Source]
@@ -144,6 +157,7 @@ async def fleet(
             for i, holder in enumerate(replicas)
         ),
     )
+    await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
     yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
 
 

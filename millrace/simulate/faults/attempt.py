@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from millrace.errors import RewardError, WorkerError
@@ -30,6 +31,7 @@ from millrace.simulate.faults.engines import (
     FaultyTrainer,
     Ranks,
     RolloutRoot,
+    Sender,
     TrainerRoot,
     Wire,
 )
@@ -146,7 +148,7 @@ class Attempt:
             origin = f"resumes from {checkpoint.name}" if checkpoint else "starts"
             world.tell(f"attempt {self.number + 1} {origin}")
             watch = Watch(loop.time, [self._see])
-            session = self._session(RunDir(folder, checkpoint))
+            session = await self._session(RunDir(folder, checkpoint))
             ledger = await start_state(session)
             snapshot = read_ledger(checkpoint) if checkpoint else None
             lineage = self._trainers()[0].lineage
@@ -197,7 +199,7 @@ class Attempt:
             if record.last is None or record.last.version != ledger.version:
                 raise Violation("I5: the final weights were not validated")
 
-    def _session(self, run: RunDir) -> Session:
+    async def _session(self, run: RunDir) -> Session:
         scenario = self.world.scenario
         peers = {name: worker.peer for name, worker in self.workers.items()}
         trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
@@ -205,6 +207,7 @@ class Attempt:
         config = scenario.config
         where = config, trainers, rollouts, config.schedule.colocated
         engines = engines_of(*where, restarts=True, starter=self)
+        await engines.sync.connect()
         progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(config, run, problems, engines, reward, progress)
@@ -226,24 +229,27 @@ class Attempt:
     def _start_workers(self) -> None:
         scenario = self.world.scenario
         ranks = Ranks(scenario.ranks)
-        wire = Wire(scenario.ranks, scenario.replicas, scenario.cost, SYNC_TIMEOUT_S)
+        wire = Wire(scenario.ranks, scenario.cost, SYNC_TIMEOUT_S)
         self.wire = wire
 
         for rank in range(scenario.ranks):
             engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
-            self._start(f"trainer-{rank}", TrainerRoot(engine, wire, rank, self._seals))
+            name = f"trainer-{rank}"
+            frees = scenario.seed % 2 == 0
+            sender = Sender(engine, wire, name, self._seals, frees=frees)
+            self._start(name, TrainerRoot(engine, sender))
         for k in range(scenario.replicas):
             self._start_replica(k)
 
     def _start_replica(self, k: int) -> None:
         name, scenario = f"rollout-{k}", self.world.scenario
         replica = FaultyRollouts(scenario.cost, scenario.slots, self._serves(name))
-        self._start(name, RolloutRoot(replica, self.wire, k))
+        self._start(name, RolloutRoot(replica, self.wire, name))
 
     def _start(self, name: str, root: Any) -> None:
         called = self._called if name in self._targets else None
         worker = SimWorker(name, root, Link(self.world.dice), DEADLINE_S, called)
-        worker.on_death += [self.wire.break_off, root.engine.end]
+        worker.on_death += [partial(self.wire.break_off, name), root.engine.end]
         worker.beat(HEARTBEAT_S)
         self.workers[name] = worker
 
