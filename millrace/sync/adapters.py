@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import Spec, checksum
+from millrace.sync.buckets import Spec, checksum, checksums
 from millrace.sync.groups import wait_for_device
 from millrace.sync.inbox import Inbox, wire_device
 from millrace.sync.membership import Membership, replica_name
@@ -100,14 +100,15 @@ class AdaptedInbox:
         self.version = None
         return self._adapters.link()
 
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> Tensor:
+        """Return the live tensors' checksums. Raises SyncError if one differs from its staged one."""
         if self._sums is None:
             raise SyncError(f"there are no checksums of version {version}: nothing was received")
         self.version = None  # until the checksums agree
-        own = torch.stack([checksum(tensors[name]) for name in self.staged])
+        own = checksums(tensors, self.staged)
         self._base.compare(own.to(self._sums.device), self._sums, version, "live")
         self.version = version
+        return own
 
 
 def join_inbox(

@@ -28,7 +28,7 @@ from millrace.ports import TransferReport, WeightHolder, WeightSource
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.background import Background, abandonable
-from millrace.sync.buckets import Bucket, plan, specs_of
+from millrace.sync.buckets import Bucket, checksums, plan, specs_of
 from millrace.sync.groups import (
     all_agree,
     broadcast,
@@ -38,6 +38,7 @@ from millrace.sync.groups import (
 )
 from millrace.sync.inbox import IN_FLIGHT, Inbox, wire_device
 from millrace.sync.membership import Membership, rank_name
+from millrace.sync.proof import changed
 from millrace.sync.table import (
     ADAPTERS,
     Shards,
@@ -291,6 +292,8 @@ class Receiver:
 
     def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
         self.inbox = inbox
+        self._live: tuple[PolicyVersion, Tensor] | None = None
+        """The live version, and the checksums of its tensors in the order of the inbox."""
         self._holder = holder
         self._replica = replica
 
@@ -319,10 +322,25 @@ class Receiver:
         return await abandonable(self.inbox.regroup, generation, members)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Receive and stage `version` in a thread. The engine continues to decode."""
+        """Receive and stage `version` in a thread. The engine continues to decode.
+
+        Raises SyncError if a live tensor has changed since its version became live.
+        """
         start = time.perf_counter()
-        received = await asyncio.to_thread(self.inbox.receive, version)
+        received = await asyncio.to_thread(self._receive, version)
         return TransferReport(received, time.perf_counter() - start)
+
+    def _receive(self, version: PolicyVersion) -> int:
+        received = self.inbox.receive(version)
+        if self._live is not None:
+            # Here, and not in `activate`, because decoding goes on meanwhile.
+            live, sums = self._live
+            own = checksums(self._holder.weights(), self.inbox.staged)
+            wrong = (own != sums).any(dim=1).nonzero().flatten().tolist()
+            if wrong:
+                self.inbox.version = None
+                raise changed(self._replica, live, [list(self.inbox.staged)[i] for i in wrong])
+        return received
 
     async def link(self) -> TransferReport:
         """Receive as many bytes as a transfer has, and do nothing else."""
@@ -336,10 +354,10 @@ class Receiver:
                 f"replica {self._replica} cannot serve version {version}: "
                 f"its staged version is {self.inbox.version}"
             )
-        start = time.perf_counter()
+        start, self._live = time.perf_counter(), None
         paused = await self._holder.swap(version, self.inbox.staged)
         # There is no await between the swap and the proof, so no token is drawn from unverified
         # weights.
         after = time.perf_counter()
-        self.inbox.prove(self._holder.weights(), version)
+        self._live = version, self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)

@@ -124,9 +124,14 @@ def make_group(
         options._timeout = timeout
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY):
             return Group(dist.ProcessGroupNCCL(own, rank, size, options))
-    gloo, door = dist.ProcessGroupGloo._Options(), door or Door.open(wire)
+    door = door or Door.open(wire)
+    kind: Any = dist.ProcessGroupGloo
+    gloo = kind._Options()
     gloo._timeout, gloo._devices = timeout, door.devices
-    return Group(dist.ProcessGroupGloo(own, rank, size, gloo), {*sockets, *door.sockets})
+    try:
+        return Group(kind(own, rank, size, gloo), {*sockets, *door.sockets})
+    except RuntimeError as error:
+        raise BrokenTransfer(f"a group of the weight sync did not come about: {error}") from error
 
 
 def start_broadcast(group: Group, tensor: Tensor) -> Operation:

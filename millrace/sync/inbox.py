@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import Bucket, Spec, checksum, plan
+from millrace.sync.buckets import Bucket, Spec, checksums, plan
 from millrace.sync.groups import (
     Group,
     all_agree,
@@ -150,7 +150,7 @@ class Inbox:
                 land(rank)
         wrong = [self._verify(rank, torch.cat(parts), version) for rank, parts in sums.items()]
         if self._rows and not self._with_bit_sums:
-            self._sums = torch.stack([checksum(t) for t in self.staged.values()])
+            self._sums = checksums(self.staged, self.staged)
         wait_for_device(self._wire)
         for group in groups.values():
             group.check()
@@ -193,10 +193,14 @@ class Inbox:
             wait_for_device(self._wire)
         return self._num_bytes
 
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
-        own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> Tensor:
+        """Return the live tensors' checksums. Raises SyncError if one differs from its staged one.
+
+        The order is that of the staged tensors.
+        """
+        own = checksums(tensors, self.staged)
         self.compare(own.to(self._wire), self.sums, version, "live")
+        return own
 
     @property
     def sums(self) -> Tensor:

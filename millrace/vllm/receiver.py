@@ -153,3 +153,9 @@ class VllmReceiver:
                 f"trainer's: {wrong[0]}{more} differ from the staged weights. "
                 "The replica must not serve them"
             )
+
+
+def check_unchanged(errors: Sequence[str]) -> None:
+    """Raise SyncError with the first worker's text that is not empty."""
+    if texts := [text for text in errors if text]:
+        raise SyncError(texts[0])

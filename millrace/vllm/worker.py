@@ -45,7 +45,7 @@ from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.inbox import Inbox
-from millrace.sync.proof import bit_sums
+from millrace.sync.proof import bit_sums, changed
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
@@ -83,7 +83,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
     inbox: Inbox | AdaptedInbox | ipc.IpcInbox
-    live_sums: dict[str, int]
+    live_sums: dict[str, int] | None = None
+    """The bit sums of the live parameters by name. None before the first version."""
     _copies: list[tuple[Tensor, Tensor]] | None = None
     """(target, source) of every copy of a load.
 
@@ -96,6 +97,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
+        self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -117,7 +119,25 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
-        self._in_thread(lambda: self.inbox.receive(version), turn)
+
+        def work() -> int:
+            # An IpcInbox replaces the live weights while it receives.
+            if in_place := isinstance(self.inbox, ipc.IpcInbox):
+                self.prove_unchanged()
+            received = self.inbox.receive(version)
+            if not in_place:
+                self.prove_unchanged()
+            return received
+
+        self._in_thread(work, turn)
+
+    def prove_unchanged(self) -> None:
+        """Raise SyncError if a live parameter has changed since its version became live."""
+        if self.live_sums:
+            own = bit_sums(dict(self.model.named_parameters()))
+            if names := [name for name, value in self.live_sums.items() if own[name] != value]:
+                self.inbox.version = None
+                raise changed(self._replica, self._live, names)
 
     def link(self, turn: int) -> None:
         """Run the receiving end of `Sender.link` in a thread."""
@@ -160,6 +180,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             if not isinstance(self.inbox, ipc.IpcInbox):
                 self.load(self.inbox)
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
+            self._live = update_info.version
 
     def finish_weight_update(self) -> None:
         """Do nothing. `receive_weights` completes the update."""
@@ -248,6 +269,17 @@ class WorkerExtension:
         """Start to receive `version` into staging memory."""
         self.weight_transfer_engine.stage(version, turn)
 
+    def changed_weights(self) -> str:
+        """Return what is wrong with the live weights, or nothing. vLLM will now discard them."""
+        engine = self.weight_transfer_engine
+        try:
+            engine.prove_unchanged()
+        except SyncError as error:
+            return str(error)
+        finally:
+            engine.live_sums = None
+        return ""
+
     def measure_link(self, turn: int) -> None:
         """Start to receive as many bytes as a transfer has."""
         self.weight_transfer_engine.link(turn)
@@ -265,6 +297,7 @@ class WorkerExtension:
         self.update_weights({"version": version})
         self.finish_weight_update()
         engine = self.weight_transfer_engine
+        assert engine.live_sums is not None
         return (
             live_names(engine.inbox.bit_sums, engine.live_sums),
             engine.live_sums,

@@ -106,7 +106,9 @@ async def fleet(
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
-    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
+    yield Fleet(
+        sources, replicas, list(joined[:ranks]), list(joined[ranks:]), store, Agreement.of(config)
+    )  # type: ignore[arg-type]
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
