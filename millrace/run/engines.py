@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.config import Config
 from millrace.errors import MillraceError
+from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.observe.watched import WatchedReplica, WatchedSync
 from millrace.pipeline.turns import SharedTurns, Turns, turns_of
@@ -103,8 +104,9 @@ class Replicas:
     folder: str
     address: tuple[str, int]
 
-    async def start(self, replica: int) -> Peer:
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
         peer = await self.runtime.start(f"rollout-{replica}", "rollout", replica)
+        started(peer)
         try:
             await _build(peer, self.tree, self.folder)
             await peer.call("connect", (self.tree, replica, self.address))
@@ -119,10 +121,16 @@ class Replicas:
 
 @asynccontextmanager
 async def open_engines(
-    runtime: Runtime, config: Config, run: RunDir, rollout: bool, restarts: bool
+    runtime: Runtime,
+    config: Config,
+    run: RunDir,
+    rollout: bool,
+    restarts: bool,
+    progress: Progress,
 ) -> AsyncIterator[Engines]:
     """Build every engine, and keep the replicas going while the body runs."""
     engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
+    engines.keeper.news.note = progress.note
     async with engines.keeper:
         yield engines
 

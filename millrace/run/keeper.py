@@ -7,25 +7,28 @@ produces   losses in the roster; new workers, STALE until a sync has proven thei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
 from millrace.errors import MillraceError
 from millrace.rollout.roster import Change, Roster, Standing
+from millrace.run.news import News
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 
 _STRIKES = 3
 """A replica that misses this many heartbeats is lost."""
+_FIRST_STRIKES = 30
+"""The same while a worker starts: a large import can stop its heartbeats for seconds."""
 
 
 class Starter(Protocol):
     """Starts and ends the workers of replicas."""
 
-    async def start(self, replica: int) -> Peer:
-        """Start a worker and build its engine."""
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
+        """Start a worker and build its engine. Call `started` as soon as the worker answers."""
         ...
 
     async def end(self, peer: Peer) -> None:
@@ -44,15 +47,19 @@ class Keeper:
         *,
         heartbeat_s: float,
     ) -> None:
+        self.news = News(roster, engines)
         self.roster = roster
         self._engines = engines
         self._starter = starter
         self._heartbeat_s = heartbeat_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._healing: set[int] = set()
+        self._starting: dict[int, Peer] = {}
+        """The workers whose engines are being built."""
         self._ends = ExitStack()
 
     async def __aenter__(self) -> Keeper:
+        self._ends.enter_context(self.roster.told(self.news))
         self._ends.enter_context(self.roster.told(self._changed))
         for i, engine in enumerate(self._engines):
             self._follow(i, engine.peer, self.roster.incarnation(i))
@@ -90,14 +97,16 @@ class Keeper:
         beats: dict[Peer, int] = {}
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            peers = [self._engines[i].peer for i in self.roster.present]
+            serving = [self._engines[i].peer for i in self.roster.present]
+            peers = [*serving, *self._starting.values()]
             strikes = {p: strikes.get(p, 0) + 1 if p.beats == beats.get(p) else 0 for p in peers}
             beats = {p: p.beats for p in peers}
             for peer, missed in strikes.items():
-                if missed >= _STRIKES:
+                most = _STRIKES if peer in serving else _FIRST_STRIKES
+                if missed >= most:
                     peer.mark_dead(
                         f"worker {peer.name} fell silent: no heartbeat for "
-                        f"{_STRIKES * self._heartbeat_s:g} s (rollout.heartbeat_s)"
+                        f"{most * self._heartbeat_s:g} s (rollout.heartbeat_s)"
                     )
 
     def _changed(self, change: Change) -> None:
@@ -114,10 +123,14 @@ class Keeper:
         while self.roster.state(replica) is Standing.LOST:
             await asyncio.sleep(self.roster.backoff_s(replica))
             try:
-                peer = await self._starter.start(replica)
+                peer = await self._starter.start(
+                    replica, partial(self._starting.__setitem__, replica)
+                )
             except (MillraceError, OSError) as error:
                 self.roster.start_failed(replica, str(error))
                 continue
+            finally:
+                self._starting.pop(replica, None)
             self._healing.discard(replica)
             self._engines[replica].renew(peer)
             self._follow(replica, peer, self.roster.restarted(replica))

@@ -123,7 +123,7 @@ async def open_session(
         )
         async with AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress)
-            async with open_engines(runtime, config, run, rollout, trains) as engines:
+            async with open_engines(runtime, config, run, rollout, trains, progress) as engines:
                 yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
         await reward.close()

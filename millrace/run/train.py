@@ -165,7 +165,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=lambda: s.reward.take_figures() | trackers.dropped(outside),
+                figures=lambda: figures(s) | trackers.dropped(outside),
                 tokens=recorder.counts,
                 watch=recorder.watch,
             )
@@ -191,6 +191,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         complete=complete,
         checkpoint=next(reversed(s.checkpoints.all()), None),
     )
+
+
+def figures(s: Session) -> dict[str, float]:
+    """Return the figures of a row that the loops do not know."""
+    return s.reward.take_figures() | s.engines.keeper.news.figures()
 
 
 def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
@@ -272,7 +277,7 @@ async def train_to_end(
     )
     stop.attach(queue, c.stop_grace_s, record.abandon_validation)
     start = clock()
-    with saved_without_replicas(engines.pool, stop):
+    with saved_without_replicas(engines, stop):
         trained = await run_pipeline(rollouter, trainer)
         seconds = clock() - start
         with parts.part("save_checkpoint"):
@@ -285,12 +290,16 @@ async def train_to_end(
 
 
 @contextmanager
-def saved_without_replicas(pool: RolloutPool, stop: StopRequest) -> Iterator[None]:
-    """Stop and save the run once every replica is given up, and then raise ReplicaLost."""
-    roster = pool.roster
+def saved_without_replicas(engines: WatchedEngines, stop: StopRequest) -> Iterator[None]:
+    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
+
+    The watch sees every change of a replica on its track.
+    """
+    roster = engines.pool.roster
     check(roster)
 
     def changed(change: Change) -> None:
+        engines.watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
         if roster.over:
             stop.request()
 

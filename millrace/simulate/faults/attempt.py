@@ -212,7 +212,7 @@ class Attempt:
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(config, run, problems, engines, reward, progress)
 
-    async def start(self, replica: int) -> Peer:
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
         """Start the worker of a lost replica anew."""
         await asyncio.sleep(self.world.scenario.start_s)
         if self.view.dead:
