@@ -27,6 +27,7 @@ from millrace.errors import bad_value
 from millrace.runtime.address import listening_at
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
+from millrace.runtime.processes import group_of
 from millrace.runtime.rpc import Peer
 
 START_DEADLINE_S = 180.0
@@ -84,7 +85,7 @@ class _Worker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(self.process.pid)
                 await _wait_for_end([partial(_exit_code, process)], GOODBYE_S)
-            self.group = _group_of(self.process.pid)
+            self.group = group_of(self.process.pid)
             await _wait_for_end([self.process.poll], GOODBYE_S)  # its other threads end too
 
 
@@ -187,7 +188,7 @@ class LocalRuntime:
         if worker is None:
             return
         self._workers.remove(worker)
-        processes = worker.group or _group_of(worker.process.pid)
+        processes = worker.group or group_of(worker.process.pid)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -246,24 +247,6 @@ def _warn_of(alive: list[int]) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def _group_of(pid: int) -> list[psutil.Process]:
-    """Return the processes of the group that a worker leads, such as vLLM's.
-
-    The worker was not waited for yet, so no other process has its number. Python's tracker of
-    shared memory is left out: it frees the memory of the others, and then it ends.
-    """
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if os.getpgid(process.pid) == pid and not _is_tracker(process):
-                found.append(process)
-    return found
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def _children(pid: int) -> list[psutil.Process]:
