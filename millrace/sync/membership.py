@@ -41,7 +41,8 @@ class Membership:
         """Held by the thread that works on the groups."""
         self.groups: dict[int, Group] = {}
         """The groups by the rank that sends."""
-        self._store, self._agreed, self._wire = store, agreed, wire
+        # A client of its own: a wait of one thread blocks all other threads on the same client.
+        self._store, self._agreed, self._wire = store.clone(), agreed, wire
         self._senders, self.me = senders, me
         self._generation = -1
 
