@@ -54,12 +54,27 @@ class WorkerError(MillraceError):
     """A worker process died or raised."""
 
 
+class ReplicaLost(WorkerError):
+    """A replica died, fell silent or stood still. Its requests go on elsewhere."""
+
+
 class DeadlineError(MillraceError):
     """A wait missed its deadline. The message names the waiting task and the event it waits for."""
 
 
 class SyncError(MillraceError):
     """A replica's weights differ from the trainer's. The replica must not serve them."""
+
+    replica: int | None = None
+    """The replica whose weights are wrong. None if no single replica is at fault."""
+
+
+class BrokenTransfer(SyncError):
+    """A transfer broke off, because a process of its group died or left. No weights are wrong."""
+
+
+class CopyGone(SyncError):
+    """A version cannot be sent again: the trainer's weights are newer, and its copy is freed."""
 
 
 class CheckpointError(MillraceError):

@@ -219,6 +219,7 @@ def test_every_metric_of_a_train_step_is_documented(case: str) -> None:
 
 def test_every_metric_of_a_version_is_documented() -> None:
     row = set(test_metrics.EXPECTED) - {"actor/rare"} | {"checkpoint/write_s", "checkpoint/refused"}
+    row |= {f"replicas/{name}" for name in ("live", "lost", "restarts", "heal_s")}
     row |= {"reward/score/mean", "reward/overlong_reward/mean", "reward/greedy/mean"}
     row |= set(Guard(GuardConfig()).as_metrics()) | set(RunCounts().add({}))
     row |= {

@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
-    "runtime": {"config", "decode", "models", "ports", "sync", "train", "vllm"},
+    "runtime": {"config", "decode", "models", "ports", "rollout", "sync", "train", "vllm"},
     "report": {"config", "observe", "pipeline", "ports", "schedule"},
     "run": {
         *("agents", "config", "data", "environments", "models", "observe", "pipeline", "ports"),

@@ -38,9 +38,9 @@ async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[s
     async with open_session(config, progress) as s:
         await s.engines.train.begin("rl", 1)
         await s.engines.publish(0)
-        link = [await s.engines.sync.link() for _ in range(3)]
+        link = [await s.engines.sync.remote.link() for _ in range(3)]
         ceiling = max(report.bytes / report.seconds for report in link)
-        transport = await s.engines.sync.transport()
+        transport = await s.engines.sync.remote.transport()
         progress.phase("syncing an idle engine")
         idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
         progress.phase("syncing a busy engine")

@@ -122,6 +122,24 @@ class RolloutConfig(Section):
     """
     val_kwargs: ValidationConfig = ValidationConfig()
     """Sampling in validation."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    """Seconds between heartbeats of a replica. One that misses three of them is lost.
+
+    A thread of its own sends them, so a long engine step is no silence.
+    """
+    stall_s: float = Field(10.0, gt=0)
+    """Seconds without a token after which a replica that has requests is lost.
+
+    Tokens of any request count, and so do tokens of prompts. A sync, sleep and the first token
+    after a start, which may wait for compiled kernels, may take longer. Raise it for steps that
+    take seconds.
+    """
+    max_restarts: int = Field(5, ge=0)
+    """How often in a row a lost replica is started anew, after 1, 2, 4 and more seconds.
+
+    The count begins again once the replica has served a version. After the last try the run goes on
+    without the replica. A run without any replica saves and ends.
+    """
 
     @property
     def devices(self) -> int:

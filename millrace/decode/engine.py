@@ -23,7 +23,7 @@ from millrace.errors import SyncError, WorkerError
 from millrace.models.model import eos_ids, load_model
 from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
-from millrace.rollout.requests import check_request, completes_stop, stop_window
+from millrace.rollout.requests import check_kv, check_request, completes_stop, stop_window
 from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
 
 
@@ -70,6 +70,8 @@ class TorchRolloutEngine:
         self._recompute = kv_on_swap == "recompute"
         self._interrupted = False
         """Whether requests were interrupted since the last swap."""
+        self._kv_since = version
+        """The oldest version whose K and V may be kept."""
         self._decode = decode
         self._queue: deque[Request] = deque()
         self._loop_task: asyncio.Task[None] | None = None
@@ -138,9 +140,11 @@ class TorchRolloutEngine:
         """Copy `staged` over the live weights, and return the seconds without decoding.
 
         Later tokens belong to `version`. Raises SyncError, and copies nothing, unless `staged` has
-        exactly the names and shapes of the live weights.
+        exactly the names and shapes of the live weights, or if K and V of a forbidden version
+        are kept.
         """
         start = perf_counter()
+        check_kv(self._decoder.kept.oldest, self._kv_since, "version")
         live = self.weights()
         _check_staged(live, staged)
         with torch.inference_mode():
@@ -151,6 +155,9 @@ class TorchRolloutEngine:
         # idle sessions. Another run, which starts at version 0 again, has the same names.
         if self._recompute or self._interrupted or version <= before:
             self._decoder.kept.drop_all()
+            if self._recompute or not self._table.running():
+                self._kv_since = version
+        self._kv_since = min(self._kv_since, version)
         self._interrupted = False
         running = self._table.running()
         for request in running:

@@ -48,6 +48,11 @@ class KeptKV:
         """Return the number of tokens whose K and V are kept."""
         return sum(len(kept.tokens) for kept in self._order)
 
+    @property
+    def oldest(self) -> PolicyVersion | None:
+        """Return the oldest version that computed some of the kept K and V."""
+        return min((kept.version for kept in self._order), default=None)
+
     def drop_all(self) -> None:
         self._free = list(range(self._pages))
         self._order: OrderedDict[Kept, None] = OrderedDict()

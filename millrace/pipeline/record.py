@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from millrace.errors import DeadlineError, DiskError
+from millrace.errors import DeadlineError, DiskError, ReplicaLost
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
@@ -67,6 +67,8 @@ class RunRecord:
         self._tokens = tokens
         self._watch = watch
         self._validation: asyncio.Task[None] | None = None
+        self._cut = False
+        """Whether the last validation was cut short, because no replica had its weights any more."""
         self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
         self._write_s: list[float] = []
@@ -168,7 +170,7 @@ class RunRecord:
         self._write_s.append(asyncio.get_running_loop().time() - start)
 
     def validate(self, version: PolicyVersion) -> None:
-        if self._test_freq and version % self._test_freq == 0:
+        if self._cut or (self._test_freq and version % self._test_freq == 0):
             self.start_validation(version)
 
     def start_validation(self, version: PolicyVersion) -> None:
@@ -176,15 +178,17 @@ class RunRecord:
         if self._may_validate(version):
             self._begin_validation(version, None)
 
-    async def validate_now(self, version: PolicyVersion, phase: str) -> None:
+    async def validate_now(self, version: PolicyVersion, phase: str) -> bool:
         """Validate the live weights as a phase of the progress, and wait for the end.
 
-        Weights that are already validated are skipped.
+        Weights that are already validated are skipped. Return False if it was cut short, because no
+        replica has the weights any more.
         """
         if self._may_validate(version):
             self._progress.phase(phase)
             self._begin_validation(version, partial(self._progress.phase, phase))
         await self.validated()
+        return not self._cut
 
     def _may_validate(self, version: PolicyVersion) -> bool:
         return self._validator is not None and (self.last is None or self.last.version != version)
@@ -211,8 +215,17 @@ class RunRecord:
         self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
     ) -> None:
         with self._watch.span("validation", "validate", str(version)) as facts:
-            result = await validator.run(version, on_scored)
+            try:
+                result = await validator.run(version, on_scored)
+            except ReplicaLost as error:
+                self._cut = True
+                self._progress.note(
+                    f"the validation of version {version} was cut short, and the next version is "
+                    f"validated instead: {error}"
+                )
+                return
             facts["values"] = result.values
+        self._cut = False
         self.last = result
         if version == 0:
             self.first = result

@@ -285,11 +285,13 @@ class Rollouter:
                         lambda: (
                             (not self.unfinished and not ledger.count(State.WAITING))
                             or self.queue.out_of_grace
+                            or not self.pool.roster.live
                         ),
                         on=Topic.ROLLOUTS,
                     )
             if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
-                # In drain mode, these trajectories outlast the grace period of a stop.
+                # In drain mode, these trajectories outlast the grace period of a stop, or no
+                # replica is left that could finish them.
                 await self._interrupt(who)
             if schedule.colocated and self._idle_since is None:
                 self._idle_since = _now()  # The trainer has the devices now.

@@ -20,8 +20,11 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
     Return whether every sample of the run is trained and live. A failure in either loop, or in any
     of their tasks, ends both and is raised in an ExceptionGroup.
     """
-    capacity = trainer.queue.ledger.schedule.capacity
-    with _rare_collections(capacity * rollouter.roller.num_responses):
+    capacity, roster = trainer.queue.ledger.schedule.capacity, rollouter.pool.roster
+    with (
+        _rare_collections(capacity * rollouter.roller.num_responses),
+        roster.told(lambda change: trainer.queue.wake_all()),
+    ):
         async with asyncio.TaskGroup() as tasks:
             producer = tasks.create_task(rollouter.run(), name="rollouter")
             await trainer.run()

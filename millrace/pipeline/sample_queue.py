@@ -81,7 +81,7 @@ class SampleQueue:
         """
         self.stopping = True
         asyncio.get_running_loop().call_later(grace_s, self._end_grace)
-        self._wake_all()
+        self.wake_all()
 
     async def wait(
         self,
@@ -119,13 +119,14 @@ class SampleQueue:
         )
         return f"{waits or 'nobody waits'}. Ledger: {self.ledger.describe()}"
 
-    def _wake_all(self) -> None:
+    def wake_all(self) -> None:
+        """Wake the tasks whose condition is true, whatever they wait for."""
         for topic in Topic:
             self.wake(topic)
 
     def _end_grace(self) -> None:
         self.out_of_grace = True
-        self._wake_all()
+        self.wake_all()
 
     def _expire(self, waiter: _Waiter, limit: float) -> None:
         if not waiter.woken.done():

@@ -24,7 +24,8 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.turns import Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
-from millrace.schedule.ledger import LedgerSnapshot, Topic, Totals
+from millrace.rollout.roster import Roster
+from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample
 
 
@@ -111,15 +112,35 @@ class Trainer:
         self.rollouter.begin_version()
         async with self._tasks:
             while not ledger.done():
-                await self._wait_for_samples(lambda: self.queue.stopping)
+                await self._wait_for_samples(lambda: self.queue.stopping or self._roster.starved)
                 if self.queue.stopping:
                     return
+                if not ledger.can_take():
+                    await self.revive()
+                    continue
                 async with self.turns.window(
                     partial(self._pause, self.watch.part, "trainer"), self.watch.part
                 ):
                     await self._window()
                 if not self._arriving:
                     self._validate(ledger.version)
+
+    @property
+    def _roster(self) -> Roster:
+        return self.rollouter.pool.roster
+
+    async def revive(self) -> None:
+        """Send the live version again if no replica serves. Nothing was trained since."""
+        await self._arrived()
+        if self._roster.live:
+            return
+        version, part = self.queue.ledger.version, self.watch.part
+        async with self.turns.window(partial(self._pause, part, "trainer"), part):
+            await self.turns.make_room(part)
+            with part("sync_transfer"):
+                await self.sync.transfer(version)
+            with part("sync_activate"):
+                await self.sync.activate(version)
 
     async def stop(self) -> None:
         """Save the state of a stopped run. No sample is with the trainer.
@@ -152,9 +173,14 @@ class Trainer:
         """Local steps until a sync is due, then the sync."""
         ledger, queue = self.queue.ledger, self.queue
         while not ledger.sync_due():
-            await self._wait_for_samples(lambda: queue.out_of_grace)
+            await self._wait_for_samples(lambda: queue.out_of_grace or self._roster.starved)
             if not ledger.can_take():
-                break  # The run must stop, and the window takes too long: sync its first part.
+                if ledger.count(State.TRAINED):
+                    break  # A stop that takes too long, or no replica serves: sync the first part.
+                if queue.out_of_grace:
+                    return
+                await self.revive()
+                continue
             samples = queue.do(ledger.take)
             self._account_for(samples)
             with self.watch.part("train"):

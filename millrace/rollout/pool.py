@@ -1,51 +1,120 @@
-"""The pool: it routes requests to replicas and acts on all replicas together."""
+"""The pool: it routes requests to replicas and acts on all replicas together.
+
+A replica may be lost at any time. Its requests then return without a token, and go on elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+from millrace.errors import ReplicaLost
 from millrace.ports import Replica, RolloutStats
+from millrace.rollout.patience import check, wait_for_replicas
+from millrace.rollout.roster import Roster
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens
+
+T = TypeVar("T")
+
+_DEADLINE_S = 1800.0
 
 
 class RolloutPool:
     """Several replicas behind the port of one.
 
     A session and its siblings prefer their home replica. Other requests go to the least loaded one
-    (see `route`).
+    (see `route`). Replicas that are LIVE in the `roster` serve. A request waits while there is
+    none, at most `deadline_s` seconds.
     """
 
-    def __init__(self, engines: Sequence[Replica]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Replica],
+        roster: Roster | None = None,
+        *,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
         self.engines = engines
+        self.roster = Roster(len(engines)) if roster is None else roster
+        self.deadline_s = deadline_s
         self._loads = [0] * len(engines)
         self._homes: dict[str, dict[str, int]] = {}
         """The last replica of each session, by family. The family's own is under its name."""
+        self._last = [RolloutStats() for _ in engines]
+        """The newest totals of each replica. Those of a lost one still count."""
+        self._interruptions = 0
+        self._waiting: set[asyncio.Event] = set()
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
+        """Draw on one replica. Return no segment if it is lost, or if an interruption came first.
+
+        Raises ReplicaLost once every replica is given up. A request that is not interruptible needs
+        the live weights of now, so it raises ReplicaLost as soon as no replica has them.
+        """
+        live = self.roster.live
+        if not live:
+            if not params.interruptible:
+                raise ReplicaLost(f"no replica has the live weights: {self.roster.describe()}")
+            await self._wait()
+            return ()
         family = _family(session)
         homes = self._homes.setdefault(family, {})
-        replica = route(homes.get(session, homes.get(family)), self._loads)
+        replica = self._choose(homes.get(session, homes.get(family)), live)
         homes[session] = homes[family] = replica
+        incarnation = self.roster.incarnation(replica)
         self._loads[replica] += 1
         try:
             return await self.engines[replica].generate(tokens, params, session)
+        except ReplicaLost as error:
+            self.roster.lose(replica, incarnation, str(error))
+            return ()
         finally:
             self._loads[replica] -= 1
+
+    def _choose(self, home: int | None, live: Sequence[int]) -> int:
+        if len(live) == len(self._loads):
+            return route(home, self._loads)
+        at_home = live.index(home) if home in live else None
+        return live[route(at_home, [self._loads[i] for i in live])]
+
+    async def _wait(self) -> None:
+        """Wait until a replica serves, or until an interruption."""
+        before = self._interruptions
+
+        def ready() -> bool:
+            check(self.roster)
+            return bool(self.roster.live) or self._interruptions != before
+
+        await wait_for_replicas(
+            self.roster, "a request", ready, self.deadline_s, also=self._waiting
+        )
 
     def forget(self, family: str) -> None:
         """Forget the home replicas of sibling sessions that are over, such as "17"."""
         self._homes.pop(family, None)
 
     async def interrupt(self) -> None:
-        await asyncio.gather(*(engine.interrupt() for engine in self.engines))
+        """Interrupt every replica that runs, and the requests that wait for one."""
+        self._interruptions += 1
+        for event in self._waiting:
+            event.set()
+        await self._each(lambda engine: engine.interrupt())
+        if self._waiting:
+            await asyncio.sleep(0)
 
     async def stats(self) -> RolloutStats:
-        """Return the totals over the replicas."""
-        each = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        """Return the totals over the replicas. A lost one has no slots."""
+        for i, stats in (await self._each(lambda engine: engine.stats())).items():
+            self._last[i] = stats
+        present = self.roster.present
+        each = [
+            stats if i in present else replace(stats, slots=0) for i, stats in enumerate(self._last)
+        ]
         return RolloutStats(
             tokens=sum(s.tokens for s in each),
             prefill_tokens=sum(s.prefill_tokens for s in each),
@@ -57,16 +126,29 @@ class RolloutPool:
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        await asyncio.gather(*(engine.sleep(keep_weights) for engine in self.engines))
+        await self._each(lambda engine: engine.sleep(keep_weights))
 
     async def wake_weights(self) -> None:
-        await asyncio.gather(*(engine.wake_weights() for engine in self.engines))
+        await self._each(lambda engine: engine.wake_weights())
 
     async def wake(self) -> None:
-        await asyncio.gather(*(engine.wake() for engine in self.engines))
+        await self._each(lambda engine: engine.wake())
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        await self._each(lambda engine: engine.close())
+
+    async def _each(self, call: Callable[[Replica], Awaitable[T]]) -> dict[int, T]:
+        """Call every replica that runs, and return the answers of those that are not lost."""
+
+        async def one(replica: int, incarnation: int) -> None:
+            try:
+                answers[replica] = await call(self.engines[replica])
+            except ReplicaLost as error:
+                self.roster.lose(replica, incarnation, str(error))
+
+        answers: dict[int, T] = {}
+        await asyncio.gather(*(one(i, k) for i, k in self.roster.present.items()))
+        return answers
 
 
 def _family(session: str) -> str:

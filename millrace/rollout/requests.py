@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from millrace.errors import WorkerError, bad_row, bad_value
+from millrace.errors import SyncError, WorkerError, bad_row, bad_value
 from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
 
 
@@ -49,6 +49,19 @@ def check_request(
             params.stop,
             "stop strings need a tokenizer",
             "a model folder that has one",
+        )
+
+
+def check_kv(oldest: int | None, since: int, unit: str) -> None:
+    """Raise SyncError if an engine keeps K and V that are older than `since`.
+
+    A mode without reuse drops all K and V at a swap. `unit` says what the numbers count.
+    """
+    if oldest is not None and oldest < since:
+        raise SyncError(
+            f"KV of {unit} {oldest} is kept, but this mode allows none before {unit} {since}. "
+            "Turns that used it say that their context is of newer weights. The replica must "
+            "not serve"
         )
 
 

@@ -202,13 +202,14 @@ _AGENTS = (
     "sandbox",
 )
 _KV = ("kv_on_swap", "session_kv_slots")
+_LOSSES = ("heartbeat_s", "stall_s", "max_restarts")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
 _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", "trust_remote_code")
 
 APPLIED = (
     *("name", "mode", "trainer", "reward", "actor", "critic", "algorithm", "async_training"),
     *("sync", "guard", "report"),
-    *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT, *_KV)),
+    *(f"rollout.{key}" for key in (*_PLACES, *_VLLM, *_ROLLOUT, *_KV, *_LOSSES)),
     *(f"data.{key}" for key in _DATA),
     *(f"agents.{key}" for key in _AGENTS),
     *(f"model.{key}" for key in _MEMORY),

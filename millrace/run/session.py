@@ -25,7 +25,7 @@ from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
 from millrace.run.agents import open_agent
 from millrace.run.digests import digests
-from millrace.run.engines import Engines, build_engines, open_runtime
+from millrace.run.engines import Engines, open_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.problems import Problems
@@ -160,8 +160,8 @@ async def open_session(
         )
         async with AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress)
-            engines = await build_engines(runtime, config, run, rollout=rollout)
-            yield Session(config, run, problems, engines, reward, progress, agent)
+            async with open_engines(runtime, config, run, rollout, trains, progress) as engines:
+                yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
         await reward.close()
         if run is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -30,7 +30,9 @@ from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
+from millrace.rollout.patience import check
 from millrace.rollout.pool import RolloutPool
+from millrace.rollout.roster import Change
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run.agents import limits_of
@@ -164,7 +166,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=lambda: s.reward.take_figures() | trackers.dropped(outside),
+                figures=lambda: figures(s) | trackers.dropped(outside),
                 tokens=recorder.counts,
                 watch=recorder.watch,
             )
@@ -192,6 +194,11 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         complete=complete,
         checkpoint=next(reversed(s.checkpoints.all()), None),
     )
+
+
+def figures(s: Session) -> dict[str, float]:
+    """Return the figures of a row that the loops do not know."""
+    return s.reward.take_figures() | s.engines.keeper.news.figures()
 
 
 def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
@@ -261,7 +268,7 @@ async def train_to_end(
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
         with parts.part("wait_validation"):
-            await record.validate_now(0, "validating the start weights")
+            await validate_now(trainer, record, "validating the start weights")
     # The earlier attempt may have abandoned the validation of its last version.
     if ledger.version and ledger.version not in validated:
         record.validate(ledger.version)
@@ -274,15 +281,46 @@ async def train_to_end(
     )
     stop.attach(queue, c.stop_grace_s, record.abandon_validation)
     start = clock()
-    trained = await run_pipeline(rollouter, trainer)
-    seconds = clock() - start
-    with parts.part("save_checkpoint"):
-        complete = await settle(trained, trainer, record, stop, save_last=c.save_last)
+    with saved_without_replicas(engines, stop):
+        trained = await run_pipeline(rollouter, trainer)
+        seconds = clock() - start
+        with parts.part("save_checkpoint"):
+            complete = await settle(trained, trainer, record, stop, save_last=c.save_last)
     if complete:
         with parts.part("wait_validation"):
-            await record.validate_now(ledger.version, "validating the final weights")
+            await validate_now(trainer, record, "validating the final weights")
     await engines.pool.stats()  # The last figures of the accounts.
     return complete, seconds
+
+
+@contextmanager
+def saved_without_replicas(engines: WatchedEngines, stop: StopRequest) -> Iterator[None]:
+    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
+
+    The watch sees every change of a replica on its track.
+    """
+    roster = engines.pool.roster
+    check(roster)
+
+    def changed(change: Change) -> None:
+        engines.watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        if roster.over:
+            stop.request()
+
+    roster.saves = True
+    try:
+        with roster.told(changed):
+            yield
+    finally:
+        roster.saves = False
+    check(roster)
+
+
+async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
+    """Validate the live weights. Send them again if the replicas that had them are lost."""
+    while not await record.validate_now(trainer.queue.ledger.version, phase):
+        await trainer.revive()
+        check(trainer.rollouter.pool.roster)
 
 
 async def settle(

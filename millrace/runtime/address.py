@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 
 import psutil
+
+_CONNECT_DEADLINE_S = 10.0
 
 
 def listening_at(host: str) -> dict[str, str]:
@@ -27,3 +30,16 @@ def _interface(host: str) -> str | None:
     """Return the name of the interface that has this address, or None."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if host in [one.address for one in own]), None)
+
+
+async def check_reachable(address: str) -> None:
+    """Raise OSError or TimeoutError if nothing listens at HOST:PORT.
+
+    Ray itself would retry for many minutes.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, int(port)), _CONNECT_DEADLINE_S
+        )
+        writer.close()

@@ -1,7 +1,8 @@
 """The worker's side of rpc.py: it serves calls on one root object, over any transport of frames.
 
 `python -m millrace.runtime.host FD ROLE PARENT` is a worker process of the local runtime. It
-serves on socket FD. PARENT is the driver's process id.
+serves on socket FD. PARENT is the driver's process id. The variable MILLRACE_BEAT has the file
+descriptor of its heartbeats, and the seconds between them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import signal
 import socket
 import struct
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import cache, partial
@@ -120,6 +123,19 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
+def beat(fd: int, seconds: float) -> None:
+    """Write a byte every few seconds, until the driver closes the other end.
+
+    This runs in a thread: an engine whose step takes long is alive.
+    """
+    while True:
+        try:
+            os.write(fd, b".")
+        except OSError:
+            return
+        time.sleep(seconds)
+
+
 async def serve_socket(sock: socket.socket, root: object) -> None:
     """Serve calls until the driver closes its end of the socket."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
@@ -143,6 +159,9 @@ def main() -> None:
     die_with(int(sys.argv[3]))
     ignore_stop_signals()
     fd, role = int(sys.argv[1]), sys.argv[2]
+    beats, seconds = os.environ.pop("MILLRACE_BEAT").split()
+    os.set_inheritable(int(beats), False)
+    threading.Thread(target=beat, args=(int(beats), float(seconds)), daemon=True).start()
     from millrace.runtime.worker import make_worker
 
     asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role)))

@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from millrace.errors import bad_value
 from millrace.runtime.address import listening_at
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
+from millrace.runtime.processes import group_of
 from millrace.runtime.rpc import Peer
 
 START_DEADLINE_S = 180.0
@@ -64,6 +66,29 @@ def check_devices(sides: Sides, gpus: Sequence[str], *, rollout: bool = True) ->
         raise bad_value("trainer.n_gpus_per_node", sides.trainer.n_gpus_per_node, rule, fix)
 
 
+@dataclass(slots=True, eq=False)
+class _Worker:
+    peer: Peer
+    process: subprocess.Popen[bytes]
+    writer: asyncio.StreamWriter
+    beats: int
+    """The file descriptor from which its heartbeats are read."""
+    group: list[psutil.Process] | None = None
+    """The processes that it left behind, once it has ended."""
+
+    async def wait_for_end(self) -> None:
+        """Wait for the end of the process, at most GOODBYE_S seconds.
+
+        The processes of its group are found before the system may give its number to another one.
+        """
+        if self.group is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(self.process.pid)
+                await _wait_for_end([partial(_exit_code, process)], GOODBYE_S)
+            self.group = group_of(self.process.pid)
+            await _wait_for_end([self.process.poll], GOODBYE_S)  # its other threads end too
+
+
 class LocalRuntime:
     """Start worker processes, and end all of them."""
 
@@ -73,12 +98,13 @@ class LocalRuntime:
         devices = sides.trainer.ranks + (0 if sides.colocated else sides.rollout.devices)
         self._threads = threads(sides.trainer, os.cpu_count() or 1, devices)
         self._gpus = gpus
-        self._workers: list[tuple[Peer, subprocess.Popen[bytes], asyncio.StreamWriter]] = []
+        self._workers: list[_Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def start(self, name: str, role: str, index: int) -> Peer:
         driver_end, worker_end = socket.socketpair()
+        beats, beats_in = os.pipe()
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -90,14 +116,15 @@ class LocalRuntime:
                     role,
                     str(os.getpid()),
                 ],
-                pass_fds=[worker_end.fileno()],
+                pass_fds=[worker_end.fileno(), beats_in],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self._environment(role, index),
+                env=os.environ | self._environment(role, index) | self._beat(beats_in),
                 start_new_session=True,
             )
         worker_end.close()
+        os.close(beats_in)
         reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
         def send(frame: bytes) -> None:
@@ -105,13 +132,18 @@ class LocalRuntime:
             writer.write(frame)
 
         peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)
-        task = asyncio.get_running_loop().create_task(
-            self._read(peer, reader, process, log), name=f"read-{name}"
-        )
+        loop = asyncio.get_running_loop()
+        worker = _Worker(peer, process, writer, beats)
+        loop.add_reader(beats, _hear, worker)
+        task = loop.create_task(self._read(worker, reader, log), name=f"read-{name}")
         self._tasks.add(task)  # the task ends with the process, and `close` awaits it
-        self._workers.append((peer, process, writer))
+        task.add_done_callback(self._tasks.discard)
+        self._workers.append(worker)
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
+
+    def _beat(self, fd: int) -> dict[str, str]:
+        return {"MILLRACE_BEAT": f"{fd} {self._sides.rollout.heartbeat_s}"}
 
     def _environment(self, role: str, index: int) -> dict[str, str]:
         variables = {
@@ -135,20 +167,38 @@ class LocalRuntime:
         first = index * each + (self._sides.trainer.ranks if separate else 0)
         return self._gpus[first : first + each]
 
-    async def _read(
-        self, peer: Peer, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], log: Path
-    ) -> None:
+    async def _read(self, worker: _Worker, reader: asyncio.StreamReader, log: Path) -> None:
+        peer, process = worker.peer, worker.process
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 peer.receive(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
-            await _wait_for_end([process.poll], GOODBYE_S)
+            if peer.death is None and not self._closing:
+                await worker.wait_for_end()
             peer.mark_dead(
                 "the run is over"
                 if self._closing
                 else _cause_of_death(peer.name, process.poll(), log)
             )
+
+    async def end(self, peer: Peer) -> None:
+        """Kill a worker and the processes that it started, and wait for their end."""
+        worker = next((w for w in self._workers if w.peer is peer), None)
+        if worker is None:
+            return
+        self._workers.remove(worker)
+        processes = worker.group or group_of(worker.process.pid)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        worker.writer.close()
+        polls = [worker.process.poll, *(partial(_exit_code, p) for p in processes)]
+        if not await _wait_for_end(polls, GOODBYE_S):
+            _warn_of(
+                [p.pid for p, poll in zip(processes, polls[1:], strict=True) if poll() is None]
+            )
+        _deafen(worker)
 
     async def close(self) -> None:
         """Close every socket. Workers and their children exit at end of file.
@@ -156,10 +206,10 @@ class LocalRuntime:
         A process that still runs after GOODBYE_S is killed.
         """
         self._closing = True
-        workers = [process for _, process, _ in self._workers]
+        workers = [worker.process for worker in self._workers]
         children = [child for process in workers for child in _children(process.pid)]
-        for _, _, writer in self._workers:
-            writer.close()
+        for worker in self._workers:
+            worker.writer.close()
         processes = [*workers, *children]
         polls = [process.poll for process in workers] + [
             partial(_exit_code, child) for child in children
@@ -169,19 +219,34 @@ class LocalRuntime:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 process.kill()
         if not await _wait_for_end(polls, GOODBYE_S):
-            alive = [
-                process.pid
-                for process, poll in zip(processes, polls, strict=True)
-                if poll() is None
-            ]
-            warnings.warn(
-                f"processes {alive} were killed and do not end: their GPU memory stays in use",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
+        for worker in self._workers:
+            _deafen(worker)
         self._workers.clear()
+
+
+def _hear(worker: _Worker) -> None:
+    """Read the heartbeats that have arrived."""
+    if os.read(worker.beats, 4096):
+        worker.peer.beat()
+    else:
+        asyncio.get_running_loop().remove_reader(worker.beats)  # the worker has ended
+
+
+def _deafen(worker: _Worker) -> None:
+    """Stop reading heartbeats."""
+    asyncio.get_running_loop().remove_reader(worker.beats)
+    os.close(worker.beats)
+
+
+def _warn_of(alive: list[int]) -> None:
+    warnings.warn(
+        f"processes {alive} were killed and do not end: their GPU memory stays in use",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _children(pid: int) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ GPUs of the bundle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
@@ -19,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
-from millrace.runtime.address import listening_at
+from millrace.runtime.address import check_reachable, listening_at
 from millrace.runtime.host import Host
 from millrace.runtime.placement import Plan, choose, refusal, threads
+from millrace.runtime.processes import kill_process
 from millrace.runtime.rpc import Peer
 from millrace.runtime.worker import make_worker
 
@@ -40,7 +44,6 @@ except ImportError as error:
 GOODBYE_S = 5.0
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0
-_CONNECT_DEADLINE_S = 10.0
 
 
 class RayHost:
@@ -68,9 +71,14 @@ class RayHost:
         self._frames.append(frame)
         self._ready.set()
 
-    async def up(self) -> None:
-        """Return once `serve` runs."""
+    async def up(self) -> tuple[int, float]:
+        """Return this process's id and the time of its start, once `serve` runs."""
         await self._serving.wait()
+        return os.getpid(), psutil.Process().create_time()
+
+    @ray.method(concurrency_group="beat")
+    async def beat(self) -> None:
+        """Give a sign of life. This group has an event loop and a thread of its own."""
 
     async def push(self, number: int, frame: bytes) -> None:
         """Receive frames in the order of `number`, because Ray may reorder calls."""
@@ -88,13 +96,23 @@ class RayHost:
         return frames
 
 
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """An actor of one worker, and its process on the node of a bundle."""
+
+    peer: Peer
+    role: str
+    actor: Any
+    node: int
+    process: tuple[int, float] | None = None  # its id and the time of its start
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """A bundle, as a process inside it sees it."""
 
     address: str
-    gpus: list[str]
-    """The names of the GPUs, in the form of CUDA_VISIBLE_DEVICES."""
+    gpus: list[str]  # in the form of CUDA_VISIBLE_DEVICES
     has_folder: bool
     cores: int
 
@@ -103,19 +121,6 @@ def _inspect_share(folder: str) -> _Share:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return _Share(ray.util.get_node_ip_address(), gpus, os.path.isdir(folder), os.cpu_count() or 1)
-
-
-async def _check_reachable(address: str) -> None:
-    """Raise OSError or TimeoutError if nothing listens at HOST:PORT.
-
-    Ray itself would retry for many minutes.
-    """
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        _, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, int(port)), _CONNECT_DEADLINE_S
-        )
-        writer.close()
 
 
 def _join(options: dict[str, Any]) -> None:
@@ -148,8 +153,8 @@ class RayRuntime:
         self._shares: list[_Share] = []
         self._loopback = owns_cluster
         self._group: Any = None
-        self._actors: list[Any] = []
-        self._replicas: list[Peer] = []
+        self._workers: list[_Worker] = []
+        self._started = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -179,7 +184,7 @@ class RayRuntime:
         elif address:
             options |= {"address": address}
         try:
-            await _check_reachable(
+            await check_reachable(
                 os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
             )
         except OSError as error:  # a timeout and an unknown host are OSErrors too
@@ -288,34 +293,52 @@ class RayRuntime:
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        remote: Any = ray.remote(RayHost)
+        remote: Any = ray.remote(concurrency_groups={"beat": 1})(RayHost)
         actor = remote.options(
-            name=f"millrace-{os.getpid()}-{name}",
+            name=f"millrace-{os.getpid()}-{name}-{next(self._started)}",
             scheduling_strategy=self._bundle(node),
             runtime_env={"env_vars": variables},
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
         ).remote(role, self._loopback, gpus)
-        self._actors.append(actor)
         numbers = itertools.count()
         peer = Peer(
             name,
             lambda frame: self._push(peer, actor, next(numbers), frame),
             deadline_s=self._sides.trainer.wait_deadline_s,
         )
-        if role == "rollout":
-            self._replicas.append(peer)
+        worker = _Worker(peer, role, actor, node)
+        self._workers.append(worker)
         address = self._shares[node].address
         self._watch(self._serve(peer, actor, address))
         try:
-            await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
+            worker.process = await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
         except TimeoutError:
+            await self.end(peer)
             raise DeadlineError(
                 f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s"
             ) from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"worker {name} on {address} did not start: {error}") from error
         self._watch(self._pull(peer, actor, address))
+        self._watch(self._beat(peer, actor, address))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
+
+    async def end(self, peer: Peer) -> None:
+        """Kill the process of a worker and those that it started, and then its actor."""
+        worker = next((w for w in self._workers if w.peer is peer), None)
+        if worker is None:
+            return
+        self._workers.remove(worker)
+        if worker.process is not None:
+            there = self._bundle(worker.node)
+            options = {"num_cpus": 0, "scheduling_strategy": there, "max_retries": 0}
+            kill: Any = ray.remote(**options)(kill_process)
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone
+                await asyncio.wait_for(kill.remote(*worker.process), GOODBYE_S)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(worker.actor)
 
     def _watch(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -329,6 +352,15 @@ class RayRuntime:
     async def _serve(self, peer: Peer, actor: Any, address: str) -> None:
         try:
             await actor.serve.remote()
+        except ray.exceptions.RayError as error:
+            self._mark_dead(peer, address, error)
+
+    async def _beat(self, peer: Peer, actor: Any, address: str) -> None:
+        try:
+            while peer.death is None:
+                await actor.beat.remote()
+                peer.beat()
+                await asyncio.sleep(self._sides.rollout.heartbeat_s)
         except ray.exceptions.RayError as error:
             self._mark_dead(peer, address, error)
 
@@ -353,12 +385,13 @@ class RayRuntime:
         # When Ray kills an actor, it also kills Python's tracker of vLLM's shared memory. Each
         # replica would then leave 0.4 GB in /dev/shm. So the engines close first.
         closing = [
-            asyncio.ensure_future(peer.call("engine.close", deadline_s=GOODBYE_S))
-            for peer in self._replicas
+            asyncio.ensure_future(worker.peer.call("engine.close", deadline_s=GOODBYE_S))
+            for worker in self._workers
+            if worker.role == "rollout"
         ]
         await asyncio.gather(*closing, return_exceptions=True)  # a replica may have no engine yet
-        for actor in self._actors:
-            ray.kill(actor)
+        for worker in self._workers:
+            ray.kill(worker.actor)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
         if self._group is not None:

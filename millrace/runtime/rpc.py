@@ -80,6 +80,10 @@ class Peer:
         self.name = name
         self.death: str | None = None
         """The reason why the worker is dead, or None while it lives."""
+        self.on_death: Callable[[str], None] = lambda reason: None
+        """Called once, with the reason."""
+        self.beats = 0
+        """Signs of life so far: frames and heartbeats."""
         self._outbox = Outbox(send)
         self.deadline_s = deadline_s
         self._pending: dict[int, _Pending] = {}
@@ -129,8 +133,17 @@ class Peer:
             if pending.method == method:
                 pending.end = now + pending.limit_s
 
+    def is_in(self, *methods: str) -> bool:
+        """Return whether the worker has not answered a call of one of `methods` yet."""
+        return any(pending.method in methods for pending in self._pending.values())
+
+    def beat(self) -> None:
+        """Note a sign of life."""
+        self.beats += 1
+
     def receive(self, frame: bytes) -> None:
         """Resolve the calls whose replies are in `frame`."""
+        self.beat()
         for reply in read_frame(frame):
             pending = self._pending.get(reply.id)
             if pending is None or pending.future.done():
@@ -160,6 +173,7 @@ class Peer:
             if not pending.future.done():
                 text = f"{first} (while it served {pending.method}){newline}{rest}"
                 pending.future.set_exception(WorkerError(text))
+        self.on_death(reason)
 
     def _decode(self, result: Any, body: msgspec.Raw) -> Any:
         if result is None:
@@ -193,6 +207,10 @@ class Runtime(Protocol):
 
     async def start(self, name: str, role: str, index: int) -> Peer:
         """Start a worker of `role` ("trainer" or "rollout"). Return its peer once it answers."""
+        ...
+
+    async def end(self, peer: Peer) -> None:
+        """End one worker at once, with all processes that it started, also if it stands still."""
         ...
 
     async def close(self) -> None:

@@ -84,7 +84,7 @@ class TrainWorker(Worker):
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
-        """Join the weight sync's process group, together with every replica."""
+        """Build this rank's end of the weight sync. Its `regroup` joins the replicas."""
         from millrace.sync import ipc
         from millrace.sync.agreement import Agreement
         from millrace.sync.collective import join_sender
@@ -137,7 +137,7 @@ class RolloutWorker(Worker):
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
-        """Join the weight sync's process group, together with every trainer rank that sends."""
+        """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks."""
         from millrace.sync.agreement import Agreement
 
         resolved = Config.model_validate(config)

@@ -6,7 +6,7 @@ whole tensors, so engines, proofs and vLLM's loaders need no support for adapter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import Spec, checksum
-from millrace.sync.groups import make_group, wait_for_device
+from millrace.sync.buckets import Spec, checksum, checksums
+from millrace.sync.groups import wait_for_device
 from millrace.sync.inbox import Inbox, wire_device
+from millrace.sync.membership import Membership, replica_name
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import ADAPTERS, Rows, read_rows, read_specs, sends
 from millrace.types import PolicyVersion
@@ -28,7 +29,7 @@ class AdaptedInbox:
     The base stays in memory, so each adapted tensor exists twice: as the base and merged.
     """
 
-    def __init__(self, base: Inbox, adapters: Inbox, scale: float) -> None:
+    def __init__(self, membership: Membership, base: Inbox, adapters: Inbox, scale: float) -> None:
         """Allocate the staged tensors.
 
         `adapters` receives W.lora_A [rank, in] and W.lora_B [out, rank], float32, for some tensors
@@ -36,10 +37,11 @@ class AdaptedInbox:
         """
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
+        self._membership = membership
         self._base = base
         self._adapters = adapters
         self._scale = scale
-        self._asked = False
+        self._base_due = True
         self._adapted = [
             name.removesuffix(".lora_A") for name in adapters.staged if name.endswith(".lora_A")
         ]
@@ -49,14 +51,24 @@ class AdaptedInbox:
         }
         """Whole tensors, in the base's order."""
 
+    def regroup(self, generation: int, members: Sequence[int]) -> PolicyVersion | None:
+        """Join the groups of `generation`, and return the staged version. This blocks."""
+        lacks = self._base.version is None
+        self._base_due = self._membership.join(generation, members, lacks_base=lacks)
+        return self.version
+
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version`, verify it, and return the received bytes.
 
         This blocks, so call it in a thread.
         """
+        with self._membership.using:
+            return self._receive(version)
+
+    def _receive(self, version: PolicyVersion) -> int:
         self.version, received = None, 0
-        if not self._asked:  # the trainer sends the base once, even if the transfer fails
-            self._asked = True
+        if self._base_due:  # the trainer sends the base once, even if the transfer fails
+            self._base_due = False
             received += self._base.receive(version)
         received += self._adapters.receive(version)
         if self._base.version is None:
@@ -88,14 +100,15 @@ class AdaptedInbox:
         self.version = None
         return self._adapters.link()
 
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> Tensor:
+        """Return the live tensors' checksums. Raises SyncError if one differs from its staged one."""
         if self._sums is None:
             raise SyncError(f"there are no checksums of version {version}: nothing was received")
         self.version = None  # until the checksums agree
-        own = torch.stack([checksum(tensors[name]) for name in self.staged])
+        own = checksums(tensors, self.staged)
         self._base.compare(own.to(self._sums.device), self._sums, version, "live")
         self.version = version
+        return own
 
 
 def join_inbox(
@@ -106,9 +119,9 @@ def join_inbox(
     agreed: Agreement,
     shard: int = 0,
 ) -> Inbox | AdaptedInbox:
-    """Join every trainer rank that sends, and return the inbox of this device.
+    """Return the inbox of this device. Its `regroup` joins the trainer ranks that send.
 
-    This blocks until all devices of the sync have joined. Raises SyncError unless every row of
+    This blocks until all trainer ranks have told their rows. Raises SyncError unless every row of
     every tensor has one sender.
     """
     table = read_rows(store, specs, agreed.ranks)
@@ -117,21 +130,19 @@ def join_inbox(
         adapters = read_specs(store, ADAPTERS)
         more = read_rows(store, adapters, agreed.ranks, ADAPTERS)
     wire = wire_device(agreed, device)
-    position = 1 + replica * agreed.devices + shard
-    size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
-    groups = {
-        r: make_group(store, str(r), wire, position, size, timeout_s)
-        for r in range(agreed.ranks)
-        if sends(table[r], more.get(r))
-    }
+    senders = [r for r in range(agreed.ranks) if sends(table[r], more.get(r))]
+    me = replica_name(replica, shard, agreed.devices)
+    membership = Membership(store, agreed, wire, senders, me)
+    where = (membership, senders)
     bucket_bytes = agreed.bucket_bytes
     # vLLM fuses and splits tensors on loading. Bit sums can verify such tensors, but checksums
     # cannot.
-    base = Inbox(groups, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
+    base = Inbox(*where, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
     if agreed.adapter_scale is None:
         return base
     return AdaptedInbox(
+        membership,
         base,
-        Inbox(groups, adapters, more, bucket_bytes, wire, replica),
+        Inbox(*where, adapters, more, bucket_bytes, wire, replica),
         agreed.adapter_scale,
     )

@@ -13,8 +13,6 @@ class Agreement:
 
     ranks: int
     """Trainer ranks. Each tells which rows it sends. Some send none."""
-    receivers: int
-    """Devices of all replicas."""
     devices: int
     """Devices of one replica."""
     bucket_bytes: int
@@ -29,7 +27,6 @@ class Agreement:
         model, sync = config.model, config.sync
         return cls(
             ranks=config.trainer.ranks,
-            receivers=config.rollout.devices,
             devices=config.rollout.tensor_model_parallel_size,
             bucket_bytes=sync.bucket_mb << 20,
             timeout_s=sync.timeout_s,

@@ -49,6 +49,14 @@ class Background:
         """Start the work at once, even if the event loop is busy."""
         self._work = self._thread.submit(work, *args, **kwargs)
 
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the value of the work. Cancellation of the wait does not end the work."""
+        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work, *args, **kwargs)))
+
+    def forget(self) -> None:
+        """Forget the work that was started, with its error."""
+        self._work = None
+
     async def wait(self) -> None:
         """Wait for the end of the work, and raise its error once.
 

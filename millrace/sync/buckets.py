@@ -6,7 +6,7 @@ Both sides derive the plan from names, shapes and dtypes alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,11 @@ def checksum(tensor: Tensor) -> Tensor:
     blocks = _block_sums(data, False)
     number = torch.arange(len(blocks), device=data.device)
     return torch.stack([blocks[:, 0].sum(), (blocks[:, 1] + blocks[:, 0] * number * _WORDS).sum()])
+
+
+def checksums(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Return the `checksum` of each tensor of `names`, int64 [names, 2]."""
+    return torch.stack([checksum(tensors[name]) for name in names])
 
 
 def _block_sums(data: Tensor, bits: bool) -> Tensor:

@@ -23,14 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, CopyGone, SyncError
 from millrace.ports import TransferReport, WeightHolder, WeightSource
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
-from millrace.sync.background import Background
-from millrace.sync.buckets import Bucket, plan, specs_of
-from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
+from millrace.sync.background import Background, abandonable
+from millrace.sync.buckets import Bucket, checksums, plan, specs_of
+from millrace.sync.groups import (
+    all_agree,
+    broadcast,
+    finish,
+    start_broadcast,
+    wait_for_device,
+)
 from millrace.sync.inbox import IN_FLIGHT, Inbox, wire_device
+from millrace.sync.membership import Membership, rank_name
+from millrace.sync.proof import changed
 from millrace.sync.table import (
     ADAPTERS,
     Shards,
@@ -42,6 +50,9 @@ from millrace.sync.table import (
 )
 from millrace.types import PolicyVersion
 
+Packed = list[tuple[list[Bucket], list[Tensor]]]
+"""Buckets, and a packed buffer for each."""
+
 
 class Sender:
     """The sending end of one trainer rank that has rows to send."""
@@ -49,65 +60,100 @@ class Sender:
     def __init__(
         self,
         source: WeightSource,
-        group: Any,
+        membership: Membership,
+        rank: int,
         buckets: list[Bucket],
         wire: torch.device,
         adapters: list[Bucket] | None = None,
     ) -> None:
         self._source = source
-        self._group = group
+        self._membership = membership
+        self._rank = rank
         self._wire = wire
         self._buckets = buckets
         self._adapters = adapters
-        self._base_sent = False
+        self._base_due = True
+        self._kept: tuple[PolicyVersion, Packed] | None = None
+        """The copy of a version that some replicas may still lack."""
         self._sending = Background("sender")
         self._stream = torch.cuda.Stream(wire) if wire.type == "cuda" else None
         """The stream of transfers that run during the engine's steps."""
 
-    async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Send this rank's rows of the current weights as `version`.
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        """Leave the old group, and join the one of `generation` with the replicas `members`.
 
-        With adapters, the base is sent only with the first version.
+        A transfer under way breaks off. The copy of a kept version stays.
+        """
+        self._sending.forget()
+        self._base_due = await abandonable(
+            self._membership.join, generation, members, lacks_base=False
+        )
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """Send this rank's rows of the current weights as `version`, in a thread.
+
+        With adapters, the base is sent only with the first version of a replica.
         """
         await self.sent()
+        self._kept = None
+        return await self._sending.run(self._transfer, version)
+
+    def _transfer(self, version: PolicyVersion) -> TransferReport:
         start, sent = time.perf_counter(), 0
+        if self._wire.type == "cuda":
+            torch.cuda.set_device(self._wire)
         for buckets, shards in self._due():
             largest = max(b.num_bytes for b in buckets)
-            sent += self._send(
-                buckets, self._packed(buckets, shards, self._buffers([largest] * IN_FLIGHT))
-            )
+            buffers = self._buffers([largest] * IN_FLIGHT)
+            self._send(buckets, self._packed(buckets, shards, buffers))
+            sent += sum(b.num_bytes for b in buckets)
         return TransferReport(sent, time.perf_counter() - start)
 
     async def keep(self, version: PolicyVersion) -> None:
         """Copy this rank's rows as `version`, in the serving dtype, and send the copy in a thread.
 
         Call this instead of `transfer`, if the engine must continue its steps. If the transfer
-        fails, `sent` raises the error, and replicas lack the version.
+        fails, `sent` raises the error. The copy stays until all replicas have the version.
         """
         await self.sent()
-        kept = [
-            (
-                buckets,
-                list(self._packed(buckets, shards, self._buffers([b.num_bytes for b in buckets]))),
+        self._kept = version, [self._copied(*due) for due in self._due()]
+        self._start()
+
+    async def resend(self, version: PolicyVersion) -> None:
+        """Begin to send the copy of a kept version again, to the replicas of a new group.
+
+        Raises SyncError if there is no copy any more.
+        """
+        if self._kept is None or self._kept[0] != version:
+            raise CopyGone(
+                f"version {version} cannot be sent again: all replicas had it, and its copy is gone"
             )
-            for buckets, shards in self._due()
-        ]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._wire))
-        self._sending.start(self._send_kept, kept)
+        if self._adapters is not None:
+            base = [self._copied(*due) for due in self._due()[:-1]]
+            self._kept = version, [*base, self._kept[1][-1]]
+        self._start()
 
     async def sent(self) -> None:
         """Wait until the copy is sent. Raises the error of a failed transfer, once."""
         await self._sending.wait()
 
+    def _copied(self, buckets: list[Bucket], shards: Shards) -> tuple[list[Bucket], list[Tensor]]:
+        buffers = self._buffers([b.num_bytes for b in buckets])
+        return buckets, list(self._packed(buckets, shards, buffers))
+
+    def _start(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._wire))
+        self._sending.start(self._send_kept)
+
     def _due(self) -> list[tuple[list[Bucket], Shards]]:
         """Return the buckets and shards of the next version."""
         due = (
             [(self._buckets, self._source.shards())]
-            if self._adapters is None or not self._base_sent
+            if self._adapters is None or self._base_due
             else []
         )
-        self._base_sent = True
+        self._base_due = False
         return due + (
             [(self._adapters, self._source.adapters())] if self._adapters is not None else []
         )
@@ -124,34 +170,39 @@ class Sender:
             self._pack(bucket, buffer, shards)
             yield buffer
 
-    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> int:
-        """Send the buckets, and return their bytes.
+    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> bool:
+        """Send the buckets. Return whether all replicas have the version whole.
 
         The next bucket is packed while earlier ones are in transit, once its buffer is free.
         """
-        sums, in_flight = [], deque[Any]()
-        for bucket in buckets:
-            if len(in_flight) == IN_FLIGHT:
+        with self._membership.using:
+            if self._rank not in self._membership.groups:
+                raise BrokenTransfer(f"trainer rank {self._rank} is in no group of the weight sync")
+            group = self._membership.groups[self._rank]
+            sums, in_flight = [], deque[Any]()
+            for bucket in buckets:
+                if len(in_flight) == IN_FLIGHT:
+                    finish(in_flight.popleft())
+                buffer = next(packed)
+                sums.append(bucket.sums(buffer))
+                in_flight.append(start_broadcast(group, buffer))
+            while in_flight:
                 finish(in_flight.popleft())
-            buffer = next(packed)
-            sums.append(bucket.sums(buffer))
-            in_flight.append(start_broadcast(self._group, buffer))
-        while in_flight:
-            finish(in_flight.popleft())
-        broadcast(self._group, torch.cat(sums))
-        wait_for_device(self._wire)
-        return sum(b.num_bytes for b in buckets)
+            broadcast(group, torch.cat(sums))
+            wait_for_device(self._wire)
+            return all_agree(group, True, self._wire)
 
-    def _send_kept(self, kept: list[tuple[list[Bucket], list[Tensor]]]) -> None:
-        """Send the copy, in a thread, and empty `kept`.
+    def _send_kept(self) -> None:
+        """Send the copy, in a thread, and free it once all replicas have the version.
 
         On a GPU, this uses its own stream, because the engine's stream runs the next step.
         """
-        try:
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                for buckets, buffers in kept:
-                    self._send(buckets, iter(buffers))
-        finally:
+        assert self._kept is not None
+        _, kept = self._kept
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            whole = [self._send(buckets, iter(buffers)) for buckets, buffers in kept]
+        if all(whole):
+            self._kept = None
             kept.clear()  # free the memory now: the event loop does not run before the step ends
 
     def _pack(self, bucket: Bucket, buffer: Tensor, shards: Shards) -> None:
@@ -178,7 +229,8 @@ class Sender:
         buffers = [torch.zeros(b.num_bytes, dtype=torch.uint8, device=self._wire) for b in buckets]
         wait_for_device(self._wire)
         start = time.perf_counter()
-        for work in [start_broadcast(self._group, buffer) for buffer in buffers]:
+        group = self._membership.groups[self._rank]
+        for work in [start_broadcast(group, buffer) for buffer in buffers]:
             finish(work)
         wait_for_device(self._wire)
         return TransferReport(sum(b.num_bytes for b in buckets), time.perf_counter() - start)
@@ -194,12 +246,18 @@ class Silent:
     It has the methods of a Sender and sends nothing.
     """
 
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        """Join no group."""
+
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Report no bytes and no time."""
         return TransferReport(0, 0.0)
 
     async def keep(self, version: PolicyVersion) -> None:
         """Copy nothing."""
+
+    async def resend(self, version: PolicyVersion) -> None:
+        """Send nothing."""
 
     async def sent(self) -> None:
         """Return at once."""
@@ -216,10 +274,7 @@ class Silent:
 async def join_sender(
     source: WeightSource, store: Any, rank: int, agreed: Agreement
 ) -> Sender | Silent:
-    """Tell the rows of trainer rank `rank`, and return its end.
-
-    A rank with rows to send joins the replicas, and waits until all have joined.
-    """
+    """Tell the rows of trainer rank `rank`, and return its end. `regroup` joins the replicas."""
     specs, rows = tell(source.shards(), store, rank)
     buckets, adapters, more = plan(part_of(specs, rows), agreed.bucket_bytes), None, None
     if agreed.adapter_scale is not None:
@@ -228,9 +283,8 @@ async def join_sender(
     if not sends(rows, more):
         return Silent()
     wire = wire_device(agreed, source.device)
-    size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
-    group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
-    return Sender(source, group, buckets, wire, adapters)
+    membership = Membership(store, agreed, wire, [rank], rank_name(rank))
+    return Sender(source, membership, rank, buckets, wire, adapters)
 
 
 class Receiver:
@@ -238,6 +292,8 @@ class Receiver:
 
     def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
         self.inbox = inbox
+        self._live: tuple[PolicyVersion, Tensor] | None = None
+        """The live version, and the checksums of its tensors in the order of the inbox."""
         self._holder = holder
         self._replica = replica
 
@@ -245,7 +301,7 @@ class Receiver:
     async def join(
         cls, holder: WeightHolder, store: Any, replica: int, agreed: Agreement
     ) -> Receiver:
-        """Join every trainer rank that sends, and return this replica's end.
+        """Return this replica's end. Its `regroup` joins the trainer ranks that send.
 
         Raises SyncError, with the first tensor that differs, if the models differ.
         """
@@ -258,11 +314,33 @@ class Receiver:
             replica,
         )
 
+    async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
+        """Leave the old groups, and join those of `generation` with the replicas `members`.
+
+        A transfer under way breaks off. Return the staged version, which stays.
+        """
+        return await abandonable(self.inbox.regroup, generation, members)
+
     async def transfer(self, version: PolicyVersion) -> TransferReport:
-        """Receive and stage `version` in a thread. The engine continues to decode."""
+        """Receive and stage `version` in a thread. The engine continues to decode.
+
+        Raises SyncError if a live tensor has changed since its version became live.
+        """
         start = time.perf_counter()
-        received = await asyncio.to_thread(self.inbox.receive, version)
+        received = await asyncio.to_thread(self._receive, version)
         return TransferReport(received, time.perf_counter() - start)
+
+    def _receive(self, version: PolicyVersion) -> int:
+        received = self.inbox.receive(version)
+        if self._live is not None:
+            # Here, and not in `activate`, because decoding goes on meanwhile.
+            live, sums = self._live
+            own = checksums(self._holder.weights(), self.inbox.staged)
+            wrong = (own != sums).any(dim=1).nonzero().flatten().tolist()
+            if wrong:
+                self.inbox.version = None
+                raise changed(self._replica, live, [list(self.inbox.staged)[i] for i in wrong])
+        return received
 
     async def link(self) -> TransferReport:
         """Receive as many bytes as a transfer has, and do nothing else."""
@@ -276,10 +354,10 @@ class Receiver:
                 f"replica {self._replica} cannot serve version {version}: "
                 f"its staged version is {self.inbox.version}"
             )
-        start = time.perf_counter()
+        start, self._live = time.perf_counter(), None
         paused = await self._holder.swap(version, self.inbox.staged)
         # There is no await between the swap and the proof, so no token is drawn from unverified
         # weights.
         after = time.perf_counter()
-        self.inbox.prove(self._holder.weights(), version)
+        self._live = version, self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)

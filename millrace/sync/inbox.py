@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync.agreement import Agreement
-from millrace.sync.buckets import Bucket, Spec, checksum, plan
-from millrace.sync.groups import broadcast, finish, start_broadcast, wait_for_device
+from millrace.sync.buckets import Bucket, Spec, checksums, plan
+from millrace.sync.groups import (
+    Group,
+    all_agree,
+    broadcast,
+    finish,
+    start_broadcast,
+    wait_for_device,
+)
+from millrace.sync.membership import Membership
 from millrace.sync.table import Rows, part_of, rows_in
 from millrace.types import PolicyVersion
 
@@ -28,7 +37,8 @@ class Inbox:
 
     def __init__(
         self,
-        groups: Mapping[int, Any],
+        membership: Membership,
+        senders: Sequence[int],
         specs: list[Spec],
         table: Mapping[int, Rows],
         bucket_bytes: int,
@@ -37,7 +47,7 @@ class Inbox:
         *,
         with_bit_sums: bool = False,
     ) -> None:
-        """Allocate the staged tensors. `groups` and `table` are by the ranks of the senders."""
+        """Allocate the staged tensors. `table` is by the ranks of the senders."""
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
         """`proof.bit_sum` of every staged tensor by name, if `with_bit_sums`.
@@ -45,21 +55,22 @@ class Inbox:
         The bit sums then verify the live weights, instead of `prove`.
         """
         self._with_bit_sums = with_bit_sums
-        self._groups = groups
+        self._membership = membership
+        self._senders = senders
         self._specs = specs
         self._wire = wire
         self._replica = replica
-        self._plans = {r: plan(part_of(specs, table[r]), bucket_bytes) for r in groups}
+        self._plans = {r: plan(part_of(specs, table[r]), bucket_bytes) for r in senders}
         whole = (
             [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=wire) for s in specs]
-            if len(groups) > 1
+            if len(senders) > 1
             else []
         )
         self._buffers = {r: self._landing(p, alone=not whole) for r, p in self._plans.items()}
         # Computed once: this process decodes while a thread receives, and Python work in the thread
         # slows both down.
-        self._rows = {r: self._moves(r, whole, table[r]) for r in groups} if whole else {}
-        only = next(iter(groups))
+        self._rows = {r: self._moves(r, whole, table[r]) for r in senders} if whole else {}
+        only = senders[0]
         arrive = zip(self._plans[only], self._buffers[only], strict=True)
         self.staged = (
             dict(zip((s.name for s in specs), whole, strict=True))
@@ -101,13 +112,23 @@ class Inbox:
         ]
         return [([at[name] for name in views], list(views.values())) for views in arrive]
 
+    def regroup(self, generation: int, members: Sequence[int]) -> PolicyVersion | None:
+        """Join the groups of `generation`, and return the staged version. This blocks."""
+        self._membership.join(generation, members)
+        return self.version
+
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version`, verify it, and return its size in bytes.
 
         This blocks, so call it in a thread.
         """
+        with self._membership.using:
+            return self._receive(version, self._membership.groups)
+
+    def _receive(self, version: PolicyVersion, groups: Mapping[int, Group]) -> int:
         self.version, self.bit_sums = None, {}
-        sums: dict[int, list[Tensor]] = {rank: [] for rank in self._groups}
+        _check_joined(groups, self._replica)
+        sums: dict[int, list[Tensor]] = {rank: [] for rank in groups}
         in_flight: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
 
         def land(rank: int) -> None:
@@ -123,41 +144,63 @@ class Inbox:
         for k, rank in self._in_order():
             if self._rows and len(in_flight[rank]) == IN_FLIGHT:
                 land(rank)
-            in_flight[rank].append((k, start_broadcast(self._groups[rank], self._buffers[rank][k])))
+            in_flight[rank].append((k, start_broadcast(groups[rank], self._buffers[rank][k])))
         for rank in list(in_flight):
             while in_flight[rank]:
                 land(rank)
-        for rank, parts in sums.items():
-            own = torch.cat(parts)
-            sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
-            broadcast(self._groups[rank], sent)
-            self.compare(own[:, :2], sent, version, "received", rank)
-            self._sums = sent
-            for spec, value in zip(
-                self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False
-            ):
-                self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
+        wrong = [self._verify(rank, torch.cat(parts), version) for rank, parts in sums.items()]
         if self._rows and not self._with_bit_sums:
-            self._sums = torch.stack([checksum(t) for t in self.staged.values()])
+            self._sums = checksums(self.staged, self.staged)
         wait_for_device(self._wire)
-        self.version = version
+        for group in groups.values():
+            group.check()
+        errors = [error for error in wrong if error is not None]
+        self.version = None if errors else version
+        # A sender then knows that every replica has the version. One that dies now has it too.
+        with contextlib.suppress(BrokenTransfer):
+            for group in groups.values():
+                all_agree(group, not errors, self._wire)
+        for error in errors:
+            raise error
         return self._num_bytes
+
+    def _verify(self, rank: int, own: Tensor, version: PolicyVersion) -> SyncError | None:
+        """Compare the sums of a sender's rows with its own. Return the error if they differ."""
+        sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
+        broadcast(self._membership.groups[rank], sent)
+        try:
+            self.compare(own[:, :2], sent, version, "received", rank)
+        except SyncError as error:
+            return error
+        self._sums = sent
+        for spec, value in zip(
+            self._specs, own[:, 2].tolist() if self._with_bit_sums else (), strict=False
+        ):
+            self.bit_sums[spec.name] = self.bit_sums.get(spec.name, 0) + value
+        return None
 
     def link(self) -> int:
         """Receive the bytes of `Sender.link`. This overwrites the staged version."""
         self.version = None
-        for work in [
-            start_broadcast(self._groups[rank], self._buffers[rank][k])
-            for k, rank in self._in_order()
-        ]:
-            finish(work)
-        wait_for_device(self._wire)
+        with self._membership.using:
+            groups = self._membership.groups
+            _check_joined(groups, self._replica)
+            for work in [
+                start_broadcast(groups[rank], self._buffers[rank][k])
+                for k, rank in self._in_order()
+            ]:
+                finish(work)
+            wait_for_device(self._wire)
         return self._num_bytes
 
-    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Raise SyncError if a live tensor's checksum differs from that of the staged tensor."""
-        own = torch.stack([checksum(tensors[spec.name]) for spec in self._specs])
+    def prove(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> Tensor:
+        """Return the live tensors' checksums. Raises SyncError if one differs from its staged one.
+
+        The order is that of the staged tensors.
+        """
+        own = checksums(tensors, self.staged)
         self.compare(own.to(self._wire), self.sums, version, "live")
+        return own
 
     @property
     def sums(self) -> Tensor:
@@ -198,7 +241,7 @@ class Inbox:
             more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
             whose = (
                 f" (rows of trainer rank {sender})"
-                if sender is not None and len(self._groups) > 1
+                if sender is not None and len(self._senders) > 1
                 else ""
             )
             raise SyncError(
@@ -214,3 +257,9 @@ def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
     NCCL refuses two ranks on one GPU, so colocated engines use host memory.
     """
     return torch.device("cpu") if agreed.colocated else device
+
+
+def _check_joined(groups: Mapping[int, Group], replica: int) -> None:
+    """Raise BrokenTransfer if the replica is in no group, because it was left out or never came."""
+    if not groups:
+        raise BrokenTransfer(f"replica {replica} takes no part in the weight sync")

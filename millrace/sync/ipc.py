@@ -9,9 +9,8 @@ is loaded. Both sides find each other by the GPU's UUID.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -22,16 +21,19 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
 from millrace import codec
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.ports import TransferReport, WeightSource
 from millrace.sync.agreement import Agreement
+from millrace.sync.background import abandonable
 from millrace.sync.buckets import Bucket, Spec, plan
-from millrace.sync.groups import finish, make_group, receive, start_send, wait_for_device
+from millrace.sync.groups import Group, finish_send, receive, start_send, wait_for_device
+from millrace.sync.membership import Membership, rank_name, replica_name
 from millrace.sync.table import tell
 from millrace.types import PolicyVersion
 
 _SLOTS = 2
 _HANDLES = "millrace/sync/ipc"
+_PLACES = "millrace/sync/gpu"
 _CPU = torch.device("cpu")
 
 
@@ -114,39 +116,78 @@ class IpcSender:
     """The sending end of one trainer rank, for the replica device on its GPU."""
 
     def __init__(
-        self, source: WeightSource, pair: Any, buckets: list[Bucket], slots: list[Tensor]
+        self,
+        source: WeightSource,
+        membership: Membership,
+        rank: int,
+        buckets: list[Bucket],
+        slots: list[Tensor],
+        partner: Callable[[Sequence[int]], str | None],
     ) -> None:
+        """`partner` returns the name of the replica device on this GPU, if it takes part."""
         self._source = source
-        self._pair = pair
+        self._membership = membership
+        self._rank = rank
         self._buckets = buckets
         self._slots = slots
+        self._partner = partner
 
     @classmethod
     async def join(
         cls, source: WeightSource, store: Any, rank: int, agreed: Agreement
     ) -> IpcSender:
-        """Announce the slots, and wait for the replica that maps them."""
+        """Announce the slots. `regroup` joins the replica device that maps them."""
         device = source.device
         specs, _ = tell(source.shards(), store, rank, rows=False)
         buckets = plan(specs, agreed.bucket_bytes)
         largest = max(b.num_bytes for b in buckets)
         slots = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
-        name = _name(device)
-        store.set(f"{_HANDLES}/{name}", codec.pack([Slot.of(slot) for slot in slots]))
-        pair = await asyncio.to_thread(make_group, store, name, _CPU, 0, 2, agreed.timeout_s)
-        return cls(source, pair, buckets, slots)
+        gpu, devices = _name(device), agreed.devices
+        store.set(f"{_HANDLES}/{gpu}", codec.pack([Slot.of(slot) for slot in slots]))
+        store.set(f"{_HANDLES}/{gpu}/rank", str(rank))
+
+        def partner(members: Sequence[int]) -> str | None:
+            places = (replica_name(i, s, devices) for i in members for s in range(devices))
+            return next((p for p in places if store.get(f"{_PLACES}/{p}").decode() == gpu), None)
+
+        membership = Membership(store, agreed, _CPU, [rank], rank_name(rank))
+        return cls(source, membership, rank, buckets, slots, partner)
+
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        """Leave the old pair, and join the replica device on this GPU, if it takes part."""
+
+        def work() -> None:
+            partner = self._partner(members)
+            pair = {self._rank: [rank_name(self._rank), partner]} if partner else {}
+            self._membership.exchange(generation, pair)
+
+        await abandonable(work)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send the current weights as `version`, bucket by bucket.
 
-        This is a collective over the trainer's ranks.
+        This is a collective over the trainer's ranks. A rank whose pair broke takes part to its
+        end. A rank whose replica does not take part sends nothing.
         """
         start = time.perf_counter()
         weights = self._source.full_weights()
+        pair = self._membership.groups.get(self._rank)
+        if pair is not None:
+            try:
+                self._send(pair, weights)
+            except SyncError:
+                for _ in weights:
+                    pass
+                raise
+        for _ in weights:
+            pass
+        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
+
+    def _send(self, pair: Group, weights: Iterator[tuple[str, Tensor]]) -> None:
         sends: list[tuple[Any, Tensor]] = []
         for k, bucket in enumerate(self._buckets):
             if k >= _SLOTS:
-                receive(self._pair, torch.zeros(1), 1)  # the slot's last bucket is loaded
+                receive(pair, torch.zeros(1), 1)  # the slot's last bucket is loaded
             buffer = self._slots[k % _SLOTS][: bucket.num_bytes].zero_()
             views = bucket.views(buffer)
             for spec in bucket.specs:
@@ -157,12 +198,11 @@ class IpcSender:
                     )
                 views[name].copy_(tensor)
             sums = bucket.sums(buffer).cpu()  # this also waits for the copies into the bucket
-            sends.append((start_send(self._pair, sums, 1), sums))
+            sends.append((start_send(pair, sums, 1), sums))
         for _ in self._buckets[-_SLOTS:]:
-            receive(self._pair, torch.zeros(1), 1)
+            receive(pair, torch.zeros(1), 1)
         for work, _ in sends:
-            finish(work)
-        return TransferReport(sum(b.num_bytes for b in self._buckets), time.perf_counter() - start)
+            finish_send(work)
 
     async def link(self) -> TransferReport:
         """Copy as many bytes within the GPU as a transfer copies."""
@@ -186,7 +226,8 @@ class IpcInbox:
 
     def __init__(
         self,
-        pair: Any,
+        membership: Membership,
+        sender: int,
         buckets: list[Bucket],
         slots: list[Tensor],
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
@@ -195,7 +236,8 @@ class IpcInbox:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
         """`proof.bit_sum` of every received tensor, by name."""
-        self._pair = pair
+        self._membership = membership
+        self._sender = sender
         self._buckets = buckets
         self._slots = slots
         self._load = load
@@ -210,6 +252,7 @@ class IpcInbox:
         replica: int,
         agreed: Agreement,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
+        shard: int = 0,
     ) -> IpcInbox:
         """Map the slots of the trainer rank on this GPU.
 
@@ -230,15 +273,31 @@ class IpcInbox:
                 f"on its GPU {name}: {error}"
             ) from error
         slots = [slot.mapped(device.index) for slot in descriptions]
-        pair = make_group(store, name, _CPU, 1, 2, agreed.timeout_s)
-        return cls(pair, buckets, slots, load, replica)
+        rank = int(store.get(f"{_HANDLES}/{name}/rank"))
+        me = replica_name(replica, shard, agreed.devices)
+        store.set(f"{_PLACES}/{me}", name)
+        membership = Membership(store, agreed, _CPU, [rank], me)
+        return cls(membership, rank, buckets, slots, load, replica)
+
+    def regroup(self, generation: int, members: Sequence[int]) -> PolicyVersion | None:
+        """Join the trainer rank on this GPU, and return the staged version. This blocks."""
+        membership, sender = self._membership, self._sender
+        membership.exchange(generation, {sender: [rank_name(sender), membership.me]})
+        return self.version
 
     def receive(self, version: PolicyVersion) -> int:
         """Verify and load `version` bucket by bucket, and return its size in bytes. This blocks."""
+        with self._membership.using:
+            pair = self._membership.groups.get(self._sender)
+            if pair is None:
+                raise BrokenTransfer(f"replica {self._replica} takes no part in the weight sync")
+            return self._receive(version, pair)
+
+    def _receive(self, version: PolicyVersion, pair: Group) -> int:
         self.version, self.bit_sums = None, {}
         loaded: list[tuple[Any, Tensor]] = []
         for k, bucket in enumerate(self._buckets):
-            sent = receive(self._pair, torch.zeros(len(bucket.specs), 2, dtype=torch.int64), 0)
+            sent = receive(pair, torch.zeros(len(bucket.specs), 2, dtype=torch.int64), 0)
             buffer = self._slots[k % _SLOTS][: bucket.num_bytes]
             sums = bucket.sums(buffer, bits=True).cpu()
             wrong = (sums[:, :2] != sent).any(dim=1).nonzero().flatten().tolist()
@@ -253,9 +312,9 @@ class IpcInbox:
             self.bit_sums |= zip(views, sums[:, 2].tolist(), strict=True)
             wait_for_device(buffer.device)
             word = torch.zeros(1)
-            loaded.append((start_send(self._pair, word, 0), word))
+            loaded.append((start_send(pair, word, 0), word))
         for work, _ in loaded:
-            finish(work)
+            finish_send(work)
         self.version = version
         return sum(b.num_bytes for b in self._buckets)
 

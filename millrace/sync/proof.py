@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from millrace.errors import SyncError
 from millrace.sync.buckets import INTEGERS
+from millrace.types import PolicyVersion
 
 _WRAP = 1 << 64
 
@@ -40,6 +42,16 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     else:
         values = torch.stack([bit_sum(t) for t in tensors.values()]).tolist()
     return dict(zip(tensors, values, strict=True))
+
+
+def changed(replica: int, version: PolicyVersion, names: Sequence[str]) -> SyncError:
+    """Return the error of a replica whose live tensors `names` changed behind its back."""
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return SyncError(
+        f"replica {replica}: live weights of version {version} are no longer the trainer's: "
+        f"{names[0]}{more} changed after the sync. Tokens that it drew since then carry version "
+        f"{version}, but other weights drew them. The replica must not serve"
+    )
 
 
 def not_live(

@@ -37,6 +37,7 @@ except ImportError as error:
     raise MissingDependency(f"rollout.engine=vllm needs vLLM. Fix: {INSTALL['vllm']}.") from error
 
 from millrace.vllm.arguments import engine_arguments
+from millrace.vllm.receiver import check_unchanged
 from millrace.vllm.requests import (
     ActiveRequest,
     Drawn,
@@ -98,10 +99,8 @@ class VllmRolloutEngine:
         self._lacks_weights = False
         """Whether the weights were discarded and not yet replaced."""
         self._closed = False
-        self._tokens = 0
-        self._cancelled = 0
-        self._prefill_tokens = 0
-        self._reused_tokens = 0
+        self._tokens = self._cancelled = 0
+        self._prefill_tokens = self._reused_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = perf_counter()
 
@@ -209,6 +208,7 @@ class VllmRolloutEngine:
         `prove` checks every worker's report on its new weights before the next token is drawn. If
         `prove` raises, the engine stays paused.
         """
+        self._salts.check()
         self._gate.clear()
         try:
             while not all(map(self._known, self._active.values())):  # noqa: ASYNC110 - no event
@@ -228,7 +228,7 @@ class VllmRolloutEngine:
             # After an interruption, responses read their tokens again with the new weights, and so
             # do idle sessions. Another run, which starts at version 0 again, has the same names.
             if self._recompute or self._interrupted or version <= before:
-                self._salts.drop_all()
+                self._salts.drop_all(0 if self._active else self._swaps)
             self._interrupted = False
             if without_tokens := self._change_version():
                 await self._llm.abort(without_tokens)
@@ -254,6 +254,8 @@ class VllmRolloutEngine:
                 "Fix: drain or interrupt the engine first."
             )
         if self._can_sleep and not self._asleep:
+            if not keep_weights:  # no later sync can prove them
+                check_unchanged(await self.call_workers("changed_weights"))
             await self._answer(self._llm.sleep(level=1 if keep_weights else 2))
             self._lacks_weights = not keep_weights
             self._asleep_tags = ["weights", "kv_cache"]

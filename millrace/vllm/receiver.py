@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.ports import TransferReport
 from millrace.sync.agreement import Agreement
 from millrace.sync.proof import not_live
@@ -67,38 +67,53 @@ class VllmReceiver:
         tree: dict[str, Any],
         agreed: Agreement,
     ) -> VllmReceiver:
-        """Connect each of vLLM's workers with every trainer rank that sends."""
+        """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
         host, port = address
         await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
         return cls(engine, store, replica, agreed)
 
+    async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
+        """Leave the old groups, and join those of `generation` with the replicas `members`.
+
+        A transfer under way breaks off. Return the staged version, which stays.
+        """
+        reports = await self._on_workers("regroup_weights", generation, members)
+        staged = {report["version"] for report in reports}
+        self._version = staged.pop() if len(staged) == 1 else None
+        return self._version
+
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Receive `version` into staging memory. The engine continues to decode."""
         self._version = None
-        report = await self._on_workers("stage_weights", version)
+        start = time.perf_counter()
+        reports = await self._on_workers("stage_weights", version)
         self._version = version
-        return report
+        return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
 
     async def link(self) -> TransferReport:
         """Receive as many bytes as a transfer has, and nothing else."""
         self._version = None
-        return await self._on_workers("measure_link")
-
-    async def _on_workers(self, method: str, *args: Any) -> TransferReport:
-        """Start `method` in a thread of every worker, and wait for the reports."""
         start = time.perf_counter()
+        reports = await self._on_workers("measure_link")
+        return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
+
+    async def _on_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Start `method` in a thread of every worker, and return the reports."""
         self._turn += 1
-        await self._engine.call_workers(method, *args, self._turn)
         keys = [
             f"millrace/sync/staged/{self._replica}/{shard}/{self._turn}"
             for shard in range(self._shards)
         ]
+        for key in keys:  # of a replica that died with this index
+            self._store.delete_key(key)
+        await self._engine.call_workers(method, *args, self._turn)
         reports = [await self._report(key) for key in keys]
-        if errors := [r["error"] for r in reports if "error" in r]:
-            raise SyncError(errors[0])
+        for report in reports:
+            if "error" in report:
+                raise (BrokenTransfer if report["broken"] else SyncError)(report["error"])
         for key in keys:
             self._store.delete_key(key)
-        return TransferReport(reports[0]["bytes"], time.perf_counter() - start)
+        return reports
 
     async def _report(self, key: str) -> dict[str, Any]:
         """Return the report that a worker's thread stores under `key`.
@@ -138,3 +153,9 @@ class VllmReceiver:
                 f"trainer's: {wrong[0]}{more} differ from the staged weights. "
                 "The replica must not serve them"
             )
+
+
+def check_unchanged(errors: Sequence[str]) -> None:
+    """Raise SyncError with the first worker's text that is not empty."""
+    if texts := [text for text in errors if text]:
+        raise SyncError(texts[0])

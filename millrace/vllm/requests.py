@@ -15,7 +15,7 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from millrace.errors import WorkerError
-from millrace.rollout.requests import Start, completes_stop, stop_window
+from millrace.rollout.requests import Start, check_kv, completes_stop, stop_window
 from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
 from millrace.vllm.scheduler import EXPERTS, LOG_PROBS, packed
 
@@ -49,6 +49,8 @@ class Salts:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[tuple[int, bytes], Salt]] = OrderedDict()
+        self._since = 0
+        """The number of swaps before the oldest K and V that a session may keep."""
 
     def of(self, session: str, tokens: Tokens, newest: Salt) -> Salt:
         """Return the salt of the longest context of `session` that `tokens` extend."""
@@ -67,8 +69,15 @@ class Salts:
         if len(self._known) > self.SESSIONS:
             self._known.popitem(last=False)
 
-    def drop_all(self) -> None:
+    def drop_all(self, since: int = 0) -> None:
+        """Forget all salts. From now on, none may be older than `since` swaps."""
         self._known.clear()
+        self._since = max(self._since, since)
+
+    def check(self) -> None:
+        """Raise SyncError if a session keeps K and V that it must not keep."""
+        numbers = (salt.number for known in self._known.values() for salt in known.values())
+        check_kv(min(numbers, default=None), self._since, "swap")
 
 
 def _digest(tokens: Tokens) -> bytes:

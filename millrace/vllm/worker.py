@@ -40,12 +40,12 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
 from millrace.config.vllm_checks import HOST_PID
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.inbox import Inbox
-from millrace.sync.proof import bit_sums
+from millrace.sync.proof import bit_sums, changed
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
@@ -83,7 +83,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
     inbox: Inbox | AdaptedInbox | ipc.IpcInbox
-    live_sums: dict[str, int]
+    live_sums: dict[str, int] | None = None
+    """The bit sums of the live parameters by name. None before the first version."""
     _copies: list[tuple[Tensor, Tensor]] | None = None
     """(target, source) of every copy of a load.
 
@@ -91,24 +92,52 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     """
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
-        """Join the trainer's ranks and the other replicas. This blocks until all have joined."""
+        """Prepare to receive from the trainer's ranks. `regroup` joins them."""
         restore_nccl_settings()
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
+        self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self._load)
+            ipc.IpcInbox.join(*where, self._load, shard)
             if ipc.fits(agreed, self.device)
             else join_inbox(*where, shard)
         )
 
+    def regroup(self, generation: int, members: list[int], turn: int) -> None:
+        """Exchange the groups in a thread, as `stage` works."""
+
+        def work() -> int:
+            self.inbox.regroup(generation, members)
+            return 0
+
+        self._in_thread(work, turn)
+
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
-        self._in_thread(lambda: self.inbox.receive(version), turn)
+
+        def work() -> int:
+            # An IpcInbox replaces the live weights while it receives.
+            if in_place := isinstance(self.inbox, ipc.IpcInbox):
+                self.prove_unchanged()
+            received = self.inbox.receive(version)
+            if not in_place:
+                self.prove_unchanged()
+            return received
+
+        self._in_thread(work, turn)
+
+    def prove_unchanged(self) -> None:
+        """Raise SyncError if a live parameter has changed since its version became live."""
+        if self.live_sums:
+            own = bit_sums(dict(self.model.named_parameters()))
+            if names := [name for name, value in self.live_sums.items() if own[name] != value]:
+                self.inbox.version = None
+                raise changed(self._replica, self._live, names)
 
     def link(self, turn: int) -> None:
         """Run the receiving end of `Sender.link` in a thread."""
@@ -120,7 +149,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         ).start()
 
     def _report(self, work: Callable[[], int], key: str) -> None:
-        start, interval = time.perf_counter(), sys.getswitchinterval()
+        interval = sys.getswitchinterval()
         # Each kernel launch of this thread waits until the decoding thread releases the GIL. A
         # shorter switch interval shortens these waits.
         sys.setswitchinterval(_SWITCH_S)
@@ -129,9 +158,10 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 torch.cuda.set_device(self.device)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 received = work()
-            report: dict[str, Any] = {"bytes": received, "seconds": time.perf_counter() - start}
+            report: dict[str, Any] = {"bytes": received, "version": self.inbox.version}
         except Exception as error:  # noqa: BLE001 - the report carries the failure
             report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
+            report["broken"] = isinstance(error, BrokenTransfer)
         finally:
             sys.setswitchinterval(interval)
         self._store.set(key, json.dumps(report))
@@ -150,6 +180,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             if not isinstance(self.inbox, ipc.IpcInbox):
                 self.load(self.inbox)
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
+            self._live = update_info.version
 
     def finish_weight_update(self) -> None:
         """Do nothing. `receive_weights` completes the update."""
@@ -230,9 +261,24 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
+    def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
+        """Start to join the groups of a new generation."""
+        self.weight_transfer_engine.regroup(generation, members, turn)
+
     def stage_weights(self, version: int, turn: int) -> None:
         """Start to receive `version` into staging memory."""
         self.weight_transfer_engine.stage(version, turn)
+
+    def changed_weights(self) -> str:
+        """Return what is wrong with the live weights, or nothing. vLLM will now discard them."""
+        engine = self.weight_transfer_engine
+        try:
+            engine.prove_unchanged()
+        except SyncError as error:
+            return str(error)
+        finally:
+            engine.live_sums = None
+        return ""
 
     def measure_link(self, turn: int) -> None:
         """Start to receive as many bytes as a transfer has."""
@@ -251,6 +297,7 @@ class WorkerExtension:
         self.update_weights({"version": version})
         self.finish_weight_update()
         engine = self.weight_transfer_engine
+        assert engine.live_sums is not None
         return (
             live_names(engine.inbox.bit_sums, engine.live_sums),
             engine.live_sums,

@@ -18,7 +18,8 @@ from millrace.models.model import write_shape
 from millrace.ports import Replica
 from millrace.rollout.pool import RolloutPool
 from millrace.runtime.local import LocalRuntime
-from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine
+from millrace.runtime.remote import RemoteTrainEngine
+from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel

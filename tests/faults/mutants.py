@@ -9,10 +9,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from millrace.errors import WorkerError
 from millrace.observe import metrics
 from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints
@@ -21,8 +22,10 @@ from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
-from millrace.runtime import remote
-from millrace.runtime.remote import RemoteTrainEngine, RemoteWeightSync
+from millrace.rollout.roster import Roster, Standing
+from millrace.runtime.remote import RemoteTrainEngine
+from millrace.runtime.roster_sync import RosterSync
+from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger, State
 from millrace.simulate.faults.scenario import draw
 from millrace.simulate.faults.world import run_world
@@ -117,32 +120,71 @@ def cursor_ahead_of_consumption() -> Any:
 
 
 def swallowed_exception() -> Any:
-    """A failed request looks like an interrupted one."""
+    """The loss of a replica looks like an interruption, and nobody hears of it."""
 
-    def make(generate: Any) -> Any:
+    def make(mark_dead: Any) -> Any:
+        def mutant(self: Peer, reason: str) -> None:
+            if self.name.startswith("rollout"):
+                self.on_death = lambda reason: None
+            mark_dead(self, reason)
+
+        return mutant
+
+    def make_pool(generate: Any) -> Any:
         async def mutant(self: RolloutPool, *args: Any) -> Any:
+            replica = self.roster.live[0] if self.roster.live else 0
             try:
-                return await generate(self, *args)
-            except Exception:  # noqa: BLE001 - the planted bug
+                return await self.engines[replica].generate(*args)
+            except WorkerError:
                 return ()
 
         return mutant
 
-    return _patched(RolloutPool, "generate", make)
+    stack = ExitStack()
+    stack.enter_context(_patched(Peer, "mark_dead", make))
+    stack.enter_context(_patched(RolloutPool, "generate", make_pool))
+    return stack
 
 
 def stale_replica_serving() -> Any:
     """A sync forgets the last of several replicas."""
 
     def make(activate: Any) -> Any:
-        async def mutant(self: RemoteWeightSync, version: int) -> float:
-            peers = self._replicas[:-1] if version else self._replicas
-            method = "receiver.activate"
-            return max(await remote.all_of(peers or self._replicas, method, (version,), float))
+        async def mutant(self: RosterSync, replica: int, *where: int) -> float:
+            if where[-1] and len(self._proven) > 1 and replica == max(self._proven):
+                return 0.0
+            return float(await activate(self, replica, *where))
 
         return mutant
 
-    return _patched(RemoteWeightSync, "activate", make)
+    return _patched(RosterSync, "_activate", make)
+
+
+def restarted_replica_serving_at_once() -> Any:
+    """A restarted replica serves before a sync has proven its weights."""
+
+    def make(restarted: Any) -> Any:
+        def mutant(self: Roster, replica: int) -> int:
+            incarnation: int = restarted(self, replica)
+            self.proven(replica, incarnation)
+            return incarnation
+
+        return mutant
+
+    return _patched(Roster, "restarted", make)
+
+
+def restarted_replica_idle_for_ever() -> Any:
+    """A replica that was restarted never serves again, if others do."""
+
+    def make(proven: Any) -> Any:
+        def mutant(self: Roster, replica: int, incarnation: int) -> bool:
+            stale = self.state(replica) is Standing.STALE
+            return bool(stale and self.live) or bool(proven(self, replica, incarnation))
+
+        return mutant
+
+    return _patched(Roster, "proven", make)
 
 
 def double_commit() -> Any:
@@ -165,9 +207,8 @@ def final_validation_skipped() -> Any:
     """A run that saved its last version does not validate it."""
 
     def make(validate_now: Any) -> Any:
-        async def mutant(self: RunRecord, version: int, phase: str) -> None:
-            if self._saved != version:
-                await validate_now(self, version, phase)
+        async def mutant(self: RunRecord, version: int, phase: str) -> bool:
+            return self._saved == version or bool(await validate_now(self, version, phase))
 
         return mutant
 
@@ -191,17 +232,17 @@ def wrong_denominator() -> Any:
 
 
 def filter_off_after_a_failover() -> Any:
-    """A resumed run trains samples with equal outcomes."""
+    """Samples with equal outcomes are trained once a replica was lost."""
 
-    def make(run: Any) -> Any:
-        async def mutant(self: Rollouter) -> None:
-            if self.queue.ledger.version:
+    def make(finish: Any) -> Any:
+        def mutant(self: Rollouter, *finished: Any) -> None:
+            if self.pool.roster.losses:
                 self.dynamic_sampling = None
-            await run(self)
+            finish(self, *finished)
 
         return mutant
 
-    return _patched(Rollouter, "run", make)
+    return _patched(Rollouter, "_finish", make)
 
 
 def pause_without_end() -> Any:
@@ -292,6 +333,8 @@ MUTANTS: dict[str, Plant] = {
     "cursor ahead of consumption": cursor_ahead_of_consumption,
     "swallowed exception": swallowed_exception,
     "stale replica serving": stale_replica_serving,
+    "restarted replica serving at once": restarted_replica_serving_at_once,
+    "restarted replica idle for ever": restarted_replica_idle_for_ever,
     "double commit": double_commit,
     "final validation skipped": final_validation_skipped,
     "wrong denominator": wrong_denominator,

@@ -6,6 +6,7 @@ Every death is reported with name, cause and log. No worker outlives its driver.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -115,13 +116,14 @@ def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
         reader = asyncio.StreamReader()
         reader.feed_eof()
         (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
-        await workers._read(peer, reader, process, tmp_path / "rollout-0.log")  # type: ignore[arg-type]
+        _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
+        worker = local._Worker(peer, process, writer, os.pipe()[0])  # type: ignore[arg-type]
+        await workers._read(worker, reader, tmp_path / "rollout-0.log")
         assert peer.death is not None and peer.death.startswith(
             "worker rollout-0 closed its socket, and its process does not end; its log is"
         )
         assert peer.death.endswith("a GPU fell off the bus")
-        _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
-        workers._workers.append((peer, process, writer))  # type: ignore[arg-type]
+        workers._workers.append(worker)
         with pytest.warns(
             RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"
         ):

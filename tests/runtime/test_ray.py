@@ -113,8 +113,8 @@ async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str
     workers = [(role, k) for role, count in roles.items() for k in range(count)]
     await asyncio.gather(*(runtime.start(f"{role}-{k}", role, k) for role, k in workers))
     found: dict[str, tuple[str, str]] = {}
-    for actor in runtime._actors:
-        name, *place = await actor.__ray_call__.remote(
+    for worker in runtime._workers:
+        name, *place = await worker.actor.__ray_call__.remote(
             lambda host: (
                 type(host._root).__name__, ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
             )
@@ -162,7 +162,10 @@ def nodes_of_actors() -> dict[str, str]:
 
     alive = [a for a in actors().values() if a["State"] == "ALIVE"]
     return {
-        a["Name"].removeprefix(f"millrace-{os.getpid()}-"): a["Address"]["NodeID"] for a in alive
+        a["Name"].removeprefix(f"millrace-{os.getpid()}-").rpartition("-")[0]: a["Address"][
+            "NodeID"
+        ]
+        for a in alive
     }
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import ConfigError, SyncError, WorkerError
+from millrace.errors import BrokenTransfer, ConfigError, SyncError, WorkerError
 from millrace.ports import TransferReport
-from millrace.runtime.remote import RemoteWeightSync, first_error
+from millrace.runtime.remote import first_error
+from millrace.runtime.weight_sync import RemoteWeightSync
 
 NEVER = object()
 """The answer to a call that is never answered."""
@@ -19,7 +20,7 @@ class Answers:
     """A peer with one answer for each method. An answer that is an exception is raised."""
 
     def __init__(self, name: str, death: str = "", **answers: Any) -> None:
-        self.name, self.death, self.answers = name, death, answers
+        self.name, self.death, self.answers = name, death, answers | {"regroup": None}
         self.asked: list[Any] = []
 
     async def call(self, method: str, args: tuple[object, ...] = (), result: object = None) -> Any:
@@ -32,7 +33,15 @@ class Answers:
         return answer
 
 
-BROKEN = SyncError("rollout-0: a weight transfer broke off")
+BROKEN = BrokenTransfer("rollout-0: a weight transfer broke off")
+
+
+async def sync_of(trainer: Answers, *replicas: Answers) -> RemoteWeightSync:
+    sync = RemoteWeightSync([trainer])  # type: ignore[list-item]
+    await sync.regroup(dict(enumerate(replicas)))  # type: ignore[arg-type]
+    for peer in (trainer, *replicas):
+        assert peer.asked.pop().endswith(".regroup")
+    return sync
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,7 @@ def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is
 ) -> None:
     async def main() -> None:
         replica = Answers("rollout-0", cause if "rollout-0 was" in cause else "", transfer=BROKEN)
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = await sync_of(trainer, replica)
         await sync.keep(3)
         with pytest.raises((SyncError, WorkerError), match=cause):
             await sync.transfer(3)
@@ -70,7 +79,7 @@ def test_a_sender_that_failed_is_the_error_though_its_replica_waits() -> None:
     )
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = await sync_of(trainer, replica)
         await sync.keep(3)
         with pytest.raises(SyncError, match="out of memory"):
             await sync.transfer(3)
@@ -82,7 +91,7 @@ def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
     trainer = Answers("trainer-0", keep=None, sent=NEVER)
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [Answers("rollout-0", transfer=TransferReport(8, 0.2))])  # type: ignore[list-item]
+        sync = await sync_of(trainer, Answers("rollout-0", transfer=TransferReport(8, 0.2)))
         await sync.keep(3)
         assert (await sync.transfer(3)).bytes == 8
 
@@ -130,16 +139,18 @@ def test_what_was_begun_is_begun_once() -> None:
     A further run on the same engines may send the same version again.
     """
     trainer = Answers("trainer-0", keep=None, sent=None, transfer=TransferReport(8, 0.1))
-    replica = Answers("rollout-0", transfer=TransferReport(8, 0.2))
+    replica = Answers("rollout-0", transfer=TransferReport(8, 0.2), activate=0.1)
 
     async def main() -> None:
-        sync = RemoteWeightSync([trainer], [replica])  # type: ignore[list-item]
+        sync = await sync_of(trainer, replica)
         await sync.keep(3)
         await sync.transfer(3)
         assert trainer.asked == ["sender.keep", "sender.sent"]
+        await sync.activate(3)
         await sync.transfer(3)
         assert (
-            trainer.asked[2:] == ["sender.transfer"] and replica.asked == ["receiver.transfer"] * 2
+            trainer.asked[2:] == ["sender.transfer"]
+            and replica.asked[::2] == ["receiver.transfer"] * 2
         )
 
     asyncio.run(main())

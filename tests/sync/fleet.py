@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,12 @@ def model(seed: int) -> dict[str, Tensor]:
     }
     tensors = {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
     return tensors | {"head": torch.randn(511, 301, generator=noise).to(torch.bfloat16)}
+
+
+def large(seed: int) -> dict[str, Tensor]:
+    """Return a model of 45 buckets, more than the buffers of a connection take."""
+    noise = torch.Generator().manual_seed(seed)
+    return model(seed) | {f"more.{i}": torch.randn(1 << 18, generator=noise) for i in range(40)}
 
 
 @dataclass
@@ -94,28 +101,56 @@ class Forgetful(Holder):
         return paused
 
 
+async def regroup(
+    senders: Sequence[Any], receivers: Mapping[int, Any], generation: int = 1
+) -> list[int | None]:
+    """Let all ends join a generation. Return the staged versions."""
+    members = sorted(receivers)
+    answers = await asyncio.gather(
+        *(s.regroup(generation, members) for s in senders),
+        *(receivers[i].regroup(generation, members) for i in members),
+    )
+    return list(answers[len(senders) :])
+
+
 @dataclass
 class Fleet:
     sources: list[Source]
     holders: list[Holder]
     senders: list[Sender]
     receivers: list[Receiver]
+    store: Any
+    agreed: Agreement
+    generation: int = 1
 
-    async def transfer(self, version: int) -> tuple[list[TransferReport], list[TransferReport]]:
+    async def regroup(self, members: Sequence[int]) -> list[int | None]:
+        """Let `members` alone take part from now on. Return their staged versions."""
+        self.generation += 1
+        receivers = {i: self.receivers[i] for i in members}
+        return await regroup(self.senders, receivers, self.generation)
+
+    async def replace(self, replica: int, holder: Holder) -> None:
+        """Put a restarted replica with an empty model in the place of another."""
+        self.holders[replica] = holder
+        self.receivers[replica] = await Receiver.join(holder, self.store, replica, self.agreed)
+
+    async def transfer(
+        self, version: int, members: Sequence[int] = range(REPLICAS)
+    ) -> tuple[list[TransferReport], list[TransferReport]]:
         """Transfer a version; return the reports of the senders and those of the receivers.
 
         A sender blocks its caller, as in a process of its own, so each sender has a thread here.
         """
         sent = [asyncio.to_thread(asyncio.run, s.transfer(version)) for s in self.senders]  # type: ignore[arg-type]
-        received = [r.transfer(version) for r in self.receivers]
+        received = [self.receivers[i].transfer(version) for i in members]
         reports = await asyncio.gather(*sent, *received, return_exceptions=True)
         for report in reports:
             if isinstance(report, BaseException):
                 raise report
         return reports[: len(sent)], reports[len(sent) :]  # type: ignore[return-value]
 
-    async def activate(self, version: int) -> list[float]:
-        return list(await asyncio.gather(*(r.activate(version) for r in self.receivers)))
+    async def activate(self, version: int, members: Sequence[int] = range(REPLICAS)) -> list[float]:
+        return list(await asyncio.gather(*(self.receivers[i].activate(version) for i in members)))
 
 
 @asynccontextmanager
@@ -144,7 +179,10 @@ async def fleet(
             for i, holder in enumerate(replicas)
         ),
     )
-    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
+    await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
+    yield Fleet(
+        sources, replicas, list(joined[:ranks]), list(joined[ranks:]), store, Agreement.of(config)
+    )  # type: ignore[arg-type]
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

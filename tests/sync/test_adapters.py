@@ -31,7 +31,7 @@ from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
-from tests.sync.fleet import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model
+from tests.sync.fleet import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model, regroup
 from tests.train.samples import random_samples
 
 RANK, ALPHA = 3, 12.0
@@ -105,7 +105,10 @@ async def fleet(
             for i, holder in enumerate(replicas)
         ),
     )
-    yield Fleet(sources, replicas, list(joined[:ranks]), list(joined[ranks:]))  # type: ignore[arg-type]
+    await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
+    yield Fleet(
+        sources, replicas, list(joined[:ranks]), list(joined[ranks:]), store, Agreement.of(config)
+    )  # type: ignore[arg-type]
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
@@ -172,7 +175,9 @@ def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
             await f.activate(0)
             draw(f, 7)
             with monkeypatch.context() as patch:
-                patch.setattr(collective, "start_broadcast", flips(f.senders[1]._group))
+                patch.setattr(
+                    collective, "start_broadcast", flips(f.senders[1]._membership.groups[1])
+                )
                 message = r"received weights of version 1 are not the trainer's: layer\.0\.w\.lora_A differ in checksum \(rows of trainer rank 1\)"
                 with pytest.raises(SyncError, match=message):
                     await f.transfer(1)
@@ -201,7 +206,9 @@ def test_adapters_of_a_base_that_did_not_arrive_are_refused(
 
     async def main() -> None:
         async with fleet() as f:
-            monkeypatch.setattr(collective, "start_broadcast", flips(f.senders[1]._group))
+            monkeypatch.setattr(
+                collective, "start_broadcast", flips(f.senders[1]._membership.groups[1])
+            )
             sending = asyncio.gather(
                 *(asyncio.to_thread(asyncio.run, s.transfer(0)) for s in f.senders)
             )  # type: ignore[arg-type]
@@ -336,6 +343,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             join_sender(engine, store, 0, Agreement.of(config)),
             Receiver.join(replica, store, 0, Agreement.of(config)),
         )
+        await regroup([sender], {0: receiver})
         base, seen = {name: own.clone() for name, _, _, _, own in engine.shards()}, []
         prompt = Prompt(0, tokens_of([2, 5, 3]), "", "d")
         for version in range(4):

@@ -96,13 +96,13 @@ class Slow(Sender):
 
     failure: Exception | None = None
 
-    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> int:
+    def _send(self, buckets: list[Bucket], packed: Iterator[Tensor]) -> bool:
         for tensor in packed:
             self.last = weakref.ref(tensor)
         time.sleep(0.2)
         if self.failure is not None:
             raise self.failure
-        return 0
+        return True
 
 
 def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_told_once() -> None:
@@ -111,7 +111,8 @@ def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_to
         source = Source(tensors, 0)
         sender = Slow(
             source,  # type: ignore[arg-type]
-            None,
+            None,  # type: ignore[arg-type]
+            0,
             plan([*specs_of({n: t for n, *_, t in source.shards()})], 1 << 20),
             torch.device("cpu"),
         )
@@ -216,7 +217,7 @@ def test_a_bit_that_flips_on_the_way_is_refused_before_it_can_be_served(
     async def main() -> None:
         nonlocal broken  # type: ignore[misc]
         async with fleet() as f:
-            broken = f.senders[1]._group
+            broken = f.senders[1]._membership.groups[1]
             monkeypatch.setattr(collective, "start_broadcast", flips)
             with pytest.raises(
                 SyncError,
@@ -254,6 +255,25 @@ def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(
                 await f.receivers[0].activate(1)
             assert named in str(caught.value)
             await f.receivers[1].activate(1)
+
+    asyncio.run(main())
+
+
+def test_a_tensor_that_changed_behind_the_back_of_its_replica_is_found_by_the_next_sync() -> None:
+    async def main() -> None:
+        async with fleet() as f:
+            await f.transfer(1)
+            await f.activate(1)
+            f.holders[1].live["layer.1.b"][3] += 1e-3
+            with pytest.raises(
+                SyncError,
+                match=r"replica 1: live weights of version 1 are no longer the trainer's: "
+                r"layer\.1\.b changed after the sync. Tokens .* carry version 1, but other weights",
+            ):
+                await f.transfer(2)
+            with pytest.raises(SyncError, match="replica 1 cannot serve version 2"):
+                await f.receivers[1].activate(2)
+            await f.activate(2, [0])
 
     asyncio.run(main())
 

@@ -35,6 +35,7 @@ from millrace.sync.collective import Receiver, Sender, join_sender
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
+from tests.sync.fleet import regroup
 
 SHAPE = ModelShape(
     hidden_size=32,
@@ -130,6 +131,7 @@ async def train(
         join_sender(engine, store, 0, Agreement.of(c)),
         *(Receiver.join(replica, store, i, Agreement.of(c)) for i, replica in enumerate(replicas)),
     )
+    await regroup(joined[:1], dict(enumerate(joined[1:])))
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=30)
     roller = SampleRoller(

@@ -24,8 +24,8 @@ from millrace.errors import SyncError
 from millrace.sync import ipc
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import plan, specs_of
-from millrace.sync.groups import make_group
 from millrace.sync.ipc import IpcInbox, IpcSender, fits
+from millrace.sync.membership import Membership
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 
@@ -80,18 +80,21 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
             on_load(made, name, tensor)
             made.live[name] = tensor.clone()
 
-    async def meet() -> tuple[object, object]:
-        store = dist.HashStore()
-        ends = (asyncio.to_thread(make_group, store, "gpu", CPU, rank, 2, 5.0) for rank in range(2))
-        return await asyncio.gather(*ends)  # type: ignore[return-value]
-
-    first, second = asyncio.run(meet())
+    store, agreed = dist.HashStore(), Agreement.of(Config(sync={"timeout_s": 5}))
+    first = Membership(store, agreed, CPU, [0], "trainer rank 0")
+    second = Membership(store, agreed, CPU, [0], "replica 3")
     made = Pair(
-        IpcSender(source, first, buckets, slots),  # type: ignore[arg-type]
-        IpcInbox(second, buckets, slots, load, 3),
+        IpcSender(source, first, 0, buckets, slots, lambda members: "replica 3"),  # type: ignore[arg-type]
+        IpcInbox(second, 0, buckets, slots, load, 3),
         source,
         slots,
     )
+
+    async def meet() -> None:
+        receiving = asyncio.to_thread(made.inbox.regroup, 1, [3])
+        await asyncio.gather(made.sender.regroup(1, [3]), receiving)
+
+    asyncio.run(meet())
     return made
 
 

@@ -20,7 +20,7 @@ from millrace.sync.buckets import Spec, specs_of
 from millrace.sync.collective import Receiver, Sender, Silent, join_sender
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import PLAN, Rows, Shards, check_cover, part_of, rows_in, tell
-from tests.sync.fleet import Holder, equal
+from tests.sync.fleet import Holder, equal, regroup
 
 Cut = dict[str, list[tuple[int, int]]]
 """(first row, rows) of each tensor, by sender."""
@@ -72,7 +72,6 @@ class Source:
 def agreement(ranks: int, *, vllm: bool = False) -> Agreement:
     return Agreement(
         ranks=ranks,
-        receivers=1,
         devices=1,
         bucket_bytes=20_000,
         timeout_s=20,
@@ -99,6 +98,7 @@ def test_any_table_that_covers_each_row_once_arrives_whole(seed: int) -> None:
             *(join_sender(source, store, i, agreed) for i, source in enumerate(sources)),  # type: ignore[arg-type]
             Receiver.join(holder, store, 0, agreed),
         )
+        await regroup(ends, {0: receiver})
         assert isinstance(ends[-1], Silent) and any(isinstance(end, Sender) for end in ends)
         for version in range(2):
             for tensor in tensors.values():

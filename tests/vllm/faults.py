@@ -18,6 +18,11 @@ class FaultyExtension(WorkerExtension):
     def flip_staged_bit(self, name: str) -> None:
         self.weight_transfer_engine.inbox.staged[name].view(torch.int32).view(-1)[3] ^= 4
 
+    def change(self, name: str) -> None:
+        """Change a live weight behind the replica's back."""
+        weights = dict(self.model_runner.model.named_parameters())
+        weights[name].data.view(-1)[0] += 1e-3
+
     def load_nothing(self) -> None:
         """Make the next load change no weight.
 

@@ -21,6 +21,7 @@ from millrace.sync.table import Shards
 from millrace.testing import joined
 from millrace.types import Segment
 from millrace.vllm.receiver import VllmReceiver
+from tests.sync.fleet import regroup
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(
@@ -92,6 +93,8 @@ class Replica:
             join_sender(self, self.store, 0, agreed),  # type: ignore[arg-type]
             VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
         )
+
+        await regroup([self.sender], {0: self.receiver})
 
     async def transfer(self, version: int, seed: int) -> None:
         self.current = self.models[seed]

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from millrace import testing
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
+from millrace.sync.agreement import Agreement
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
+from millrace.vllm.receiver import VllmReceiver
 from millrace.vllm.requests import Salt, Salts
+from tests.sync.fleet import regroup
 from tests.vllm.replica import PROMPT, Replica, gap
 
 pytestmark = pytest.mark.timeout(300)
@@ -275,5 +278,30 @@ def test_a_staging_that_never_ends_has_a_deadline(
         await asyncio.to_thread(
             asyncio.run, replica.sender.transfer(60)
         )  # ends the thread that waits
+
+    runner.run(main())
+
+
+def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
+    """The transfer that waits for the lost replica breaks off. A new end takes its place."""
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(replica.receiver.transfer(70))
+        await asyncio.sleep(0.3)
+        await regroup([replica.sender], {}, 2)
+        agreed, tree = Agreement.of(replica.config), replica.config.model_dump(mode="json")
+        where = (replica.store, ("127.0.0.1", replica.store.port), 0, tree, agreed)
+        assert await regroup([replica.sender], {0: replica.receiver}, 3) == [None]
+        with pytest.raises(BrokenTransfer, match="broke off"):
+            await waiting
+        replica.receiver = await VllmReceiver.join(replica.engine, *where)
+        assert await regroup([replica.sender], {0: replica.receiver}, 4) == [None]
+        await replica.publish(70, 2)
+        await replica.engine.call_workers("change", name)
+        with pytest.raises(SyncError, match=f"version 70 are no longer the trainer's: {name} ch"):
+            await replica.transfer(71, 2)
 
     runner.run(main())

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
-from millrace.errors import RewardError
+from millrace.errors import RewardError, WorkerError
 from millrace.observe.progress import Progress, State
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History, audit
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
-from millrace.pipeline.turns import turns_of
-from millrace.rollout.pool import RolloutPool
-from millrace.run.engines import Engines
+from millrace.rollout.roster import Change
+from millrace.run.engines import engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
 from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
-from millrace.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, RemoteWeightSync
+from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.checks import Violation, prompt_at, score_of, text_of
 from millrace.simulate.faults.disk import Died, View
@@ -31,11 +32,12 @@ from millrace.simulate.faults.engines import (
     FaultyTrainer,
     Ranks,
     RolloutRoot,
+    Sender,
     TrainerRoot,
     Wire,
 )
 from millrace.simulate.faults.network import Link, SimWorker
-from millrace.simulate.faults.scenario import DEADLINE_S, SYNC_TIMEOUT_S, Fault
+from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
 from millrace.types import Completion, Prompt, Score
 
@@ -126,8 +128,11 @@ class Attempt:
         self.reward = Reward(world.scenario.cost.reward_s)
         self.stop = StopRequest()
         self.workers: dict[str, SimWorker] = {}
+        self._old: list[SimWorker] = []
+        """The workers of lost replicas."""
         self.wire: Wire
         self._waiting = [f for f in world.scenario.faults if f.attempt == number]
+        self._targets = {f.target for f in self._waiting if f.trigger.on != "time"}
         self._counts: dict[str, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -144,14 +149,17 @@ class Attempt:
             origin = f"resumes from {checkpoint.name}" if checkpoint else "starts"
             world.tell(f"attempt {self.number + 1} {origin}")
             watch = Watch(loop.time, [self._see])
-            session = self._session(RunDir(folder, checkpoint))
+            session = await self._session(RunDir(folder, checkpoint))
             ledger = await start_state(session)
             snapshot = read_ledger(checkpoint) if checkpoint else None
             lineage = self._trainers()[0].lineage
             self._check(lambda: world.checks.begin(ledger, snapshot, lineage))
-            return await self._train(session, ledger, watch)
+            roster = session.engines.pool.roster
+            with roster.told(self._replica):
+                async with session.engines.keeper:
+                    return await self._train(session, ledger, watch)
         finally:
-            for worker in self.workers.values():
+            for worker in [*self.workers.values(), *self._old]:
                 await worker.close()
 
     async def _train(self, s: Session, ledger: Ledger, watch: Watch) -> bool:
@@ -197,41 +205,59 @@ class Attempt:
             if record.last is None or record.last.version != ledger.version:
                 raise Violation("I5: the final weights were not validated")
 
-    def _session(self, run: RunDir) -> Session:
+    async def _session(self, run: RunDir) -> Session:
         scenario = self.world.scenario
         peers = {name: worker.peer for name, worker in self.workers.items()}
         trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
         rollouts = [peer for name, peer in peers.items() if name.startswith("rollout")]
-        train = RemoteTrainEngine(trainers)
-        pool = RolloutPool([RemoteRolloutEngine(peer) for peer in rollouts])
-        turns = turns_of(scenario.config.schedule.colocated, pool, train)
-        engines = Engines(train, pool, turns, RemoteWeightSync(trainers, rollouts))
+        config = scenario.config
+        where = config, trainers, rollouts, config.schedule.colocated
+        engines = engines_of(*where, restarts=True, starter=self)
+        await engines.sync.connect()
         progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
-        return Session(scenario.config, run, problems, engines, reward, progress)
+        return Session(config, run, problems, engines, reward, progress)
+
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
+        """Start the worker of a lost replica anew."""
+        await asyncio.sleep(self.world.scenario.start_s)
+        if self.view.dead:
+            raise WorkerError("the driver is dead")
+        name = f"rollout-{replica}"
+        self._old.append(self.workers[name])
+        self._start_replica(replica)
+        return self.workers[name].peer
+
+    async def end(self, peer: Peer) -> None:
+        """End the worker of a lost replica, also if it stands still."""
+        self.workers[peer.name].kill()
 
     def _start_workers(self) -> None:
-        scenario, dice = self.world.scenario, self.world.dice
+        scenario = self.world.scenario
         ranks = Ranks(scenario.ranks)
-        wire = Wire(scenario.ranks, scenario.replicas, scenario.cost, SYNC_TIMEOUT_S)
+        wire = Wire(scenario.ranks, scenario.cost, SYNC_TIMEOUT_S)
         self.wire = wire
-
-        targets = {fault.target for fault in self._waiting if fault.trigger.on != "time"}
-
-        def start(name: str, root: Any) -> None:
-            called = self._called if name in targets else None
-            worker = SimWorker(name, root, Link(dice), DEADLINE_S, called)
-            worker.on_death += [wire.break_off, root.engine.end]
-            self.workers[name] = worker
 
         for rank in range(scenario.ranks):
             engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
-            start(f"trainer-{rank}", TrainerRoot(engine, wire, rank, self._seals))
+            name = f"trainer-{rank}"
+            frees = scenario.seed % 2 == 0
+            sender = Sender(engine, wire, name, self._seals, frees=frees)
+            self._start(name, TrainerRoot(engine, sender))
         for k in range(scenario.replicas):
-            name = f"rollout-{k}"
-            serves = self._serves(name)
-            replica = FaultyRollouts(scenario.cost, scenario.slots, serves)
-            start(name, RolloutRoot(replica, wire, k))
+            self._start_replica(k)
+
+    def _start_replica(self, k: int) -> None:
+        name, scenario = f"rollout-{k}", self.world.scenario
+        replica = FaultyRollouts(scenario.cost, scenario.slots, self._serves(name))
+        self._start(name, RolloutRoot(replica, self.wire, name))
+
+    def _start(self, name: str, root: Any) -> None:
+        called = self._called if name in self._targets else None
+        worker = SimWorker(name, root, Link(self.world.dice), DEADLINE_S, called)
+        worker.on_death += [partial(self.wire.break_off, name), root.engine.end]
+        worker.beat(HEARTBEAT_S)
+        self.workers[name] = worker
 
     def _trainers(self) -> list[FaultyTrainer]:
         names = sorted(name for name in self.workers if name.startswith("trainer"))
@@ -247,6 +273,12 @@ class Attempt:
         return serves
 
     # -- checks
+
+    def _replica(self, change: Change) -> None:
+        if not self.view.dead:
+            self.world.tell(f"rollout-{change.replica} is {change.to}  {change.why}".rstrip())
+        faults = Counter(fault.target for fault in self.fired if fault.loses)
+        self._check(lambda: self.world.checks.replica(change, faults))
 
     def _see(self, event: Event) -> None:
         if self.view.dead:

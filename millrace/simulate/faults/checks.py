@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from millrace.observe.watch import Event
 from millrace.pipeline.journal_file import Batch
 from millrace.rollout.episode import request_seed
+from millrace.rollout.roster import Change, Standing
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
@@ -105,6 +106,10 @@ class Checks:
         self._written = -1
         """The version of the last checkpoint that was written, and is not damaged."""
         self._begun: dict[tuple[str, str], int] = {}
+        self._stale: dict[str, int] = {}
+        """The replicas that are STALE, and the versions that went live meanwhile."""
+        self._lost: Counter[str] = Counter()
+        """How often each replica was lost in this attempt."""
         self._ever_dropped: set[int] = set()
         self._running: set[int] = set()
         self._live: set[int] = set()
@@ -126,6 +131,8 @@ class Checks:
         self._weights = {ledger.version: checksum(lineage)}
         self._trained, self._steps = list(lineage), []
         self._begun.clear()
+        self._stale.clear()
+        self._lost.clear()
         self._running.clear()
         self._finished.clear()
         self._equal.clear()
@@ -264,6 +271,10 @@ class Checks:
         self._true("I2", follows, f"version {version} after {self._published}")
         self._published = version
         self._agree_on_slots()
+        for name in self._stale:
+            self._stale[name] += 1
+            idle = self._stale[name] > 1
+            self._true("I6", not idle, f"{name} runs again, and does not serve after two versions")
         ids = event.facts["ids"]
         if len(ids) < self._schedule.window and self._ledger.remaining():
             self.early_syncs += 1
@@ -303,6 +314,17 @@ class Checks:
     def _wrote(self, event: Event) -> None:
         if "folder" in event.facts:  # A save that fails has none.
             self._written = int(event.key)
+
+    def replica(self, change: Change, faults: Counter[str]) -> None:
+        """Check the move of a replica. `faults` has the faults of each that may cost it."""
+        name = f"rollout-{change.replica}"
+        self._stale.pop(name, None)
+        if change.to is Standing.STALE:
+            self._stale[name] = 0
+        elif change.to is not Standing.LIVE:
+            self._lost[name] += 1
+            explained = self._lost[name] <= faults[name]
+            self._true("I6", explained, f"{name} was lost without a fault: {change.why}")
 
     def saved(self) -> None:
         """Check that an attempt that ends without an error has saved its last version."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, CopyGone, SyncError
 from millrace.ports import Phase, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
@@ -37,54 +37,91 @@ class Parcel:
     """The sender's checksum. Damage on the way changes `weights` alone."""
 
 
-class Wire:
-    """The process groups of a weight sync, from every rank to every replica."""
+class Groups:
+    """The process groups of one generation, from every rank to every member."""
 
-    def __init__(self, ranks: int, replicas: int, cost: CostModel, timeout_s: float) -> None:
-        self.ranks, self.replicas = ranks, replicas
+    def __init__(self, ends: Sequence[str]) -> None:
+        self.ends = ends
+        self.boxes = {end: asyncio.Queue[Parcel]() for end in ends}
+        self.here: set[str] = set()
+        self.complete, self.broken = asyncio.Event(), asyncio.Event()
+
+    def come(self, name: str) -> None:
+        """Note that an end has come."""
+        self.here.add(name)
+        if self.here.issuperset(self.ends):
+            self.complete.set()
+
+
+class Wire:
+    """The place where the ends of a weight sync meet, generation by generation."""
+
+    def __init__(self, ranks: int, cost: CostModel, timeout_s: float) -> None:
         self.damage = False
         """Whether the next parcel loses a bit."""
+        self._ranks = [f"trainer-{r}" for r in range(ranks)]
         self._cost, self._timeout_s = cost, timeout_s
-        self._broken = asyncio.Event()
-        self._boxes = {
-            (r, k): asyncio.Queue[Parcel]() for r in range(ranks) for k in range(replicas)
-        }
+        self._groups: dict[int, Groups] = {}
+        self._joined: dict[str, int] = {}
 
-    def break_off(self) -> None:
-        """Close the groups, because one of their processes is dead."""
-        self._broken.set()
+    def break_off(self, name: str) -> None:
+        """Close the groups of a process, because it is dead or leaves them."""
+        generation = self._joined.pop(name, None)
+        if generation is not None:
+            self._groups[generation].broken.set()
 
-    async def send(self, rank: int, weights: int) -> TransferReport:
-        await asyncio.sleep(self._cost.transfer_s)
-        if self._broken.is_set():
-            raise SyncError("a weight transfer broke off: connection closed by peer")
-        for replica in range(self.replicas):
-            wrong, self.damage = self.damage, False
-            self._boxes[rank, replica].put_nowait(Parcel(weights ^ wrong, weights))
-        return TransferReport(8, self._cost.transfer_s)
-
-    async def receive(self, replica: int, version: PolicyVersion) -> int:
-        """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
-        boxes = [self._boxes[rank, replica] for rank in range(self.ranks)]
-        arrive = [asyncio.ensure_future(box.get()) for box in boxes]
-        broken = asyncio.ensure_future(self._broken.wait())
+    async def join(self, name: str, generation: int, members: Sequence[int]) -> None:
+        """Leave the old groups, and wait for all ends of a new generation."""
+        self.break_off(name)
+        ends = [*self._ranks, *(f"rollout-{k}" for k in members)]
+        groups = self._groups.setdefault(generation, Groups(ends))
+        self._joined[name] = generation
+        groups.come(name)
         try:
             async with asyncio.timeout(self._timeout_s):
-                for box in arrive:
-                    await asyncio.wait([box, broken], return_when=asyncio.FIRST_COMPLETED)
-                    if not box.done():
-                        raise SyncError("a weight transfer broke off: connection closed by peer")
+                await groups.complete.wait()
         except TimeoutError:
-            raise SyncError("a weight transfer broke off: timed out (sync.timeout_s)") from None
+            absent = ", ".join(sorted({*groups.ends} - groups.here))
+            raise SyncError(f"{absent} did not come within sync.timeout_s") from None
+
+    async def send(self, name: str, weights: int) -> TransferReport:
+        await asyncio.sleep(self._cost.transfer_s)
+        groups = self._of(name)
+        for end, box in groups.boxes.items():
+            if end not in self._ranks:
+                wrong, self.damage = self.damage, False
+                box.put_nowait(Parcel(weights ^ wrong, weights))
+        return TransferReport(8, self._cost.transfer_s)
+
+    async def receive(self, name: str, version: PolicyVersion) -> int:
+        """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
+        groups = self._of(name)
+        arrive = asyncio.ensure_future(self._parcels(groups.boxes[name]))
+        broken = asyncio.ensure_future(groups.broken.wait())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.wait([arrive, broken], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise BrokenTransfer("a transfer broke off: timed out (sync.timeout_s)") from None
         finally:
-            for task in (*arrive, broken):
-                task.cancel()
-        parcels = [box.result() for box in arrive]
+            arrive.cancel()
+            broken.cancel()
+        if not arrive.done() or arrive.cancelled():
+            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
+        parcels = arrive.result()
         if any(p.weights != p.sent for p in parcels):
-            raise SyncError(
-                f"replica {replica}: received weights of version {version} are not the trainer's"
-            )
+            raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
         return parcels[0].weights
+
+    async def _parcels(self, box: asyncio.Queue[Parcel]) -> list[Parcel]:
+        return [await box.get() for _ in self._ranks]
+
+    def _of(self, name: str) -> Groups:
+        """Return the groups of an end. Raises BrokenTransfer if they are closed."""
+        groups = self._groups.get(self._joined.get(name, -1))
+        if groups is None or groups.broken.is_set():
+            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
+        return groups
 
 
 class FaultyRollouts(SimRolloutEngine):
@@ -121,24 +158,28 @@ class FaultyRollouts(SimRolloutEngine):
 class Receiver:
     """The receiving end of a replica: stage, prove, make live."""
 
-    def __init__(self, engine: FaultyRollouts, wire: Wire, replica: int) -> None:
+    def __init__(self, engine: FaultyRollouts, wire: Wire, name: str) -> None:
         self.skips = False
         """Whether the next swap leaves the live weights as they are."""
-        self._engine, self._wire, self._replica = engine, wire, replica
+        self._engine, self._wire, self._name = engine, wire, name
         self._staged: tuple[PolicyVersion, int] | None = None
+
+    async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
+        await self._wire.join(self._name, generation, members)
+        return self._staged[0] if self._staged else None
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._staged = None
-        self._staged = version, await self._wire.receive(self._replica, version)
+        self._staged = version, await self._wire.receive(self._name, version)
         return TransferReport(8, 0.0)
 
     async def activate(self, version: PolicyVersion) -> float:
         if self._staged is None or self._staged[0] != version:
-            raise SyncError(f"replica {self._replica} cannot serve version {version}")
+            raise SyncError(f"{self._name} cannot serve version {version}")
         weights, skips, self.skips = self._staged[1], self.skips, False
         if skips:
             raise SyncError(
-                f"replica {self._replica}: live weights of version {version} are not the trainer's"
+                f"{self._name}: live weights of version {version} are not the trainer's"
             )
         paused = await self._engine.swap(version)
         self._engine.weights = weights
@@ -148,9 +189,9 @@ class Receiver:
 class RolloutRoot:
     """The root of a simulated replica's worker."""
 
-    def __init__(self, engine: FaultyRollouts, wire: Wire, replica: int) -> None:
+    def __init__(self, engine: FaultyRollouts, wire: Wire, name: str) -> None:
         self.engine = engine
-        self.receiver = Receiver(engine, wire, replica)
+        self.receiver = Receiver(engine, wire, name)
 
 
 class Ranks:
@@ -238,22 +279,49 @@ class Sender:
         self,
         engine: FaultyTrainer,
         wire: Wire,
-        rank: int,
+        name: str,
         seals: Callable[[PolicyVersion, Lineage], None],
+        *,
+        frees: bool,
     ) -> None:
-        """`seals` sees each version and the samples that trained its weights."""
-        self._engine, self._wire, self._rank, self._seals = engine, wire, rank, seals
+        """`seals` sees each version and the samples that trained its weights.
+
+        With `frees`, the copy of a kept version is gone as soon as it is sent.
+        """
+        self._frees = frees
+        self._engine, self._wire, self._name, self._seals = engine, wire, name, seals
+        self._kept: tuple[PolicyVersion, int] | None = None
         self._sending: asyncio.Future[TransferReport] | None = None
+
+    async def regroup(self, generation: int, members: list[int]) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+        await self._wire.join(self._name, generation, members)
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._seals(version, self._engine.lineage)
-        return await self._wire.send(self._rank, checksum(self._engine.lineage))
+        return await self._wire.send(self._name, checksum(self._engine.lineage))
 
     async def keep(self, version: PolicyVersion) -> None:
         await self.sent()
         self._seals(version, self._engine.lineage)
-        weights = checksum(self._engine.lineage)
-        self._sending = asyncio.ensure_future(self._wire.send(self._rank, weights))
+        self._kept = version, checksum(self._engine.lineage)
+        self._start(self._kept[1])
+
+    async def resend(self, version: PolicyVersion) -> None:
+        if self._kept is None or self._kept[0] != version:
+            raise CopyGone(f"version {version} cannot be sent again: its copy is gone")
+        self._start(self._kept[1])
+
+    def _start(self, weights: int) -> None:
+        self._sending = asyncio.ensure_future(self._send(weights))
+
+    async def _send(self, weights: int) -> TransferReport:
+        report = await self._wire.send(self._name, weights)
+        if self._frees:
+            self._kept = None
+        return report
 
     async def sent(self) -> None:
         if self._sending is not None:
@@ -264,12 +332,6 @@ class Sender:
 class TrainerRoot:
     """The root of a simulated trainer rank's worker."""
 
-    def __init__(
-        self,
-        engine: FaultyTrainer,
-        wire: Wire,
-        rank: int,
-        seals: Callable[[PolicyVersion, Lineage], None],
-    ) -> None:
+    def __init__(self, engine: FaultyTrainer, sender: Sender) -> None:
         self.engine = engine
-        self.sender = Sender(engine, wire, rank, seals)
+        self.sender = sender

@@ -81,6 +81,16 @@ class SimWorker:
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._serve(), name=f"worker-{name}")
 
+    def beat(self, heartbeat_s: float) -> None:
+        """Ask for a sign of life now, and again and again while the process lives."""
+        if not self.link.closed:
+            self.link.carry(0, b"", self._echo)
+            asyncio.get_running_loop().call_later(heartbeat_s, self.beat, heartbeat_s)
+
+    def _echo(self, frame: bytes) -> None:
+        if not self.dead:
+            self.link.carry(1, frame, lambda frame: self.peer.beat())
+
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._host = Host(self.root, self._up, tasks)

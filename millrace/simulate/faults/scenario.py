@@ -16,6 +16,8 @@ from millrace.simulate.cost import CostModel
 DEADLINE_S = 60.0
 """trainer.wait_deadline_s of every simulated run."""
 SYNC_TIMEOUT_S = 20.0
+HEARTBEAT_S = 1.0
+"""rollout.heartbeat_s of every simulated run."""
 SHORT_S = 5.0
 """A disturbance of at most this time must not end an attempt."""
 LONG_S = 500.0
@@ -58,7 +60,14 @@ class Fault:
     @property
     def survivable(self) -> bool:
         """Whether the attempt must not end by it."""
-        return KINDS[self.kind].survivable and self.seconds <= SHORT_S
+        short = self.seconds <= SHORT_S or self.target.startswith("rollout")
+        return KINDS[self.kind].survivable and short
+
+    @property
+    def loses(self) -> bool:
+        """Whether a replica may be lost by it."""
+        silent = self.kind.startswith(("replica_", "partition"))
+        return silent and self.target.startswith("rollout")
 
     def __str__(self) -> str:
         whose = f" of {self.target}" if self.target else ""
@@ -81,7 +90,7 @@ _LENGTHS = (1.0, SHORT_S, LONG_S)
 _SHORT = (1.0, SHORT_S)
 
 KINDS: dict[str, Kind] = {
-    "replica_dies": Kind("replica"),
+    "replica_dies": Kind("replica", survivable=True),
     "replica_freezes": Kind("replica", _LENGTHS, True),
     "replica_stands_still": Kind("replica", _LENGTHS, True),
     "rank_dies": Kind("rank"),
@@ -121,6 +130,8 @@ class Scenario:
     slots: int
     write_s: float
     """Seconds in which a rank writes its part of a checkpoint."""
+    start_s: float
+    """Seconds in which a lost replica's new worker starts."""
     faults: tuple[Fault, ...]
 
     @property
@@ -136,6 +147,7 @@ def _base() -> Config:
             *("sft.steps=0", "guard.enable=false", "trainer.logger=[]", "trainer.save_last=true"),
             f"trainer.wait_deadline_s={DEADLINE_S}",
             f"sync.timeout_s={SYNC_TIMEOUT_S}",
+            f"rollout.heartbeat_s={HEARTBEAT_S}",
             "rollout.val_kwargs.greedy=false",
         ],
     )
@@ -158,7 +170,9 @@ def draw(seed: int) -> Scenario:
     count = dice.choice((0, 1, 1, 2, 2, 3, 4))
     faults = tuple(_fault(dice, k, ranks, replicas) for k in range(count))
     slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
-    return Scenario(seed, mode, config, cost, ranks, replicas, slots, write_s, faults)
+    start_s = dice.choice((0.2, 2.0, 8.0))
+    seconds = write_s, start_s
+    return Scenario(seed, mode, config, cost, ranks, replicas, slots, *seconds, faults)
 
 
 def _config(dice: random.Random, mode: str, overlap: bool) -> Config:

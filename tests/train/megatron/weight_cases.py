@@ -82,6 +82,7 @@ def run_sender(name: str, folder: str, rank: int) -> list[dict[str, Any]]:
 
     async def main() -> None:
         sender = await join_sender(engine, store, rank, Agreement.of(config))
+        await sender.regroup(1, [0])
         for version in range(3):
             sent.append({n: t.clone() for n, t in engine.full_weights()})
             await (sender.keep if version == 2 else sender.transfer)(version)
@@ -102,6 +103,7 @@ def run_replica(name: str, folder: str) -> list[dict[str, Any]]:
 
     async def main() -> None:
         receiver = await Receiver.join(replica, store, 0, Agreement.of(config))
+        await receiver.regroup(1, [0])
         for version in range(3):
             await receiver.transfer(version)
             await receiver.activate(version)

@@ -1,0 +1,45 @@
+"""Waits for a change of the roster, with a deadline that names the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from millrace.errors import DeadlineError, ReplicaLost
+from millrace.rollout.roster import Roster
+
+
+async def wait_for_replicas(
+    roster: Roster,
+    who: str,
+    ready: Callable[[], bool],
+    deadline_s: float,
+    *,
+    also: set[asyncio.Event] | None = None,
+) -> None:
+    """Wait until `ready()`, which is evaluated after each change of the roster.
+
+    An event of the wait is in `also` meanwhile. Whoever sets it has `ready` evaluated too. Raises
+    what `ready` raises, and DeadlineError after `deadline_s` seconds.
+    """
+    changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
+    events.add(changed)
+    try:
+        with roster.told(lambda change: changed.set()):
+            async with asyncio.timeout(deadline_s):
+                while not ready():
+                    changed.clear()
+                    await changed.wait()
+    except TimeoutError:
+        raise DeadlineError(
+            f"{who} waited {deadline_s:g} s for a replica. {roster.describe()} "
+            "(trainer.wait_deadline_s)"
+        ) from None
+    finally:
+        events.discard(changed)
+
+
+def check(roster: Roster) -> None:
+    """Raise ReplicaLost if every replica is given up, unless the run saves first."""
+    if roster.over and not roster.saves:
+        raise ReplicaLost(f"no replica is left: {roster.describe()}")

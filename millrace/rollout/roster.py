@@ -1,0 +1,185 @@
+"""The roster: which replicas serve, as a pure state machine without a clock and without tasks.
+
+    LIVE -> LOST -> STALE -> LIVE        LOST -> RETIRED
+    STALE -> LOST
+
+| state | meaning |
+|---|---|
+| LIVE | it has the live weights and serves requests |
+| LOST | it died, fell silent or stood still; its worker is ended and started anew |
+| STALE | its worker runs again; it serves nothing until a sync has proven its weights |
+| RETIRED | it was lost too often in a row; the run goes on without it |
+
+Each start of a worker is an incarnation of its replica. News of an older incarnation change
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+_LONGEST_S = 60.0
+
+
+class Standing(StrEnum):
+    """The state of a replica."""
+
+    LIVE = "live"
+    LOST = "lost"
+    STALE = "stale"
+    RETIRED = "retired"
+
+
+PRESENT = (Standing.LIVE, Standing.STALE)
+"""Replicas with a running worker. A sync sends to these."""
+
+
+class Change(NamedTuple):
+    """A move of one replica."""
+
+    replica: int
+    to: Standing
+    why: str = ""
+    """The reason of a loss."""
+
+
+Listener = Callable[[Change], None]
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: Standing = Standing.LIVE
+    incarnation: int = 0
+    failures: int = 0
+    """Losses and failed starts in a row, since it last served a whole version."""
+    why: str = ""
+    """The reason of the last loss."""
+
+
+class Roster:
+    """The replicas of a run. A replica may be started `max_restarts` times in a row."""
+
+    def __init__(self, count: int, *, max_restarts: int = 0) -> None:
+        self.max_restarts = max_restarts
+        self.saves = False
+        """Whether the run saves before it ends, once every replica is given up."""
+        self.losses = 0
+        self.restarts = 0
+        self._entries = [_Entry() for _ in range(count)]
+        self._listeners: list[Listener] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # -- moves
+
+    def lose(self, replica: int, incarnation: int, why: str) -> bool:
+        """Note that an incarnation is lost. Return False if this is old news."""
+        entry = self._entries[replica]
+        if entry.incarnation != incarnation or entry.state not in PRESENT:
+            return False
+        self.losses += 1
+        self._fail(replica, why)
+        return True
+
+    def start_failed(self, replica: int, why: str) -> None:
+        """Note that a lost replica did not start."""
+        self._expect(replica, Standing.LOST)
+        self._fail(replica, why)
+
+    def restarted(self, replica: int) -> int:
+        """Note that a new worker of a lost replica runs. Return its incarnation."""
+        entry = self._expect(replica, Standing.LOST)
+        entry.incarnation += 1
+        self.restarts += 1
+        self._move(replica, Standing.STALE)
+        return entry.incarnation
+
+    def proven(self, replica: int, incarnation: int) -> bool:
+        """Note that an incarnation has proven a new version. Return False if this is old news."""
+        entry = self._entries[replica]
+        if entry.incarnation != incarnation or entry.state not in PRESENT:
+            return False
+        if entry.state is Standing.LIVE:
+            entry.failures = 0  # It has served the version before.
+        else:
+            self._move(replica, Standing.LIVE)
+        return True
+
+    # -- inspection
+
+    def state(self, replica: int) -> Standing:
+        return self._entries[replica].state
+
+    def incarnation(self, replica: int) -> int:
+        return self._entries[replica].incarnation
+
+    def why(self, replica: int) -> str:
+        """Return the reason of the replica's last loss."""
+        return self._entries[replica].why
+
+    def ids(self, *states: Standing) -> list[int]:
+        """Return the replicas in one of `states`."""
+        return [i for i, entry in enumerate(self._entries) if entry.state in states]
+
+    @property
+    def live(self) -> list[int]:
+        return self.ids(Standing.LIVE)
+
+    @property
+    def present(self) -> dict[int, int]:
+        """Return the replicas with a running worker, with their incarnations."""
+        return {i: self._entries[i].incarnation for i in self.ids(*PRESENT)}
+
+    @property
+    def starved(self) -> bool:
+        """Whether a sync must come before any replica serves."""
+        return not self.live and bool(self.ids(Standing.STALE))
+
+    @property
+    def over(self) -> bool:
+        """Whether every replica is given up."""
+        return bool(self._entries) and len(self.ids(Standing.RETIRED)) == len(self._entries)
+
+    def backoff_s(self, replica: int) -> float:
+        """Return the seconds to wait before the next start: 1, 2, 4 and so on."""
+        return float(min(2.0 ** max(0, self._entries[replica].failures - 1), _LONGEST_S))
+
+    def describe(self) -> str:
+        """Return one line on the replicas that do not serve, and why."""
+        return "; ".join(
+            f"rollout-{i} is {entry.state}" + (f": {entry.why}" if entry.why else "")
+            for i, entry in enumerate(self._entries)
+            if entry.state is not Standing.LIVE
+        )
+
+    @contextmanager
+    def told(self, listener: Listener) -> Iterator[None]:
+        """Tell `listener` every change while the body runs."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def _fail(self, replica: int, why: str) -> None:
+        entry = self._entries[replica]
+        entry.why, entry.failures = why.partition("\n")[0], entry.failures + 1
+        over = entry.failures > self.max_restarts
+        self._move(replica, Standing.RETIRED if over else Standing.LOST)
+
+    def _move(self, replica: int, to: Standing) -> None:
+        self._entries[replica].state = to
+        why = "" if to in PRESENT else self._entries[replica].why
+        for listener in [*self._listeners]:
+            listener(Change(replica, to, why))
+
+    def _expect(self, replica: int, expected: Standing) -> _Entry:
+        entry = self._entries[replica]
+        if entry.state is not expected:
+            raise ValueError(f"rollout-{replica} is {entry.state}, expected {expected}")
+        return entry

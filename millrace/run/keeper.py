@@ -1,0 +1,137 @@
+"""The keeper of the replicas: it hears which ones are lost, ends their workers and starts others.
+
+waits for  heartbeats; the death of a worker; the back-off before each start
+produces   losses in the roster; new workers, STALE until a sync has proven their weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+from millrace.errors import MillraceError
+from millrace.rollout.roster import Change, Roster, Standing
+from millrace.run.news import News
+from millrace.runtime.replica import RemoteRolloutEngine
+from millrace.runtime.rpc import Peer
+
+_STRIKES = 3
+"""A replica that misses this many heartbeats is lost."""
+_FIRST_STRIKES = 30
+"""The same while a worker starts: a large import can stop its heartbeats for seconds."""
+
+
+class Starter(Protocol):
+    """Starts and ends the workers of replicas."""
+
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
+        """Start a worker and build its engine. Call `started` as soon as the worker answers."""
+        ...
+
+    async def end(self, peer: Peer) -> None:
+        """End a worker at once, with all processes that it started."""
+        ...
+
+
+class Keeper:
+    """Keeps the replicas of a run going while the body of `async with` runs."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        engines: Sequence[RemoteRolloutEngine],
+        starter: Starter,
+        *,
+        heartbeat_s: float,
+    ) -> None:
+        self.news = News(roster, engines)
+        self.roster = roster
+        self._engines = engines
+        self._starter = starter
+        self._heartbeat_s = heartbeat_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._healing: set[int] = set()
+        self._starting: dict[int, Peer] = {}
+        """The workers whose engines are being built."""
+        self._ends = ExitStack()
+
+    async def __aenter__(self) -> Keeper:
+        self._ends.enter_context(self.roster.told(self.news))
+        self._ends.enter_context(self.roster.told(self._changed))
+        for i, engine in enumerate(self._engines):
+            self._follow(i, engine.peer, self.roster.incarnation(i))
+        self._begin(self._listen(), "heartbeats")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """End all tasks. Workers that end from now on are no loss."""
+        self._ends.close()
+        for engine in self._engines:
+            engine.peer.on_death = lambda reason: None
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)  # `__aexit__` ends it
+        task.add_done_callback(self._tasks.discard)
+
+    def _follow(self, replica: int, peer: Peer, incarnation: int) -> None:
+        """Let the death of a worker be the loss of its replica."""
+        peer.on_death = partial(self.roster.lose, replica, incarnation)
+        if peer.death is not None:
+            self.roster.lose(replica, incarnation, peer.death)
+
+    async def _listen(self) -> None:
+        """Mark workers as dead whose heartbeats stay away.
+
+        A driver that stood still itself misses one heartbeat at most, because it reads what has
+        arrived before it counts.
+        """
+        strikes: dict[Peer, int] = {}
+        beats: dict[Peer, int] = {}
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            serving = [self._engines[i].peer for i in self.roster.present]
+            peers = [*serving, *self._starting.values()]
+            strikes = {p: strikes.get(p, 0) + 1 if p.beats == beats.get(p) else 0 for p in peers}
+            beats = {p: p.beats for p in peers}
+            for peer, missed in strikes.items():
+                most = _STRIKES if peer in serving else _FIRST_STRIKES
+                if missed >= most:
+                    peer.mark_dead(
+                        f"worker {peer.name} fell silent: no heartbeat for "
+                        f"{most * self._heartbeat_s:g} s (rollout.heartbeat_s)"
+                    )
+
+    def _changed(self, change: Change) -> None:
+        if change.to in (Standing.LOST, Standing.RETIRED):
+            peer = self._engines[change.replica].peer
+            peer.mark_dead(change.why)
+            if change.replica not in self._healing:
+                self._healing.add(change.replica)
+                self._begin(self._heal(change.replica, peer), f"heal-{change.replica}")
+
+    async def _heal(self, replica: int, lost: Peer) -> None:
+        """End a lost worker, and start others until one runs or the replica is given up."""
+        await self._starter.end(lost)
+        while self.roster.state(replica) is Standing.LOST:
+            await asyncio.sleep(self.roster.backoff_s(replica))
+            try:
+                peer = await self._starter.start(
+                    replica, partial(self._starting.__setitem__, replica)
+                )
+            except (MillraceError, OSError) as error:
+                self.roster.start_failed(replica, str(error))
+                continue
+            finally:
+                self._starting.pop(replica, None)
+            self._healing.discard(replica)
+            self._engines[replica].renew(peer)
+            self._follow(replica, peer, self.roster.restarted(replica))
+            return

@@ -1,0 +1,59 @@
+"""What users see of replicas that come and go: notes in the progress, and figures in the rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from millrace.rollout.roster import Change, Roster, Standing
+from millrace.runtime.replica import RemoteRolloutEngine
+
+
+class News:
+    """A listener of the roster. `note` prints a line for each loss and each recovery."""
+
+    def __init__(self, roster: Roster, engines: Sequence[RemoteRolloutEngine]) -> None:
+        self.note: Callable[[str], None] = lambda text: None
+        self._roster, self._engines = roster, engines
+        self._lost_at: dict[int, float] = {}
+        """When each replica that does not serve was lost."""
+        self._healed_s: list[float] = []
+        """Seconds from a loss until the replica served again, since the last row."""
+
+    def __call__(self, change: Change) -> None:
+        replica, now = change.replica, asyncio.get_running_loop().time()
+        if change.to is Standing.LIVE:
+            seconds = now - self._lost_at.pop(replica, now)
+            self._healed_s.append(seconds)
+            self.note(f"replica rollout-{replica} serves again, {seconds:.1f} s after its loss")
+        elif change.to is not Standing.STALE:
+            self._lost(change, again=replica in self._lost_at)
+            self._lost_at.setdefault(replica, now)
+
+    def _lost(self, change: Change, *, again: bool) -> None:
+        """Say why a replica is lost and what follows. `again` means that its restart failed."""
+        replica, roster = change.replica, self._roster
+        told = f"replica rollout-{replica} {'did not start' if again else 'was lost'}: {change.why}"
+        requests = self._engines[replica].requests
+        if requests and not again:
+            told += f"; its {requests} requests go on elsewhere"
+        if change.to is Standing.LOST:
+            follows = f"restart in {roster.backoff_s(replica):g} s"
+        else:
+            left = len(roster) - len(roster.ids(Standing.RETIRED))
+            with_whom = f"the run goes on with {left} of {len(roster)} replicas"
+            follows = f"it is given up; {with_whom if left else 'no replica is left'}"
+        self.note(f"{told}; {follows}")
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the replicas for a row, from the first loss on."""
+        roster = self._roster
+        if not roster.losses:
+            return {}
+        healed, self._healed_s = self._healed_s, []
+        return {
+            "replicas/live": float(len(roster.live)),
+            "replicas/lost": float(roster.losses),
+            "replicas/restarts": float(roster.restarts),
+            **({"replicas/heal_s": max(healed)} if healed else {}),
+        }

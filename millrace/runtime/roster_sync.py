@@ -1,0 +1,156 @@
+"""A weight sync that outlasts the loss of replicas.
+
+It sends to every replica whose worker runs. If one is lost on the way, the others are connected
+anew, and the same version is sent again. A replica serves a version only after its proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from millrace.errors import CopyGone, DeadlineError, SyncError, WorkerError
+from millrace.ports import TransferReport
+from millrace.rollout.patience import check, wait_for_replicas
+from millrace.rollout.roster import Roster
+from millrace.runtime.remote import wait_for_death
+from millrace.runtime.replica import RemoteRolloutEngine
+from millrace.runtime.rpc import Peer
+from millrace.runtime.weight_sync import RemoteWeightSync
+from millrace.types import PolicyVersion
+
+
+class RosterSync:
+    """A WeightSync to the replicas that run, whichever these are."""
+
+    def __init__(
+        self,
+        trainers: Sequence[Peer],
+        replicas: Sequence[RemoteRolloutEngine],
+        roster: Roster,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """`deadline_s` limits the wait for a replica, if there is none."""
+        self.remote = RemoteWeightSync(trainers)
+        self._trainers, self._replicas, self._roster = trainers, replicas, roster
+        self._deadline_s = deadline_s
+        self._members: Mapping[int, int] = {}
+        """The replicas that are connected with the senders, with their incarnations."""
+        self._sending: PolicyVersion | None = None
+        self._proven: Mapping[int, int] = {}
+        """The replicas that have the version of the last transfer, with their incarnations."""
+
+    async def keep(self, version: PolicyVersion) -> None:
+        """Keep a version. The trainer's ranks begin to send it at once."""
+        await self.connect()
+        if self._members:
+            await self.remote.keep(version)
+            self._sending = version
+
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        """Send a version to every replica that runs. Wait for one if there is none.
+
+        It goes to nobody if every replica is given up, and the run saves before it ends. The same
+        is true if all replicas that had the version are lost, and its copy is freed: the next
+        version then follows.
+        """
+        able: list[int] | None = None
+        while True:
+            sending, self._sending = self._sending == version, None
+            if not sending:
+                await self.connect(able)
+            members, self._proven = self._members, {}
+            if not members:
+                return TransferReport(0, 0.0)
+            peers = self._peers(members)
+            try:
+                report = await self.remote.transfer(version)
+            except CopyGone:
+                able, self._members = self.remote.having(version), {}
+            except (WorkerError, SyncError, DeadlineError):
+                if not await self._explained(members, peers):
+                    raise
+                self._members = {}
+            else:
+                self._proven = members
+                return report
+
+    async def activate(self, version: PolicyVersion) -> float:
+        """Make the version live on the replicas that have it. Return the longest pause.
+
+        If all of them are lost, the version is sent again to those that run next.
+        """
+        pause_s = 0.0
+        while self._proven:
+            pauses = await asyncio.gather(
+                *(self._activate(i, k, version) for i, k in self._proven.items())
+            )
+            if self._roster.live:
+                pause_s = max(pauses)
+                break
+            await self.transfer(version)
+        self.remote.settle()
+        return pause_s
+
+    async def _activate(self, replica: int, incarnation: int, version: PolicyVersion) -> float:
+        """Make the version live on one replica. Return the pause, 0 if the replica is lost."""
+        if self._roster.present.get(replica) != incarnation:
+            return 0.0
+        peer = self._replicas[replica].peer
+        try:
+            pause_s = await self.remote.activate_one(replica, version)
+        except (WorkerError, DeadlineError) as error:
+            peer.mark_dead(str(error))
+            self._roster.lose(replica, incarnation, str(error))
+            return 0.0
+        self._roster.proven(replica, incarnation)
+        return pause_s
+
+    async def connect(self, able: Sequence[int] | None = None) -> None:
+        """Connect the senders with the replicas that run now. Wait for one if there is none.
+
+        With `able`, these alone count, and nobody waits for another one.
+        """
+        roster = self._roster
+        while True:
+            check(roster)
+            present = roster.present
+            if able is not None:
+                present = {i: k for i, k in present.items() if i in able}
+            if not present and able is None and not roster.over:
+                await wait_for_replicas(roster, "a weight sync", self._ready, self._deadline_s)
+                continue
+            if not present or present == self._members:
+                self._members = present
+                return
+            peers = self._peers(present)
+            try:
+                await self.remote.regroup(peers)
+            except (WorkerError, SyncError, DeadlineError):
+                self._members = {}
+                if not await self._explained(present, peers):
+                    raise
+            else:
+                self._members = present
+                return
+
+    def _ready(self) -> bool:
+        check(self._roster)
+        return bool(self._roster.present) or self._roster.over
+
+    def _peers(self, members: Mapping[int, int]) -> dict[int, Peer]:
+        return {i: self._replicas[i].peer for i in members}
+
+    async def _explained(self, members: Mapping[int, int], peers: Mapping[int, Peer]) -> bool:
+        """Mark the members that died as lost. Return whether that explains a failure.
+
+        Raises WorkerError if a trainer rank died.
+        """
+        await wait_for_death([*self._trainers, *peers.values()])
+        if dead := [peer.death for peer in self._trainers if peer.death]:
+            raise WorkerError(dead[0])
+        lost = {i: peer.death for i, peer in peers.items() if peer.death}
+        for i, why in lost.items():
+            self._roster.lose(i, members[i], why)
+        return bool(lost)

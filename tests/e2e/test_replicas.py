@@ -1,0 +1,85 @@
+"""Real replicas that die and stand still: the run goes on, and they serve again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.config import recipe
+from millrace.rollout.roster import Standing
+from millrace.run.session import Session, open_session
+from millrace.run.start import start_state
+from millrace.run.stop import StopRequest
+from millrace.run.train import run_training
+from millrace.schedule.ledger import Ledger
+from tests.e2e import runs
+from tests.e2e.accounts import check_accounts
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def replicas() -> list[psutil.Process]:
+    """Return the workers of the replicas, oldest first."""
+    children = psutil.Process(os.getpid()).children()
+    found = [p for p in children if p.cmdline()[-2:-1] == ["rollout"]]
+    return sorted(found, key=lambda p: p.create_time())
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    while not ready():  # noqa: ASYNC110 - the engine has no event
+        await asyncio.sleep(0.01)
+
+
+async def hurt(s: Session, ledger: Ledger) -> None:
+    """Kill one replica and stop the other one in the middle of requests. Then let the run end."""
+    first, second = replicas()
+    roster, engines = s.engines.pool.roster, s.engines.keeper._engines
+    await until(lambda: ledger.version >= 1 and engines[0].requests > 0)
+    first.kill()
+    await until(lambda: roster.state(0) is Standing.LOST and engines[1].requests > 0)
+    assert roster.live == [1]
+    second.send_signal(signal.SIGSTOP)
+    await until(lambda: roster.losses == 2 and len(roster.live) == 2)
+    assert len(replicas()) == 2 and not second.is_running()
+    ledger.limit = ledger.retired + ledger.occupied + 8
+
+
+def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path: Path) -> None:
+    notes: list[str] = []
+    keys = [
+        "rollout.n_gpus_per_node=2",
+        "rollout.total_rollout_steps=100000",
+        "rollout.heartbeat_s=0.5",
+    ]
+    config = recipe.load(
+        runs.RECIPE, [*runs.SMALL, *keys, f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"]
+    )
+
+    async def main() -> None:
+        progress = runs.progress()
+        progress.note = notes.append  # type: ignore[method-assign]
+        async with open_session(config, progress) as s:
+            ledger = await start_state(s)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(hurt(s, ledger))
+                outcome = await run_training(s, ledger, StopRequest())
+            assert outcome.complete and outcome.samples_trained == ledger.limit
+
+    asyncio.run(main())
+    assert not replicas()
+    found = runs.audit(tmp_path / "run")
+    assert found["complete"] and found["dropped"] == {}
+    assert (found["lost"], found["trained_twice"], found["in_flight"]) == (0, 0, 0)
+    check_accounts(tmp_path / "run")
+    told = [note for note in notes if note.startswith("replica")]
+    assert "rollout-0 was lost: worker rollout-0 was killed by SIGKILL" in told[0]
+    assert "requests go on elsewhere; restart in 1 s" in told[0]
+    assert any("worker rollout-1 fell silent: no heartbeat for 1.5 s" in note for note in told)
+    assert sum("serves again" in note for note in told) == 2
+    assert runs.rows(tmp_path / "run")[-1]["replicas/live"] == 2
