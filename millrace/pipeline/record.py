@@ -18,6 +18,9 @@ from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import StepReport, TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
+from millrace.waits.registry import acting, doing, waiting
+
+DISK = "the disk"
 
 
 class RunRecord:
@@ -71,7 +74,8 @@ class RunRecord:
         self._write_s: list[float] = []
 
     def published(self, trained: list[int], totals: Totals) -> None:
-        self._history.version(totals, trained)
+        with doing("a line of history.jsonl", by=DISK):
+            self._history.version(totals, trained)
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
         scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]
@@ -96,8 +100,9 @@ class RunRecord:
                 self._progress.note(f"alarm over at version {version}: {alarm.name}")
                 self._watch.at("run", "alarm_ended", alarm.name)
         self._watch.at("run", "row", str(version), row=row)
-        for sink in self._sinks:
-            sink.write(version, row)
+        with doing(f"the metrics row of version {version}", by=DISK):
+            for sink in self._sinks:
+                sink.write(version, row)
         self._progress.row(version, row)
 
     def checkpoint_due(self, version: PolicyVersion) -> bool:
@@ -120,7 +125,8 @@ class RunRecord:
     async def checkpointed(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._saving is not None:
-            await asyncio.wait([self._saving])  # The task group raises a failure.
+            with waiting("checkpoint", "the checkpoint to be written"):
+                await asyncio.wait([self._saving])  # The task group raises a failure.
             self._saving = None
 
     async def _finish(
@@ -128,7 +134,10 @@ class RunRecord:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                with self._watch.span("checkpoint", "write", str(snapshot.version)) as facts:
+                with (
+                    acting("checkpoint"),
+                    self._watch.span("checkpoint", "write", str(snapshot.version)) as facts,
+                ):
                     folder = await self._checkpoints.finish(snapshot, self._engine, counts)
                     facts["folder"] = folder.name
         except TimeoutError as error:
@@ -173,7 +182,8 @@ class RunRecord:
         """Wait for a validation to end. Its requests and rewards have their own deadlines."""
         if self._validation is not None:
             # The task group raises a failure. A cancelled validation is not a failure.
-            await asyncio.wait([self._validation])
+            with waiting("validation", "its end"):
+                await asyncio.wait([self._validation])
             self._validation = None
 
     def abandon_validation(self) -> None:
@@ -184,7 +194,8 @@ class RunRecord:
     async def _run_validation(
         self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
     ) -> None:
-        with self._watch.span("validation", "validate", str(version)) as facts:
+        span = self._watch.span("validation", "validate", str(version))
+        with acting("validation"), span as facts:
             result = await validator.run(version, on_scored)
             facts["values"] = result.values
         self.last = result

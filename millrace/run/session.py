@@ -25,6 +25,7 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
+from millrace.run.stall import watched
 from millrace.sync.background import abandonable
 
 R = TypeVar("R")
@@ -121,7 +122,7 @@ async def open_session(
             open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note),
             open_runtime(config, run, rollout=rollout),
         )
-        async with AsyncExitStack() as stack:
+        async with watched(run.path, config.trainer, progress.note), AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress)
             engines = await build_engines(runtime, config, run, rollout=rollout)
             yield Session(config, run, problems, engines, reward, progress, agent)

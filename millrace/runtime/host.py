@@ -22,6 +22,8 @@ import msgspec
 
 from millrace import codec
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
+from millrace.waits.registry import acting
+from millrace.waits.side import Side, start_in_worker
 
 HEADER = struct.Struct("<Q")
 _REMEMBERED = 10_000
@@ -63,7 +65,8 @@ class Host:
         try:
             method = self._resolve(message.method)
             arguments = _arguments_of(getattr(method, "__func__", method))
-            value = await method(*arguments.decode(message.body))
+            with acting(message.method):
+                value = await method(*arguments.decode(message.body))
             reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
         except Exception as error:  # noqa: BLE001 - every failure travels to the caller
             trace = "".join(traceback.format_exception(error)[-6:])
@@ -120,8 +123,10 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-async def serve_socket(sock: socket.socket, root: object) -> None:
+async def serve_socket(sock: socket.socket, root: object, side: Side | None = None) -> None:
     """Serve calls until the driver closes its end of the socket."""
+    if side is not None:
+        side.loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
 
     def send(frame: bytes) -> None:
@@ -143,9 +148,10 @@ def main() -> None:
     die_with(int(sys.argv[3]))
     ignore_stop_signals()
     fd, role = int(sys.argv[1]), sys.argv[2]
+    side = start_in_worker()
     from millrace.runtime.worker import make_worker
 
-    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role)))
+    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role), side))
 
 
 if __name__ == "__main__":

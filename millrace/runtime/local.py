@@ -27,6 +27,7 @@ from millrace.runtime.address import listening_at
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Peer
+from millrace.waits.side import FOLDER, NAME, VARIABLE
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
@@ -94,7 +95,7 @@ class LocalRuntime:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self._environment(role, index),
+                env=os.environ | self._environment(name, role, index),
                 start_new_session=True,
             )
         worker_end.close()
@@ -113,8 +114,10 @@ class LocalRuntime:
         await peer.call("ping", deadline_s=START_DEADLINE_S)
         return peer
 
-    def _environment(self, role: str, index: int) -> dict[str, str]:
+    def _environment(self, name: str, role: str, index: int) -> dict[str, str]:
         variables = {
+            VARIABLE: str(self._log_dir.resolve().parent / FOLDER),
+            NAME: name,
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # a waiting side must not spin on the other side's core

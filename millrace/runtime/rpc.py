@@ -16,6 +16,7 @@ import msgspec
 
 from millrace import codec, errors
 from millrace.errors import DeadlineError, MillraceError, WorkerError
+from millrace.waits.registry import waiting
 
 CALL, CANCEL = 0, 1
 OK, FAILED = 0, 1
@@ -113,7 +114,8 @@ class Peer:
         if self._watch is None:
             self._watch = loop.call_later(1.0, self._expire)
         try:
-            return await future
+            with waiting(self.name, method):
+                return await future
         except (asyncio.CancelledError, DeadlineError):
             # After a DeadlineError of the worker itself, the worker ignores this message.
             if self.death is None:

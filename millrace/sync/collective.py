@@ -29,7 +29,15 @@ from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.background import Background
 from millrace.sync.buckets import Bucket, plan, specs_of
-from millrace.sync.groups import broadcast, finish, make_group, start_broadcast, wait_for_device
+from millrace.sync.groups import (
+    LAST,
+    broadcast,
+    finish,
+    make_group,
+    member,
+    start_broadcast,
+    wait_for_device,
+)
 from millrace.sync.inbox import IN_FLIGHT, Inbox, wire_device
 from millrace.sync.table import (
     ADAPTERS,
@@ -53,7 +61,11 @@ class Sender:
         buckets: list[Bucket],
         wire: torch.device,
         adapters: list[Bucket] | None = None,
+        rank: int = 0,
     ) -> None:
+        self._rank = rank
+        self._version: PolicyVersion = 0
+        """The version that is sent."""
         self._source = source
         self._group = group
         self._wire = wire
@@ -70,6 +82,7 @@ class Sender:
         With adapters, the base is sent only with the first version.
         """
         await self.sent()
+        self._version = version
         start, sent = time.perf_counter(), 0
         for buckets, shards in self._due():
             largest = max(b.num_bytes for b in buckets)
@@ -85,6 +98,7 @@ class Sender:
         fails, `sent` raises the error, and replicas lack the version.
         """
         await self.sent()
+        self._version = version
         kept = [
             (
                 buckets,
@@ -130,15 +144,24 @@ class Sender:
         The next bucket is packed while earlier ones are in transit, once its buffer is free.
         """
         sums, in_flight = [], deque[Any]()
+        landed = 0
+
+        def land() -> None:
+            nonlocal landed
+            with member("rollout-*", self._rank, self._version, landed):
+                finish(in_flight.popleft())
+            landed += 1
+
         for bucket in buckets:
             if len(in_flight) == IN_FLIGHT:
-                finish(in_flight.popleft())
+                land()
             buffer = next(packed)
             sums.append(bucket.sums(buffer))
             in_flight.append(start_broadcast(self._group, buffer))
         while in_flight:
-            finish(in_flight.popleft())
-        broadcast(self._group, torch.cat(sums))
+            land()
+        with member("rollout-*", self._rank, self._version, LAST):
+            broadcast(self._group, torch.cat(sums))
         wait_for_device(self._wire)
         return sum(b.num_bytes for b in buckets)
 
@@ -230,7 +253,7 @@ async def join_sender(
     wire = wire_device(agreed, source.device)
     size, timeout_s = 1 + agreed.receivers, agreed.timeout_s
     group = await asyncio.to_thread(make_group, store, str(rank), wire, 0, size, timeout_s)
-    return Sender(source, group, buckets, wire, adapters)
+    return Sender(source, group, buckets, wire, adapters, rank)
 
 
 class Receiver:

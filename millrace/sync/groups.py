@@ -15,6 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.errors import SyncError
+from millrace.types import PolicyVersion
+from millrace.waits.registry import Wait, count, waiting
+
+LAST = 99_999
+"""The number of a sender's checksums, after all of its buckets."""
 
 
 def make_group(
@@ -27,6 +32,14 @@ def make_group(
         options._timeout = timeout
         return dist.ProcessGroupNCCL(own, rank, size, options)
     return dist.ProcessGroupGloo(own, rank, size, timeout)
+
+
+def member(whom: str, rank: int, version: PolicyVersion, bucket: int) -> Wait:
+    """Register the wait for a broadcast of trainer rank `rank`, in which all take part."""
+    count("buckets")
+    what = "checksums" if bucket == LAST else f"bucket {bucket + 1}"
+    name, number = f"{what} of version {version}", version * 10 * LAST + bucket
+    return waiting(whom, name, f"the weight sync of trainer rank {rank}", number)
 
 
 def start_broadcast(group: Any, tensor: Tensor) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, checksum, plan
-from millrace.sync.groups import broadcast, finish, start_broadcast, wait_for_device
+from millrace.sync.groups import LAST, broadcast, finish, member, start_broadcast, wait_for_device
 from millrace.sync.table import Rows, part_of, rows_in
 from millrace.types import PolicyVersion
 
@@ -112,7 +112,8 @@ class Inbox:
 
         def land(rank: int) -> None:
             k, work = in_flight[rank].popleft()
-            finish(work)
+            with member(f"trainer-{rank}", rank, version, k):
+                finish(work)
             bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
             sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
             if self._rows:
@@ -130,7 +131,8 @@ class Inbox:
         for rank, parts in sums.items():
             own = torch.cat(parts)
             sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
-            broadcast(self._groups[rank], sent)
+            with member(f"trainer-{rank}", rank, version, LAST):
+                broadcast(self._groups[rank], sent)
             self.compare(own[:, :2], sent, version, "received", rank)
             self._sums = sent
             for spec, value in zip(

@@ -19,6 +19,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.simulate.faults.disk import SimPath, View
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
+from millrace.waits.registry import count, doing, gauge, waiting
 
 Lineage = list[int]
 """The ids of the samples that trained the weights, in order."""
@@ -68,12 +69,16 @@ class Wire:
         boxes = [self._boxes[rank, replica] for rank in range(self.ranks)]
         arrive = [asyncio.ensure_future(box.get()) for box in boxes]
         broken = asyncio.ensure_future(self._broken.wait())
+        arrival = waiting("trainer-*", f"bucket 1 of version {version}")
         try:
             async with asyncio.timeout(self._timeout_s):
-                for box in arrive:
-                    await asyncio.wait([box, broken], return_when=asyncio.FIRST_COMPLETED)
-                    if not box.done():
-                        raise SyncError("a weight transfer broke off: connection closed by peer")
+                with arrival:
+                    for box in arrive:
+                        await asyncio.wait([box, broken], return_when=asyncio.FIRST_COMPLETED)
+                        if not box.done():
+                            raise SyncError(
+                                "a weight transfer broke off: connection closed by peer"
+                            )
         except TimeoutError:
             raise SyncError("a weight transfer broke off: timed out (sync.timeout_s)") from None
         finally:
@@ -112,6 +117,7 @@ class FaultyRollouts(SimRolloutEngine):
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
         self._serves(self.version, self.weights)
+        gauge("tokens", self.drawn)
         segments = await super().generate(tokens, params, session)
         self._serves(self.version, self.weights)
         await self._moves.wait()
@@ -158,7 +164,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._arrived = 0
+        self._arrived = self._meetings = 0
         self._turn = asyncio.Event()
         self._lost = False
 
@@ -170,11 +176,13 @@ class Ranks:
     async def meet(self) -> None:
         """Wait until every rank is here."""
         self._arrived += 1
+        self._meetings += self._arrived == 1
         turn = self._turn
         if self._arrived == self.count:
             self._arrived, self._turn = 0, asyncio.Event()
             turn.set()
-        await turn.wait()
+        with waiting("trainer-*", "all-reduce", "a step", self._meetings):
+            await turn.wait()
         if self._lost:
             self._turn.set()
             raise RuntimeError("Connection closed by peer")
@@ -202,7 +210,9 @@ class FaultyTrainer(SimTrainEngine):
 
     async def step(self, batch: TrainBatch) -> StepReport:
         await self._ranks.meet()
-        report = await super().step(batch)
+        with doing("backward of micro-batch 1"):
+            report = await super().step(batch)
+        count("passes")
         self.trained.clear()
         self.lineage += [sample.prompt.index for sample in batch.samples]
         return report
