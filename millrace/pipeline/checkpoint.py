@@ -19,7 +19,6 @@ import hashlib
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,7 @@ from millrace.pipeline import ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import UNFINISHED, PolicyVersion
-from millrace.waits.kernel import written_mb
+from millrace.waits.kernel import moved_mb
 from millrace.waits.registry import doing, measuring
 
 _HEAD = 1000
@@ -96,7 +95,7 @@ class Checkpoints:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
         with ownership.disk_errors(self.folder):
-            moves = measuring("disk MB", partial(written_mb, os.getpid()))
+            moves = measuring("disk MB", moved_mb)
             with doing(f"the files of version {snapshot.version}", by="the disk"), moves:
                 return await asyncio.to_thread(self._finish, snapshot, counts or {})
 

@@ -162,7 +162,11 @@ class Graph:
         answer = self.answers[process]
         inside = [n for n in self.nodes.values() if n.answer is answer and not n.is_process]
         same = [n for n in inside if any(w.meeting == wait.meeting for w in n.waits)]
-        alike = [n for n in inside if n.name.partition("/")[2] == node.name.partition("/")[2]]
+        role = node.name.partition("/")[2]
+        role = role.replace("receiver", "sender") if "receiver" in role else role.replace("sender", "receiver")  # fmt: skip
+        alike = [
+            n for n in inside if n.name.partition("/")[2] in (role, node.name.partition("/")[2])
+        ]
         busy = [n for n in inside if n.work or n.waits] if answer.late_s >= self._late_s else []
         return next((n.name for n in (*same, *alike, *busy)), process)
 
@@ -207,7 +211,7 @@ def roots(graph: Graph, patience_s: float) -> list[Root]:
             continue
         waiters = _reaching(inside, into) - inside
         reasons = [e for name in circle for e in into[name]]
-        found.append(_root(graph, circle, reasons, waiters, patience_s))
+        found.append(_root(graph, sorted(circle), reasons, waiters, patience_s))
     found = [r for r in found if r.waiters or len(r.nodes) > 1 or r.severe]
     return sorted(
         found, key=lambda r: (r.severe, not r.moving, r.from_trainer, r.waiters, r.seconds),

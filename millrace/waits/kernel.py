@@ -57,9 +57,9 @@ def cpu_s(pid: int) -> float:
     return sum(stat[1] for p in whole if (stat := _stat(p)) is not None)
 
 
-def written_mb(pid: int) -> int:
-    """Return the megabytes that a process has read and written."""
-    lines = _read(_PROC / str(pid) / "io").split()
+def moved_mb() -> int:
+    """Return the megabytes that this process has read and written."""
+    lines = _read(_PROC / "self" / "io").split()
     values = dict(zip(lines[::2], lines[1::2], strict=False))
     return (int(values.get("rchar:", 0)) + int(values.get("wchar:", 0))) >> 20
 

@@ -59,7 +59,8 @@ def judge(answers: Sequence[Answer], patience_s: float = PATIENCE_S) -> Verdict:
     graph = Graph(answers)
     found = roots(graph, patience_s)
     stills = [still for a in answers if (still := a.still_s) is not None]
-    quiet = min(stills, default=float("inf"))
+    # At the start nothing is counted yet.
+    quiet = min(stills, default=max((r.seconds for r in found), default=0.0))
     # The counters of the other processes may move for a moment after one has stopped.
     stuck = [r for r in found if not r.moving]
     moving = quiet < patience_s

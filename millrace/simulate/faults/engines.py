@@ -69,16 +69,14 @@ class Wire:
         boxes = [self._boxes[rank, replica] for rank in range(self.ranks)]
         arrive = [asyncio.ensure_future(box.get()) for box in boxes]
         broken = asyncio.ensure_future(self._broken.wait())
-        arrival = waiting("trainer-*", f"bucket 1 of version {version}")
         try:
             async with asyncio.timeout(self._timeout_s):
-                with arrival:
-                    for box in arrive:
+                for rank, box in enumerate(arrive):
+                    whom, sync = f"trainer-{rank}", f"the weight sync of trainer rank {rank}"
+                    with waiting(whom, f"bucket 1 of version {version}", sync, version):
                         await asyncio.wait([box, broken], return_when=asyncio.FIRST_COMPLETED)
-                        if not box.done():
-                            raise SyncError(
-                                "a weight transfer broke off: connection closed by peer"
-                            )
+                    if not box.done():
+                        raise SyncError("a weight transfer broke off: connection closed by peer")
         except TimeoutError:
             raise SyncError("a weight transfer broke off: timed out (sync.timeout_s)") from None
         finally:
