@@ -75,7 +75,7 @@ def judge(answers: Sequence[Answer], patience_s: float = PATIENCE_S) -> Verdict:
     verdict.next = NEXT[kind].replace(
         "PID", str(root.nodes[0].answer.pid if root.nodes[0].answer else "")
     )
-    sentence = f"{says(root, kind)}{_waiters(graph, root)}"
+    sentence = f"{says(root, kind)}{_at_work(graph, root)}{_waiters(graph, root)}"
     if moving:
         verdict.others = [f"{says(r, kind_of(r))}{_waiters(graph, r)}" for r in stuck]
         verdict.sentence = f"the run moves. {mostly(graph, found)}".strip()
@@ -160,6 +160,18 @@ def says(root: Root, kind: str) -> str:
     return (
         f"{name} has served {served} for {seconds}, and nothing in it has moved for {still:.0f} s"
     )
+
+
+def _at_work(graph: Graph, root: Root) -> str:
+    """Return what the kernel says about a child process whose number is in the culprit's name."""
+    _, _, number = root.nodes[0].name.rpartition(" ")
+    for answer in graph.answers.values():
+        for child in answer.children:
+            if str(child.pid) == number:
+                if child.cpu_share > 0.5:
+                    return f" (it computes, with {child.cpu_share:.0%} of a core)"
+                return f" (it is in state {child.state}, and does not compute)"
+    return ""
 
 
 def _blocking(answer: Answer) -> str:
