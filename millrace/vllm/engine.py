@@ -28,7 +28,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
-from millrace.waits.registry import gauge, waiting
+from millrace.waits.registry import current, gauge, waiting
 
 try:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -194,7 +194,7 @@ class VllmRolloutEngine:
         """Return the answer of vLLM's core. Raise WorkerError within a second if the core dies."""
         answering = asyncio.ensure_future(call)
         try:
-            with waiting("vLLM's core", "its answer"):
+            with waiting(f"{current().registry.name}-core-*|vLLM's core", "its answer"):
                 while not (await asyncio.wait([answering], timeout=_POLL_S))[0]:
                     self.check_alive()
             return answering.result()

@@ -131,9 +131,10 @@ class Graph:
                          not self.nodes[n].is_process]  # fmt: skip
                 if wait.meeting:
                     absent = [n for n in names if not self._has_come(n, wait)]
-                    return [self._member(n, node, wait) for n in absent] or [
-                        self._outside(f"{NETWORK} of {wait.meeting}")
-                    ]
+                    if absent or any(self._has_come(n, wait, 1) for n in names) or not names:
+                        # Who is behind the others is waited for, and waits for nobody.
+                        return [self._member(n, node, wait) for n in absent]
+                    return [self._outside(f"{NETWORK} of {wait.meeting}")]
                 if names:
                     return names
             elif wait.meeting and whom in self.answers:
@@ -151,9 +152,9 @@ class Graph:
         known = "*" in last or not last
         return [self._outside(f"{NOBODY} for {wait.what}" if known else last)]
 
-    def _has_come(self, process: str, wait: Waited) -> bool:
+    def _has_come(self, process: str, wait: Waited, ahead: int = 0) -> bool:
         return any(
-            w.meeting == wait.meeting and w.number >= wait.number
+            w.meeting == wait.meeting and w.number >= wait.number + ahead
             for w in _waits_of(self.nodes.values(), self.answers[process])
         )
 
@@ -163,10 +164,8 @@ class Graph:
         inside = [n for n in self.nodes.values() if n.answer is answer and not n.is_process]
         same = [n for n in inside if any(w.meeting == wait.meeting for w in n.waits)]
         role = node.name.partition("/")[2]
-        role = role.replace("receiver", "sender") if "receiver" in role else role.replace("sender", "receiver")  # fmt: skip
-        alike = [
-            n for n in inside if n.name.partition("/")[2] in (role, node.name.partition("/")[2])
-        ]
+        roles = (role, role.replace("receiver.", "sender."), role.replace("sender.", "receiver."))
+        alike = [n for n in inside if n.name.partition("/")[2] in roles]
         busy = [n for n in inside if n.work or n.waits] if answer.late_s >= self._late_s else []
         return next((n.name for n in (*same, *alike, *busy)), process)
 

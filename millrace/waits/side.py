@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -123,7 +123,7 @@ def listen(path: Path) -> socket.socket:
 
 
 @contextlib.contextmanager
-def short(path: Path):  # type: ignore[no-untyped-def]
+def short(path: Path) -> Iterator[str]:
     """Give the body a name of `path` that fits into the address of a unix socket."""
     name = str(path)
     if len(os.fsencode(name)) <= _LONGEST or not sys.platform.startswith("linux"):
@@ -136,12 +136,15 @@ def short(path: Path):  # type: ignore[no-untyped-def]
         os.close(folder)
 
 
-def start_in_worker() -> Side | None:
-    """Start the side thread of a worker, if its environment names a folder."""
+def start_in_worker(part: str = "") -> Side | None:
+    """Start the side thread of a worker, if its environment names a folder.
+
+    `part` names a process that a worker has started, such as "core-0".
+    """
     folder, name = os.environ.get(VARIABLE), os.environ.get(NAME)
     if not folder or not name:
         return None
-    side = Side(name)
+    side = Side(f"{name}-{part}" if part else name)
     with contextlib.suppress(OSError):  # the folder is not there: the run goes on without
         side.start(Path(folder))
     return side
