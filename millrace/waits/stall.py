@@ -32,10 +32,16 @@ class StallWatch:
         self._ask, self._alarm = ask, alarm
         self._next = 0.0
         self._alarms = 0
+        self._began: float | None = None
 
     def look(self, now: float, own_still_s: float | None) -> None:
-        """Look once. `own_still_s` is the time since a counter of the driver has moved."""
-        if own_still_s is None or own_still_s < self._stall_s:
+        """Look once. `own_still_s` is the time since a counter of the driver has moved.
+
+        It is None while the driver counts nothing. The time since the first look counts then.
+        """
+        self._began = now if self._began is None else self._began
+        own_still_s = now - self._began if own_still_s is None else own_still_s
+        if own_still_s < self._stall_s:
             self._alarms = 0
             return
         if now < self._next:
