@@ -69,7 +69,10 @@ def judge(answers: Sequence[Answer], patience_s: float = PATIENCE_S) -> Verdict:
         return verdict
     root = (stuck or found)[0]
     kind = kind_of(root)
-    verdict.culprit, verdict.kind = " and ".join(n.name for n in root.nodes), kind
+    names = [n.name for n in root.nodes]
+    names.sort(key=lambda name: name not in ("trainer", "rollouter", "sync"))
+    verdict.culprit = " and ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+    verdict.kind = kind
     verdict.seconds, verdict.waiters = root.seconds, root.waiters
     verdict.chain = chain_to(graph, root)
     verdict.next = NEXT[kind].replace(
@@ -82,7 +85,9 @@ def judge(answers: Sequence[Answer], patience_s: float = PATIENCE_S) -> Verdict:
         if not stuck:
             verdict.next = ""
     else:
-        verdict.sentence = f"{sentence}."
+        ledger = next((a.facts["ledger"] for a in answers if "ledger" in a.facts), "")
+        tail = f" Ledger: {ledger}." if ledger and kind in (CIRCLE, NOBODY_) else ""
+        verdict.sentence = f"{sentence}.{tail}"
     return verdict
 
 
@@ -120,8 +125,10 @@ def says(root: Root, kind: str) -> str:
     if kind == CIRCLE:
         inside = {n.name for n in root.nodes}
         waits = [e for e in root.reasons if e.tail in inside and e.wait is not None]
-        each = " and ".join(dict.fromkeys(_said(e) for e in waits))
-        return f"{each}: each waits for the other"
+        waits.sort(key=lambda e: (e.tail not in ("trainer", "rollouter", "sync"), e.tail))
+        said = list(dict.fromkeys(_said(e) for e in waits))
+        more = f" and {len(said) - 2} more" if len(said) > 2 else ""
+        return f"{' and '.join(said[:2])}{more}: each waits for the other"
     if answer is None:
         if kind == NETWORK_:
             return f"all have come to {what}, and it has not ended for {seconds}: {node.name}"

@@ -10,8 +10,9 @@ from millrace.schedule.modes import MODES
 from millrace.waits.answer import Answer
 from millrace.waits.stall import MOST_FILES, StallWatch, save
 from millrace.waits.verdict import Verdict
-from tests.why import hangs
-from tests.why.hangs import HANGS, enact, scenario
+from tests.why import enact as enacting
+from tests.why.enact import enact, scenario
+from tests.why.hangs import HANGS
 
 STALL_S = 300.0
 """The default of trainer.stall_s."""
@@ -33,7 +34,7 @@ def alarms_of(verdicts: list[Verdict], look_s: float) -> list[tuple[float, str]]
 
 def test_a_quiet_hour_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token takes 3 s, and a step some minutes: the run is slow for an hour and moves."""
-    monkeypatch.setattr(hangs, "SEEN_S", STALL_S)
+    monkeypatch.setattr(enacting, "SEEN_S", STALL_S)
     made = scenario("async_partial", validates=True)
     slow = replace(made.cost, token_s=3.0, train_token_s=0.5, transfer_s=15.0, reward_s=45.0)
     keys = {"wait_deadline_s": 1e5}
