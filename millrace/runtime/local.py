@@ -27,6 +27,7 @@ from millrace.runtime.address import listening_at
 from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Peer
+from millrace.waits.answer import Answer
 from millrace.waits.side import FOLDER, NAME, VARIABLE
 
 START_DEADLINE_S = 180.0
@@ -152,6 +153,10 @@ class LocalRuntime:
                 if self._closing
                 else _cause_of_death(peer.name, process.poll(), log)
             )
+
+    def answers(self) -> list[Answer]:
+        """Return nothing: each worker has a socket of its own."""
+        return []
 
     async def close(self) -> None:
         """Close every socket. Workers and their children exit at end of file.

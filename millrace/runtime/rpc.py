@@ -16,6 +16,7 @@ import msgspec
 
 from millrace import codec, errors
 from millrace.errors import DeadlineError, MillraceError, WorkerError
+from millrace.waits.answer import Answer
 from millrace.waits.registry import waiting
 
 CALL, CANCEL = 0, 1
@@ -195,6 +196,10 @@ class Runtime(Protocol):
 
     async def start(self, name: str, role: str, index: int) -> Peer:
         """Start a worker of `role` ("trainer" or "rollout"). Return its peer once it answers."""
+        ...
+
+    def answers(self) -> list[Answer]:
+        """Return who waits in workers that no socket of this machine reaches. Any thread may ask."""
         ...
 
     async def close(self) -> None:
