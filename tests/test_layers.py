@@ -19,7 +19,7 @@ from millrace.schedule.modes import MODES
 PACKAGE = Path(__file__).parent.parent / "millrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = {"types", "errors", "codec"}
+GROUND = {"types", "errors", "codec", "waits"}
 """Every room may import these. They import nothing."""
 
 ARROWS: dict[str, set[str]] = {
@@ -98,7 +98,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 27
+    assert len(rooms - {"__main__"}) <= 28
     assert not circle(ARROWS)
 
 

@@ -21,6 +21,7 @@ from millrace.environments.prompts import messages_of
 from millrace.errors import EpisodeError
 from millrace.ports import PolicySession
 from millrace.types import Ending, Prompt, Score
+from millrace.waits.registry import doing
 
 
 def _nothing() -> None:
@@ -115,7 +116,8 @@ class ProgramAgent:
                 # Such as a dead engine: the program might go on for ever.
                 episode.on_error = partial(end_in, 0.0)
                 try:
-                    return await self._program.run(task)
+                    with doing("an episode", by="the agent's program"):
+                        return await self._program.run(task)
                 finally:
                     episode.on_error = None
         except TimeoutError:

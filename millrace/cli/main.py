@@ -49,6 +49,7 @@ from millrace.cli.report import report_page
 from millrace.cli.serve import serve
 from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
+from millrace.cli.why import why
 from millrace.config import Config
 from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import shown
@@ -69,6 +70,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(import_verl)
 app.command()(watch)
+app.command()(why)
 app.command()(serve)
 app.command()(simulate)
 app.command()(query)
@@ -326,7 +328,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-READERS = ("report", "watch", "serve", "query", "ledger")
+READERS = ("report", "watch", "serve", "query", "ledger", "why")
 """Commands that only read a run, which may belong to another user."""
 
 

@@ -157,6 +157,18 @@ class TrainerConfig(Section):
 
     After that, the run fails. The error names the waiting task and the event that it waits for.
     """
+    stall_s: float = Field(300.0, ge=0)
+    """Seconds without any progress after which the run says who holds it up.
+
+    The report goes to the progress and to RUN/stall-TIME.txt. Tokens, micro-batches, buckets of a
+    sync, scores and moves of samples count as progress, so a slow run raises no alarm. 0 switches
+    it off. `millrace why RUN` asks at any moment.
+    """
+    on_stall: Literal["report", "stop"] = "report"
+    """What follows that report: nothing, or the end of the run with exit code 1.
+
+    With report, trainer.wait_deadline_s still bounds every wait.
+    """
     stop_grace_s: float = Field(8.0, ge=0)
     """Seconds that a stopped run may spend to finish its window.
 

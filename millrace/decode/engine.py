@@ -25,6 +25,7 @@ from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
 from millrace.rollout.requests import check_kv, check_request, completes_stop, stop_window
 from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
+from millrace.waits.registry import gauge
 
 
 class TorchRolloutEngine:
@@ -85,6 +86,7 @@ class TorchRolloutEngine:
         self._cancelled_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = 0.0
+        gauge("tokens", lambda: self._tokens + self._prefill_tokens)
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str

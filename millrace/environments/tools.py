@@ -16,6 +16,8 @@ from millrace.environments.deadline import deadline
 from millrace.environments.threads import RAISED, in_thread, own_cancellation
 from millrace.errors import EpisodeError, bad_value
 from millrace.types import Message
+from millrace.waits.registry import count as counted
+from millrace.waits.registry import waiting
 
 Count = Callable[[str, float], None]
 """Adds a value to the episode's count of a name."""
@@ -206,8 +208,11 @@ async def _run_one(
         return f"Error: no tool {name!r}; the tools are {', '.join(tools) or 'none'}"
     try:
         arguments = _arguments(call)
-        async with deadline(deadline_s):
-            return await tool.call(arguments)
+        with waiting(f"tool {name}", "a call"):
+            async with deadline(deadline_s):
+                text = await tool.call(arguments)
+            counted("tool calls")
+            return text
     except ToolError as error:
         count("invalid_calls", 1)
         return f"Error: {error}"

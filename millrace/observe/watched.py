@@ -8,6 +8,7 @@ from millrace.errors import RewardError
 from millrace.observe.watch import Watch
 from millrace.ports import Replica, RewardFunction, RolloutStats, TransferReport, WeightSync
 from millrace.types import Completion, PolicyVersion, Prompt, SamplingParams, Score, Segment, Tokens
+from millrace.waits.registry import count, doing
 
 
 class WatchedReplica:
@@ -84,7 +85,10 @@ class WatchedReward:
         key = f"{self._prefix}{prompt.index}"
         with self._watch.span("rewards", "score", key, n=len(completions)) as facts:
             try:
-                return await self._reward.score(prompt, completions)
+                with doing(f"the score of prompt {prompt.index}", by="the reward"):
+                    scores = await self._reward.score(prompt, completions)
+                count("scores")
+                return scores
             except RewardError as error:
                 facts["failed"] = error.reason
                 raise

@@ -29,6 +29,8 @@ from millrace.pipeline import journal, ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import UNFINISHED, PolicyVersion
+from millrace.waits.kernel import moved_mb
+from millrace.waits.registry import doing, measuring
 
 _HEAD = 1000
 """The counts of ledger.json lie within these first bytes, before its slots."""
@@ -93,7 +95,9 @@ class Checkpoints:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
         with ownership.disk_errors(self.folder):
-            return await asyncio.to_thread(self._finish, snapshot, counts or {})
+            moves = measuring("disk MB", moved_mb)
+            with doing(f"the files of version {snapshot.version}", by="the disk"), moves:
+                return await asyncio.to_thread(self._finish, snapshot, counts or {})
 
     def _temporary(self, snapshot: LedgerSnapshot) -> Path:
         return self.folder / f".writing-{snapshot.version:06d}"

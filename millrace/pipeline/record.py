@@ -19,6 +19,9 @@ from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import StepReport, TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
+from millrace.waits.registry import acting, doing, waiting
+
+DISK = "the disk"
 
 
 class RunRecord:
@@ -75,7 +78,7 @@ class RunRecord:
         self._disk = DiskAlarm(progress, watch)
 
     def published(self, trained: list[int], totals: Totals) -> None:
-        with self._disk.of("history.jsonl"):
+        with self._disk.of("history.jsonl"), doing("a line of history.jsonl", by=DISK):
             self._history.version(totals, trained)
 
     def stepped(self, samples: list[Sample], report: StepReport) -> None:
@@ -103,7 +106,8 @@ class RunRecord:
                 self._progress.note(f"alarm over at version {version}: {alarm.name}")
                 self._watch.at("run", "alarm_ended", alarm.name)
         self._watch.at("run", "row", str(version), row=row)
-        self._write(version, row)
+        with doing(f"the metrics row of version {version}", by=DISK):
+            self._write(version, row)
         self._progress.row(version, row)
 
     def _write(self, version: PolicyVersion, row: dict[str, float]) -> None:
@@ -136,7 +140,8 @@ class RunRecord:
     async def checkpointed(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._saving is not None:
-            await asyncio.wait([self._saving])  # The task group raises a failure.
+            with waiting("checkpoint", "the checkpoint to be written"):
+                await asyncio.wait([self._saving])  # The task group raises a failure.
             self._saving = None
 
     def _refuse(self, error: DiskError, last: bool) -> None:
@@ -151,7 +156,8 @@ class RunRecord:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                with self._watch.span("checkpoint", "write", str(snapshot.version)) as facts:
+                span = self._watch.span("checkpoint", "write", str(snapshot.version))
+                with acting("checkpoint"), span as facts:
                     self._history.catch_up()
                     folder = await self._checkpoints.finish(snapshot, self._engine, counts)
                     facts["folder"] = folder.name
@@ -203,7 +209,8 @@ class RunRecord:
         """Wait for a validation to end. Its requests and rewards have their own deadlines."""
         if self._validation is not None:
             # The task group raises a failure. A cancelled validation is not a failure.
-            await asyncio.wait([self._validation])
+            with waiting("validation", "its end"):
+                await asyncio.wait([self._validation])
             self._validation = None
 
     def abandon_validation(self) -> None:
@@ -214,7 +221,8 @@ class RunRecord:
     async def _run_validation(
         self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
     ) -> None:
-        with self._watch.span("validation", "validate", str(version)) as facts:
+        span = self._watch.span("validation", "validate", str(version))
+        with acting("validation"), span as facts:
             try:
                 result = await validator.run(version, on_scored)
             except ReplicaLost as error:

@@ -38,6 +38,7 @@ from millrace.types import (
     Tokens,
     Trajectory,
 )
+from millrace.waits.registry import acting, current, waiting
 
 _RECENT = 50  # The share of errors covers this many samples.
 
@@ -83,6 +84,8 @@ class Rollouter:
         self._occupancy = (NoOccupancy if single else Occupancy)(_now)
         self._gate = asyncio.Event()
         self._gate.set()
+        self._closed_by = "trainer"
+        """The actor that closed the gate last."""
         self._outcomes: deque[bool] = deque(maxlen=_RECENT)
 
     async def run(self) -> None:
@@ -112,21 +115,22 @@ class Rollouter:
         queue, ledger = self.queue, self.queue.ledger
         slot, start = queue.do(ledger.start, sample_id), _now()
         try:
-            known = await self._recalled(sample_id, slot)
-            if known.sample is not None:
-                self._finish(sample_id, known.sample, None)
-                return
-            if known.dropped:
-                queue.do(ledger.drop, sample_id, known.dropped)
-                return
-            sample = await self.roller.roll(
-                self.draw,
-                slot.prompt,
-                slot.version,
-                progress=self._resumable(known.progress),
-                on_progress=partial(self._record, sample_id, slot.prompt),
-                on_drawn=self._drawn,
-            )
+            with acting(f"sample {sample_id}"):
+                known = await self._recalled(sample_id, slot)
+                if known.sample is not None:
+                    self._finish(sample_id, known.sample, None)
+                    return
+                if known.dropped:
+                    queue.do(ledger.drop, sample_id, known.dropped)
+                    return
+                sample = await self.roller.roll(
+                    self.draw,
+                    slot.prompt,
+                    slot.version,
+                    progress=self._resumable(known.progress),
+                    on_progress=partial(self._record, sample_id, slot.prompt),
+                    on_drawn=self._drawn,
+                )
         except SampleError as error:
             self._drop(sample_id, error)
         else:
@@ -249,7 +253,8 @@ class Rollouter:
         if not self._gate.is_set():
             self._occupancy.change(gate=1)
             try:
-                await self._gate.wait()
+                with waiting(self._closed_by, "the end of the pause"):
+                    await self._gate.wait()
             finally:
                 self._occupancy.change(gate=-1)
         self.requests += 1
@@ -334,6 +339,7 @@ class Rollouter:
     async def _interrupt(self, who: str) -> None:
         """Close the gate, interrupt all requests, and wait until they return."""
         self._gate.clear()
+        self._closed_by = current().name or "trainer"
         await self.pool.interrupt()
         await self.queue.wait(
             who,

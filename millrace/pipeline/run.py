@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
+from millrace.waits.registry import as_actor
 
 _OBJECTS = 80
 """Objects with references that a running trajectory keeps alive, about."""
@@ -26,10 +27,10 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
         roster.told(lambda change: trainer.queue.wake_all()),
     ):
         async with asyncio.TaskGroup() as tasks:
-            producer = tasks.create_task(rollouter.run(), name="rollouter")
-            await trainer.run()
+            producer = tasks.create_task(as_actor("rollouter", rollouter.run()), name="rollouter")
+            await as_actor("trainer", trainer.run())
             if not trainer.queue.ledger.done():
-                await trainer.stop()
+                await as_actor("trainer", trainer.stop())
             producer.cancel()
     return trainer.queue.ledger.done()
 

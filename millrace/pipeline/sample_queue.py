@@ -17,9 +17,13 @@ from millrace.errors import DeadlineError
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.journal import NoJournal
 from millrace.schedule.ledger import Ledger, Topic
+from millrace.waits.registry import count, fact, waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+WHOM = {Topic.SLOTS: "trainer", Topic.SAMPLES: "sample *|rollouter", Topic.ROLLOUTS: "sample *"}
+"""Who brings a change about, for the graph of waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +54,7 @@ class SampleQueue:
         self.out_of_grace = False
         self._deadline_s = deadline_s
         self._waiters: dict[Topic, list[_Waiter]] = {topic: [] for topic in Topic}
+        fact("ledger", ledger.describe)
 
     def do(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make one change, check the ledger, and wake the tasks whose wait it ends."""
@@ -64,6 +69,7 @@ class SampleQueue:
 
     def _report_moves(self) -> None:
         moves, self.ledger.moves = self.ledger.moves, []
+        count("moves", len(moves))
         for move in moves:
             facts = {"reason": move.reason} if move.reason else {}
             self.watch.emit("samples", move.to, "at", str(move.sample_id), facts)
@@ -105,7 +111,8 @@ class SampleQueue:
             self._waiters[on].append(waiter)
             timer = loop.call_at(end, self._expire, waiter, limit)
             try:
-                await waiter.woken
+                with waiting(WHOM[on], what):
+                    await waiter.woken
             finally:
                 timer.cancel()
                 self._waiters[on].remove(waiter)

@@ -27,6 +27,7 @@ from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, We
 from millrace.rollout.roster import Roster
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample
+from millrace.waits.registry import acting, waiting
 
 
 class Observer(Protocol):
@@ -240,14 +241,16 @@ class Trainer:
 
     async def _publish_in_background(self, version: PolicyVersion, row: MakeRow) -> None:
         """Make the version live while the next steps run. The stopwatch times only the steps."""
-        synced = await self._activate(version, untimed)
-        self._write_row(version, row(synced=synced))
+        with acting("sync"):
+            synced = await self._activate(version, untimed)
+            self._write_row(version, row(synced=synced))
         self._validate(version)
 
     async def _arrived(self) -> None:
         """Wait until no version is on its way. The task group raises a failure."""
         if self._arriving is not None:
-            with self.watch.part("wait_publish"):
+            arrival = waiting("sync", "the version that is on its way")
+            with self.watch.part("wait_publish"), arrival:
                 await asyncio.wait([self._arriving])
             self._arriving = None
 

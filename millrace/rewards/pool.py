@@ -18,6 +18,7 @@ from millrace.rewards.job import job_of
 from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.wire import Call, Reply
 from millrace.types import Completion, Prompt, Score
+from millrace.waits.registry import waiting
 
 MOST_DEATHS = 5
 """The number of workers that may die in a row, without an answer, before the pool fails."""
@@ -104,10 +105,14 @@ class RewardPool:
             raise RewardError(
                 "not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}"
             ) from error
-        pending = Pending(call.id, payload, asyncio.get_running_loop().create_future())
+        name = self.job.key
+        wait = waiting(f"{name} worker *|{name} workers", f"the score of prompt {prompt.index}")
+        future = asyncio.get_running_loop().create_future()
+        pending = Pending(call.id, payload, future, wait)
         self._queue.append(pending)
         self._wake()
-        return await pending.answer
+        with wait:
+            return await pending.answer
 
     async def close(self) -> None:
         """Kill the workers. Calls without an answer raise WorkerError."""
@@ -203,6 +208,7 @@ class RewardPool:
                     break
                 worker = min(open_workers, key=lambda w: len(w.running))
                 worker.take(pending)
+                pending.wait.whom = f"{self.job.key} worker {worker.pid}"
                 batches.setdefault(worker, []).append(pending)
             self._queue.popleft()
         for worker, batch in batches.items():

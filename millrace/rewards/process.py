@@ -19,6 +19,7 @@ import msgspec
 import millrace
 from millrace.rewards.wire import Frames, Hello, Job, Reply, frame, hello_decoder, reply_decoder
 from millrace.types import Score
+from millrace.waits.registry import Wait
 
 GRACE_S = 5.0
 """Seconds after the time limit of a call in which a worker of coroutines may end a call by itself."""
@@ -34,6 +35,8 @@ class Pending:
     payload: bytes
     """The Call, packed."""
     answer: asyncio.Future[list[Score]]
+    wait: Wait
+    """The wait of the caller, in the graph of waits."""
     sent_at: float = 0.0
     alone: bool = False
     """Whether the call must run alone. It ran in a worker that died, with several other calls."""

@@ -11,6 +11,7 @@ from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import Agent, Environment, PolicySession
 from millrace.rollout.session import NO_LIMITS, Draw, Limits, OnProgress, Session
 from millrace.types import Ending, Prompt, SamplingParams, Stop, Trajectory
+from millrace.waits.registry import acting, doing
 
 __all__ = ["Draw", "EnvironmentAgent", "SingleTurn", "request_seed", "run_episode"]
 
@@ -78,7 +79,8 @@ class EnvironmentAgent:
 async def _answer(call: str, answer: Awaitable[T]) -> T:
     """Return an environment's answer. Its own errors become an EpisodeError."""
     try:
-        return await answer
+        with doing(f"the answer to {call}", by="the environment"):
+            return await answer
     except MillraceError:
         raise
     except Exception as error:
@@ -114,18 +116,19 @@ async def run_episode(
             on_progress(_with_lost(trajectory, lost))
 
     for failed in range(retries + 1):
-        session = Session(
-            draw,
-            prompt,
-            params,
-            name,
-            limits,
-            so_far=so_far,
-            on_progress=progress if failed else on_progress,
-            plain=isinstance(agent, SingleTurn),
-        )
         try:
-            ending = await agent.play(session)
+            with acting(f"session {name}"):
+                session = Session(
+                    draw,
+                    prompt,
+                    params,
+                    name,
+                    limits,
+                    so_far=so_far,
+                    on_progress=progress if failed else on_progress,
+                    plain=isinstance(agent, SingleTurn),
+                )
+                ending = await agent.play(session)
         except LimitReached as error:
             ending = Ending(error.limit)
         except EpisodeError:

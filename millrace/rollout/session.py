@@ -26,6 +26,7 @@ from millrace.types import (
     Turn,
     joined,
 )
+from millrace.waits.registry import count, current, within
 
 Draw = Callable[[Tokens, SamplingParams, str], Awaitable[tuple[Segment, ...]]]
 """A call that draws tokens from the pool of rollout engines. It waits while rollouts are paused."""
@@ -89,6 +90,8 @@ class Session:
         """Tokens of finished turns, and of all contexts."""
         self._counts: dict[str, float] = {}
         self._over = False
+        self._actor = current()
+        """Who draws, in the graph of waits. A program's requests come from tasks of a server."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -125,7 +128,9 @@ class Session:
                     if params.experts_from is not None:
                         known = len(so_far) if drawn else len(whole) - len(context)
                         params = replace(params, experts_from=max(known - 1, 0))
-                    segments += await self._draw(so_far, params, self.name)
+                    with within(self._actor):
+                        segments += await self._draw(so_far, params, self.name)
+                    count("draws")
                 turn = self._turns[number] = Turn(number, after, context, segments)
                 unfinished = turn.unfinished
                 if unfinished:

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
-from millrace.config import Config
+from millrace.config import Config, TrainerConfig
 from millrace.config.keys import NOTHING, Derived, Trained
 from millrace.errors import ConfigError, MillraceError, MissingDependency, bad_value
 from millrace.observe import trackers
@@ -30,10 +29,10 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
+from millrace.run.stall import watched
+from millrace.runtime.rpc import Runtime
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ async def open_session(
             open_runtime(config, run, rollout=rollout),
         )
         async with AsyncExitStack() as stack:
-            agent, runtime = await _enter(stack, *parts, run, progress)
+            agent, runtime = await _enter(stack, *parts, run, progress, config.trainer)
             async with open_engines(runtime, config, run, rollout, trains, progress) as engines:
                 yield Session(config, run, problems, engines, reward, progress, agent)
     finally:
@@ -171,15 +170,19 @@ async def open_session(
 async def _enter(
     stack: AsyncExitStack,
     agent: AbstractAsyncContextManager[Agent],
-    runtime: AbstractAsyncContextManager[R],
+    runtime: AbstractAsyncContextManager[Runtime],
     run: RunDir,
     progress: Progress,
-) -> tuple[Agent, R]:
-    """Start the agent and the runtime. A run that cannot start leaves no folder."""
+    trainer: TrainerConfig,
+) -> tuple[Agent, Runtime]:
+    """Start the watch, the agent and the runtime. A run that cannot start leaves no folder."""
+    watchman = await stack.enter_async_context(watched(run.path, trainer, progress.note))
     try:
         player = await stack.enter_async_context(agent)
         progress.phase("starting engines")
-        return player, await stack.enter_async_context(runtime)
+        workers = await stack.enter_async_context(runtime)
+        watchman.side.more = workers.answers
+        return player, workers
     except (ConfigError, MissingDependency):  # such as a machine without the devices
         run.discard()
         raise

@@ -44,6 +44,7 @@ from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
+from millrace.waits.registry import as_actor
 
 if TYPE_CHECKING:
     from millrace.report.record import Recorder
@@ -263,7 +264,7 @@ async def train_to_end(
     trainer = Trainer(queue, rollouter, engines.train, engines.turns, engines.sync, record, parts)
     s.progress.phase("first weight sync")
     with parts.part("sync_transfer"):
-        await trainer.begin()
+        await as_actor("trainer", trainer.begin())
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
@@ -335,7 +336,7 @@ async def settle(
         await record.validated()
         await record.checkpointed()
         if save_last or stop.requested:
-            await trainer.stop()
+            await as_actor("trainer", trainer.stop())
         stop.detach()
     complete = trained and not stop.requested
     if not complete:

@@ -25,6 +25,8 @@ import msgspec
 
 from millrace import codec
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
+from millrace.waits.registry import acting
+from millrace.waits.side import Side, start_in_worker
 
 HEADER = struct.Struct("<Q")
 _REMEMBERED = 10_000
@@ -66,7 +68,8 @@ class Host:
         try:
             method = self._resolve(message.method)
             arguments = _arguments_of(getattr(method, "__func__", method))
-            value = await method(*arguments.decode(message.body))
+            with acting(message.method):
+                value = await method(*arguments.decode(message.body))
             reply = Message(message.id, OK, msgspec.Raw(codec.pack(value)))
         except Exception as error:  # noqa: BLE001 - every failure travels to the caller
             trace = "".join(traceback.format_exception(error)[-6:])
@@ -136,8 +139,10 @@ def beat(fd: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-async def serve_socket(sock: socket.socket, root: object) -> None:
+async def serve_socket(sock: socket.socket, root: object, side: Side | None = None) -> None:
     """Serve calls until the driver closes its end of the socket."""
+    if side is not None:
+        side.loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
 
     def send(frame: bytes) -> None:
@@ -162,9 +167,10 @@ def main() -> None:
     beats, seconds = os.environ.pop("MILLRACE_BEAT").split()
     os.set_inheritable(int(beats), False)
     threading.Thread(target=beat, args=(int(beats), float(seconds)), daemon=True).start()
+    side = start_in_worker()
     from millrace.runtime.worker import make_worker
 
-    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role)))
+    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role), side))
 
 
 if __name__ == "__main__":

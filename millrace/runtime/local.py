@@ -29,6 +29,8 @@ from millrace.runtime.host import HEADER
 from millrace.runtime.placement import threads
 from millrace.runtime.processes import group_of
 from millrace.runtime.rpc import Peer
+from millrace.waits.answer import Answer
+from millrace.waits.side import FOLDER, NAME, VARIABLE
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
@@ -120,7 +122,7 @@ class LocalRuntime:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self._environment(role, index) | self._beat(beats_in),
+                env=os.environ | self._environment(name, role, index) | self._beat(beats_in),
                 start_new_session=True,
             )
         worker_end.close()
@@ -145,8 +147,10 @@ class LocalRuntime:
     def _beat(self, fd: int) -> dict[str, str]:
         return {"MILLRACE_BEAT": f"{fd} {self._sides.rollout.heartbeat_s}"}
 
-    def _environment(self, role: str, index: int) -> dict[str, str]:
+    def _environment(self, name: str, role: str, index: int) -> dict[str, str]:
         variables = {
+            VARIABLE: str(self._log_dir.resolve().parent / FOLDER),
+            NAME: name,
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # a waiting side must not spin on the other side's core
@@ -199,6 +203,10 @@ class LocalRuntime:
                 [p.pid for p, poll in zip(processes, polls[1:], strict=True) if poll() is None]
             )
         _deafen(worker)
+
+    def answers(self) -> list[Answer]:
+        """Return nothing: each worker has a socket of its own."""
+        return []
 
     async def close(self) -> None:
         """Close every socket. Workers and their children exit at end of file.

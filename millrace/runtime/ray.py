@@ -30,6 +30,9 @@ from millrace.runtime.placement import Plan, choose, refusal, threads
 from millrace.runtime.processes import kill_process
 from millrace.runtime.rpc import Peer
 from millrace.runtime.worker import make_worker
+from millrace.waits import kernel
+from millrace.waits.answer import Answer
+from millrace.waits.side import Side
 
 try:
     import ray
@@ -44,15 +47,20 @@ except ImportError as error:
 GOODBYE_S = 5.0
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0
+_ANSWER_S = 2.0
+_WHY = "why"
+"""The concurrency group of an actor's answer to `millrace why`."""
 
 
 class RayHost:
     """The actor: a Host with Ray as its transport. `serve` runs as long as the actor lives."""
 
-    def __init__(self, role: str, loopback: bool, gpus: list[str]) -> None:
+    def __init__(self, name: str, role: str, loopback: bool, gpus: list[str]) -> None:
         if gpus:  # CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
+        self._side = Side(name)
+        self._side.start()
         self._root = make_worker(role)
         self._host: Host | None = None
         self._frames: list[bytes] = []
@@ -61,7 +69,15 @@ class RayHost:
         self._ready = asyncio.Event()
         self._serving = asyncio.Event()
 
+    @ray.method(concurrency_group=_WHY)
+    async def why(self) -> Answer:
+        """Say who waits. Its event loop is another one, which no engine blocks."""
+        answer = self._side.answer()
+        answer.process = kernel.look([answer.pid])[answer.pid]
+        return answer
+
     async def serve(self) -> None:
+        self._side.loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             self._host = Host(self._root, self._send, tasks)
             self._serving.set()
@@ -140,6 +156,16 @@ def _restore_sigterm() -> None:
     """Install the driver's own handler again. ray.init replaces it by one that aborts."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _answer(call: Any, name: str, node: str) -> Answer:
+    try:
+        answer: Answer = ray.get(call, timeout=_ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        return Answer(name, 0, node, silent=True)
+    except ray.exceptions.RayError as error:
+        return Answer(name, 0, node, silent=True, dead=f"worker {name} on {node} is dead: {error}")
+    return answer
 
 
 class RayRuntime:
@@ -293,14 +319,15 @@ class RayRuntime:
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        remote: Any = ray.remote(concurrency_groups={"beat": 1})(RayHost)
+        groups = {"beat": 1, _WHY: 1}
+        remote: Any = ray.remote(concurrency_groups=groups)(RayHost)  # type: ignore[call-overload]
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}-{next(self._started)}",
             scheduling_strategy=self._bundle(node),
             runtime_env={"env_vars": variables},
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
-        ).remote(role, self._loopback, gpus)
+        ).remote(name, role, self._loopback, gpus)
         numbers = itertools.count()
         peer = Peer(
             name,
@@ -378,6 +405,12 @@ class RayRuntime:
             if self._closing
             else f"worker {peer.name} on {address} is dead: {error}"
         )
+
+    def answers(self) -> list[Answer]:
+        calls = [
+            (w.actor.why.remote(), w.peer.name, self._shares[w.node].address) for w in self._workers
+        ]
+        return [_answer(*call) for call in calls]
 
     async def close(self) -> None:
         """Kill the actors and free the devices. Stop the cluster if this run started it."""

@@ -16,6 +16,8 @@ import msgspec
 
 from millrace import codec, errors
 from millrace.errors import DeadlineError, MillraceError, WorkerError
+from millrace.waits.answer import Answer
+from millrace.waits.registry import waiting
 
 CALL, CANCEL = 0, 1
 OK, FAILED = 0, 1
@@ -117,7 +119,8 @@ class Peer:
         if self._watch is None:
             self._watch = loop.call_later(1.0, self._expire)
         try:
-            return await future
+            with waiting(self.name, method):
+                return await future
         except (asyncio.CancelledError, DeadlineError):
             # After a DeadlineError of the worker itself, the worker ignores this message.
             if self.death is None:
@@ -211,6 +214,10 @@ class Runtime(Protocol):
 
     async def end(self, peer: Peer) -> None:
         """End one worker at once, with all processes that it started, also if it stands still."""
+        ...
+
+    def answers(self) -> list[Answer]:
+        """Return who waits in workers that no socket of this machine reaches. Any thread may ask."""
         ...
 
     async def close(self) -> None:

@@ -10,7 +10,9 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import Config
+from millrace.config import Config, ModelConfig, Sides
+from millrace.waits.kernel import cpu_s
+from millrace.waits.registry import doing, measuring, waiting
 
 if TYPE_CHECKING:
     from millrace.decode.engine import TorchRolloutEngine
@@ -77,10 +79,12 @@ class TrainWorker(Worker):
         world_size = resolved.trainer_ranks
         prepare(resolved.trainer)
         if world_size > 1:
-            store = self._meet(address, resolved.trainer.wait_deadline_s)
-            join_group(store, rank, world_size, resolved.trainer)
+            with waiting("trainer-*", "all ranks to join", "the start of the trainer"):
+                store = self._meet(address, resolved.trainer.wait_deadline_s)
+                join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
-        self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+        with doing("the build of its engine"), _starting():
+            self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
@@ -123,17 +127,8 @@ class RolloutWorker(Worker):
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
         """Build this replica. Return the configuration that it was built with."""
         resolved = Config.model_validate(config)
-        if resolved.rollout.engine == "vllm":
-            _vllm_environment(model_folder)
-            from millrace.vllm import engine as vllm_rollout
-
-            self.engine = vllm_rollout.build(resolved.sides, resolved.model, model_folder)
-        else:
-            from millrace.decode import engine as torch_rollout
-            from millrace.models.device import prepare
-
-            prepare(resolved.trainer)
-            self.engine = torch_rollout.build(resolved.sides, resolved.model, model_folder)
+        with doing("the build of its engine"), _starting():
+            self.engine = _rollout_engine(resolved.sides, resolved.model, model_folder)
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
@@ -155,6 +150,26 @@ class RolloutWorker(Worker):
             from millrace.sync.collective import Receiver
 
             self.receiver = await Receiver.join(engine, store, replica, agreed)
+
+
+def _rollout_engine(
+    sides: Sides, model: ModelConfig, model_folder: str
+) -> TorchRolloutEngine | VllmRolloutEngine:
+    if sides.rollout.engine == "vllm":
+        _vllm_environment(model_folder)
+        from millrace.vllm import engine as vllm_rollout
+
+        return vllm_rollout.build(sides, model, model_folder)
+    from millrace.decode import engine as torch_rollout
+    from millrace.models.device import prepare
+
+    prepare(sides.trainer)
+    return torch_rollout.build(sides, model, model_folder)
+
+
+def _starting() -> measuring:
+    """Let CPU time count as progress. A start loads and compiles, and counts nothing else."""
+    return measuring("CPU seconds of the start", lambda: round(cpu_s(os.getpid()), 1))
 
 
 def _vllm_environment(model_folder: str) -> None:

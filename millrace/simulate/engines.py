@@ -226,14 +226,17 @@ class SimRolloutEngine:
 
     async def stats(self) -> RolloutStats:
         now = asyncio.get_running_loop().time()
-        tokens = self._tokens + sum(map(self._so_far, self._draws))
         return RolloutStats(
-            tokens,
+            self.drawn(),
             self._prefill,
             self._busy + sum(now - d.start for d in self._draws),
             self._slots,
             cancelled_tokens=self._cancelled,
         )
+
+    def drawn(self) -> int:
+        """Return the tokens drawn so far."""
+        return self._tokens + sum(map(self._so_far, self._draws))
 
     async def sleep(self, keep_weights: bool = True) -> None:
         if self._running:

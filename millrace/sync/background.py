@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from millrace.waits.registry import acting, waiting
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,12 +44,19 @@ class Background:
     """A thread for one task at a time. Await `wait` before the next `start`."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Start the work at once, even if the event loop is busy."""
-        self._work = self._thread.submit(work, *args, **kwargs)
+        actor = acting(self._name)
+
+        def run() -> None:
+            with actor:
+                work(*args, **kwargs)
+
+        self._work = self._thread.submit(run)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the value of the work. Cancellation of the wait does not end the work."""
@@ -64,6 +73,7 @@ class Background:
         """
         if self._work is not None:
             work = asyncio.wrap_future(self._work)
-            await asyncio.wait([work])
+            with waiting(self._name, "its end"):
+                await asyncio.wait([work])
             self._work = None
             work.result()

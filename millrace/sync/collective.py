@@ -30,9 +30,11 @@ from millrace.sync.agreement import Agreement
 from millrace.sync.background import Background, abandonable
 from millrace.sync.buckets import Bucket, checksums, plan, specs_of
 from millrace.sync.groups import (
+    LAST,
     all_agree,
     broadcast,
     finish,
+    member,
     start_broadcast,
     wait_for_device,
 )
@@ -66,6 +68,8 @@ class Sender:
         wire: torch.device,
         adapters: list[Bucket] | None = None,
     ) -> None:
+        self._version: PolicyVersion = 0
+        """The version that is sent."""
         self._source = source
         self._membership = membership
         self._rank = rank
@@ -95,7 +99,7 @@ class Sender:
         With adapters, the base is sent only with the first version of a replica.
         """
         await self.sent()
-        self._kept = None
+        self._kept, self._version = None, version
         return await self._sending.run(self._transfer, version)
 
     def _transfer(self, version: PolicyVersion) -> TransferReport:
@@ -116,6 +120,7 @@ class Sender:
         fails, `sent` raises the error. The copy stays until all replicas have the version.
         """
         await self.sent()
+        self._version = version
         self._kept = version, [self._copied(*due) for due in self._due()]
         self._start()
 
@@ -179,16 +184,23 @@ class Sender:
             if self._rank not in self._membership.groups:
                 raise BrokenTransfer(f"trainer rank {self._rank} is in no group of the weight sync")
             group = self._membership.groups[self._rank]
-            sums, in_flight = [], deque[Any]()
-            for bucket in buckets:
+            sums, in_flight = [], deque[tuple[int, Any]]()
+
+            def land() -> None:
+                k, work = in_flight.popleft()
+                with member("rollout-*", self._rank, self._version, k):
+                    finish(work)
+
+            for k, bucket in enumerate(buckets):
                 if len(in_flight) == IN_FLIGHT:
-                    finish(in_flight.popleft())
+                    land()
                 buffer = next(packed)
                 sums.append(bucket.sums(buffer))
-                in_flight.append(start_broadcast(group, buffer))
+                in_flight.append((k, start_broadcast(group, buffer)))
             while in_flight:
-                finish(in_flight.popleft())
-            broadcast(group, torch.cat(sums))
+                land()
+            with member("rollout-*", self._rank, self._version, LAST):
+                broadcast(group, torch.cat(sums))
             wait_for_device(self._wire)
             return all_agree(group, True, self._wire)
 

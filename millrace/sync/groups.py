@@ -22,6 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.errors import BrokenTransfer
+from millrace.types import PolicyVersion
+from millrace.waits.registry import Wait, count, waiting
+
+LAST = 99_999
+"""The number of a sender's checksums, after all of its buckets."""
 
 _POLL = timedelta(seconds=0.2)
 _CLEAN_UP_ONLY = "2"
@@ -132,6 +137,14 @@ def make_group(
         return Group(kind(own, rank, size, gloo), {*sockets, *door.sockets})
     except RuntimeError as error:
         raise BrokenTransfer(f"a group of the weight sync did not come about: {error}") from error
+
+
+def member(whom: str, rank: int, version: PolicyVersion, bucket: int) -> Wait:
+    """Register the wait for a broadcast of trainer rank `rank`, in which all take part."""
+    count("buckets")
+    what = "checksums" if bucket == LAST else f"bucket {bucket + 1}"
+    name, number = f"{what} of version {version}", version * 10 * LAST + bucket
+    return waiting(whom, name, f"the weight sync of trainer rank {rank}", number)
 
 
 def start_broadcast(group: Group, tensor: Tensor) -> Operation:

@@ -14,10 +14,12 @@ from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, checksums, plan
 from millrace.sync.groups import (
+    LAST,
     Group,
     all_agree,
     broadcast,
     finish,
+    member,
     start_broadcast,
     wait_for_device,
 )
@@ -133,7 +135,8 @@ class Inbox:
 
         def land(rank: int) -> None:
             k, work = in_flight[rank].popleft()
-            finish(work)
+            with member(f"trainer-{rank}", rank, version, k):
+                finish(work)
             bucket, buffer = self._plans[rank][k], self._buffers[rank][k]
             sums[rank].append(bucket.sums(buffer, bits=self._with_bit_sums))
             if self._rows:
@@ -167,7 +170,8 @@ class Inbox:
     def _verify(self, rank: int, own: Tensor, version: PolicyVersion) -> SyncError | None:
         """Compare the sums of a sender's rows with its own. Return the error if they differ."""
         sent = torch.zeros(len(own), 2, dtype=torch.int64, device=self._wire)
-        broadcast(self._membership.groups[rank], sent)
+        with member(f"trainer-{rank}", rank, version, LAST):
+            broadcast(self._membership.groups[rank], sent)
         try:
             self.compare(own[:, :2], sent, version, "received", rank)
         except SyncError as error:

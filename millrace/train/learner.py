@@ -18,6 +18,7 @@ from millrace.train.optim import lr_at
 from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.routing import Routed
 from millrace.train.rows import Rows
+from millrace.waits.registry import count, doing
 
 MAX_NONFINITE_STEPS = 3
 """The run fails after this number of steps in a row without a finite loss and gradient."""
@@ -122,6 +123,11 @@ class Learner(ABC):
                 "Fix: call begin(optim, horizon) before the first step"
             )
         lr = lr_at(self.optim, self.horizon, self.steps)
+        count("passes")
+        with doing(f"optimizer step {self.steps + 1} of the {self.name}"):
+            self._clip_and_step(meter, lr, first_pass)
+
+    def _clip_and_step(self, meter: Meter, lr: float, first_pass: bool) -> None:
         # A rank that counts no token has its zeros on the host.
         sums = self.reduce(meter.take().to(self.device), dist.ReduceOp.SUM)
         # This is the only place in an optimizer step where the host waits for the device.

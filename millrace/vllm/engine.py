@@ -28,6 +28,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from millrace.waits.registry import current, gauge, waiting
 
 try:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -103,6 +104,7 @@ class VllmRolloutEngine:
         self._prefill_tokens = self._reused_tokens = 0
         self._busy_slot_s = 0.0
         self._busy_since = perf_counter()
+        gauge("tokens", self._drawn)
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -188,19 +190,17 @@ class VllmRolloutEngine:
             raise WorkerError("the engine was closed during a call")
 
     async def _answer(self, call: Awaitable[Any]) -> Any:
-        """Return the answer of vLLM's core. Raise WorkerError if the core dies first.
-
-        A dead core leaves earlier calls without an answer, so this checks every second.
-        """
-        waiting = asyncio.ensure_future(call)
+        """Return the answer of vLLM's core. Raise WorkerError within a second if the core dies."""
+        answering = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
-                self.check_alive()
-            return waiting.result()
+            with waiting(f"{current().registry.name}-core-*|vLLM's core", "its answer"):
+                while not (await asyncio.wait([answering], timeout=_POLL_S))[0]:
+                    self.check_alive()
+            return answering.result()
         except EngineDeadError as error:
             raise WorkerError(_DEAD) from error
         finally:
-            waiting.cancel()
+            answering.cancel()
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
         """Make the staged weights live as `version`. Return the seconds without decoding.
@@ -239,9 +239,11 @@ class VllmRolloutEngine:
 
     async def stats(self) -> RolloutStats:
         self._tick()
-        tokens = self._tokens + self._cancelled + sum(map(self._count, self._active.values()))
         own = self._prefill_tokens, self._busy_slot_s, self._slots, self._reused_tokens
-        return RolloutStats(tokens, *own, cancelled_tokens=self._cancelled)
+        return RolloutStats(self._drawn(), *own, cancelled_tokens=self._cancelled)
+
+    def _drawn(self) -> int:
+        return self._tokens + self._cancelled + sum(map(self._count, [*self._active.values()]))
 
     async def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU's memory, if rollout.free_cache_engine is set.

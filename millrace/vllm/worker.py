@@ -49,6 +49,7 @@ from millrace.sync.proof import bit_sums, changed
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
+from millrace.waits.side import start_in_worker
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
@@ -99,6 +100,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
         self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
+        self._side = start_in_worker(f"core-{shard}")
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)

@@ -133,6 +133,9 @@ def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path)
                 and found["trainer-1"] == found["rollout-1"]
             )
             assert [gpus for _, gpus in found.values()] == ["0", "1", "0", "1"]
+            answers = await asyncio.to_thread(runtime.answers)
+            assert sorted(a.name for a in answers) == sorted(found)
+            assert all(a.process is not None and "MainThread" in a.stacks for a in answers)
 
     asyncio.run(main())
 

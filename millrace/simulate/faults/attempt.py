@@ -40,6 +40,8 @@ from millrace.simulate.faults.network import Link, SimWorker
 from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
 from millrace.types import Completion, Prompt, Score
+from millrace.waits.answer import Answer, Pulse, answer_of
+from millrace.waits.registry import Registry, within
 
 EVENTS = 20_000
 """The most events of an attempt. Tasks that never wait pass it."""
@@ -138,6 +140,16 @@ class Attempt:
 
     async def run(self) -> bool:
         """Run the attempt as `millrace train` does. Return whether the run is complete."""
+        self._pulse = Pulse(Registry("driver", asyncio.get_running_loop().time))
+        with within(self._pulse.registry.root):
+            return await self._run()
+
+    def answers(self) -> list[Answer]:
+        """Return what all processes say about their waits, as `millrace why` gathers it."""
+        workers = [worker.answer() for worker in self.workers.values()]
+        return [answer_of(self._pulse, stacks=False), *workers]
+
+    async def _run(self) -> bool:
         world, loop = self.world, asyncio.get_running_loop()
         self._start_workers()
         self._arm()

@@ -19,6 +19,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.simulate.faults.disk import SimPath, View
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
+from millrace.waits.registry import count, doing, gauge, waiting
 
 Lineage = list[int]
 """The ids of the samples that trained the weights, in order."""
@@ -96,7 +97,7 @@ class Wire:
     async def receive(self, name: str, version: PolicyVersion) -> int:
         """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
         groups = self._of(name)
-        arrive = asyncio.ensure_future(self._parcels(groups.boxes[name]))
+        arrive = asyncio.ensure_future(self._parcels(groups.boxes[name], version))
         broken = asyncio.ensure_future(groups.broken.wait())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -113,8 +114,13 @@ class Wire:
             raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
         return parcels[0].weights
 
-    async def _parcels(self, box: asyncio.Queue[Parcel]) -> list[Parcel]:
-        return [await box.get() for _ in self._ranks]
+    async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
+        parcels = []
+        for rank in range(len(self._ranks)):
+            whom, sync = f"trainer-{rank}", f"the weight sync of trainer rank {rank}"
+            with waiting(whom, f"bucket 1 of version {version}", sync, version):
+                parcels.append(await box.get())
+        return parcels
 
     def _of(self, name: str) -> Groups:
         """Return the groups of an end. Raises BrokenTransfer if they are closed."""
@@ -149,6 +155,7 @@ class FaultyRollouts(SimRolloutEngine):
         self, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
         self._serves(self.version, self.weights)
+        gauge("tokens", self.drawn)
         segments = await super().generate(tokens, params, session)
         self._serves(self.version, self.weights)
         await self._moves.wait()
@@ -199,7 +206,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._arrived = 0
+        self._arrived = self._meetings = 0
         self._turn = asyncio.Event()
         self._lost = False
 
@@ -211,11 +218,13 @@ class Ranks:
     async def meet(self) -> None:
         """Wait until every rank is here."""
         self._arrived += 1
+        self._meetings += self._arrived == 1
         turn = self._turn
         if self._arrived == self.count:
             self._arrived, self._turn = 0, asyncio.Event()
             turn.set()
-        await turn.wait()
+        with waiting("trainer-*", "all-reduce", "a step", self._meetings):
+            await turn.wait()
         if self._lost:
             self._turn.set()
             raise RuntimeError("Connection closed by peer")
@@ -243,7 +252,9 @@ class FaultyTrainer(SimTrainEngine):
 
     async def step(self, batch: TrainBatch) -> StepReport:
         await self._ranks.meet()
-        report = await super().step(batch)
+        with doing("backward of micro-batch 1"):
+            report = await super().step(batch)
+        count("passes")
         self.trained.clear()
         self.lineage += [sample.prompt.index for sample in batch.samples]
         return report

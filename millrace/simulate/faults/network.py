@@ -13,6 +13,8 @@ from typing import Any
 
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer, read_frame
+from millrace.waits.answer import Answer, Process, Pulse, answer_of
+from millrace.waits.registry import Registry, within
 
 LATENCY_S = 0.0005
 DEATH_REPORT_S = 0.05
@@ -75,11 +77,16 @@ class SimWorker:
         """`called` gets the worker's name and the method of each call that arrives."""
         self.name, self.root, self.link, self._called = name, root, link, called
         self.dead = False
+        self.stopped = False
+        """Whether a signal stopped the process."""
         self.on_death: list[Callable[[], None]] = []
         self.peer = Peer(name, self._down, deadline_s=deadline_s)
         self._host: Host
         self._ended = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name=f"worker-{name}")
+        loop = asyncio.get_running_loop()
+        self.pulse = Pulse(Registry(name, loop.time))
+        with within(self.pulse.registry.root):  # The worker is a process of its own.
+            self._task = loop.create_task(self._serve(), name=f"worker-{name}")
 
     def beat(self, heartbeat_s: float) -> None:
         """Ask for a sign of life now, and again and again while the process lives."""
@@ -110,7 +117,16 @@ class SimWorker:
                 if message.method:
                     self._called(self.name, message.method)
         if not self.dead:
-            self._host.receive(frame)
+            with within(self.pulse.registry.root):
+                self._host.receive(frame)
+
+    def answer(self) -> Answer:
+        """Say who waits in this worker, as its side thread would. A frozen one says nothing."""
+        if self.dead:
+            return Answer(self.name, 0, silent=True, dead=f"worker {self.name} is dead")
+        if self.stopped:
+            return Answer(self.name, 0, silent=True, process=Process(0, "T"))
+        return answer_of(self.pulse, stacks=False)
 
     def kill(self, reason: str = "was killed by SIGKILL") -> None:
         """End the process at once. The runtime reports its death a little later."""

@@ -21,6 +21,7 @@ from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows
 from millrace.train.ulysses import Division
+from millrace.waits.registry import count, doing
 
 WHOLE_GRADIENT_BYTES = 1 << 30
 
@@ -92,15 +93,18 @@ class Trainable(Learner):
         if self.routers is not None:
             # FSDP averages gradients over ranks, but this loss is a sum too.
             self.routers.balance = self.aux_coef * self.world_size / num_sequences(rows, members)
-        for micro, last in self.micro_batches(rows, members):
+        for k, (micro, last) in enumerate(self.micro_batches(rows, members), 1):
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(last or not self.keeps_whole_gradients)
                 # Several copies of the model need one sum over the copies.
                 self.module.set_requires_all_reduce(last)
-            outputs: Outputs = self.module(micro, temperature)
-            loss, sums = loss_of(outputs, micro)
+            with doing(f"forward of micro-batch {k}"):
+                outputs: Outputs = self.module(micro, temperature)
+                loss, sums = loss_of(outputs, micro)
             # FSDP averages gradients over ranks, but the shares of the loss must be added.
-            torch.autograd.backward(loss * self.world_size)
+            with doing(f"backward of micro-batch {k}"):
+                torch.autograd.backward(loss * self.world_size)
+            count("passes")
             if self.counts:
                 meter.add(sums, outputs[0].detach(), micro)
 
@@ -136,10 +140,12 @@ class Trainable(Learner):
         flats: list[Tensor] = []
         routers = self.routers if record else None
         routed = None if routers is None else routers.empty(len(rows.tokens))
-        for micro, _ in self.micro_batches(
-            rows, np.arange(len(rows.starts)) if members is None else members
+        for k, (micro, _) in enumerate(
+            self.micro_batches(rows, np.arange(len(rows.starts)) if members is None else members), 1
         ):
-            outputs: Outputs = self.module(micro, temperature, **options)
+            count("passes")
+            with doing(f"log-probs of micro-batch {k}"):
+                outputs: Outputs = self.module(micro, temperature, **options)
             flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
             for flat, output in zip(flats, outputs if self.counts else (), strict=self.counts):
                 flat[micro.source] = output.double().cpu()

@@ -31,6 +31,7 @@ from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 from millrace.train.ulysses import Division
+from millrace.waits.registry import count, doing
 
 NO_TOKENS = torch.zeros((), dtype=torch.int)
 """Megatron asks for the tokens of a loss, and divides by none: our losses are shares."""
@@ -83,21 +84,23 @@ class Passes:
 
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
             micro = next(batches)
+            count("passes")
 
             def loss(outputs: Outputs) -> tuple[Tensor, Tensor, None]:
                 return loss_of(outputs, micro), NO_TOKENS, None
 
             return model(micro, temperature, **options), loss
 
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micros),
-            model=[self.chunk],
-            num_microbatches=len(micros),
-            seq_length=1,  # micro-batches have sizes of their own
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with doing(f"the passes of {len(micros)} micro-batches"):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(micros),
+                model=[self.chunk],
+                num_microbatches=len(micros),
+                seq_length=1,  # micro-batches have sizes of their own
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
     @torch.no_grad()
     def tokens(

@@ -1,0 +1,97 @@
+"""The driver's part of the wait graph: it answers, watches for a stall, reports it, and may stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from millrace.config import TrainerConfig
+from millrace.errors import DeadlineError
+from millrace.waits.answer import Answer
+from millrace.waits.ask import ask
+from millrace.waits.graph import DRIVER
+from millrace.waits.side import FOLDER, Side
+from millrace.waits.stall import StallWatch, save
+from millrace.waits.verdict import Verdict
+
+_GRACE_S = 30.0
+"""Seconds that a stopped run has to end. After that, its event loop is blocked for good."""
+
+
+class Watchman:
+    """Watches a run from the side thread of its driver."""
+
+    def __init__(self, run: Path, config: TrainerConfig, note: Callable[[str], None]) -> None:
+        self._run, self._config, self._note = run, config, note
+        self.side = Side(DRIVER)
+        self.stalled: Verdict | None = None
+        """The stall that ends the run."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._stops_at: float | None = None
+        self._watch = StallWatch(config.stall_s, self.ask, self._alarm)
+
+    def start(self) -> None:
+        self.side.loop = self._loop
+        self.side.look = self._look
+        shutil.rmtree(self._run / FOLDER, ignore_errors=True)  # of an attempt that was killed
+        try:
+            self.side.start(self._run / FOLDER)
+        except OSError as error:
+            self._note(f"`millrace why` cannot ask this run: {error}")
+
+    def close(self) -> None:
+        """End the watch. The workers have ended, so their files go too."""
+        self.side.close()
+        shutil.rmtree(self._run / FOLDER, ignore_errors=True)
+
+    def ask(self) -> list[Answer]:
+        return ask(self._run, [self.side.answer(), *self.side.more()])
+
+    def _look(self, side: Side) -> None:
+        """Look once a second, in the side thread."""
+        now = side.pulse.registry.clock()
+        if self._stops_at is not None and now > self._stops_at:
+            sys.stderr.write(f"error: {self.stalled.sentence if self.stalled else 'a stall'}\n")
+            sys.stderr.flush()
+            os._exit(1)  # The event loop does not run any more. Workers end with this process.
+        if self._config.stall_s:
+            self._watch.look(now, side.answer(stacks=False).still_s)
+
+    def _alarm(self, verdict: Verdict) -> None:
+        path = None
+        with contextlib.suppress(OSError):  # the disk may be what is stuck
+            path = save(verdict, self._run)
+        where = f" ({path})" if path is not None else ""
+        rule = f"nothing has moved for trainer.stall_s = {self._config.stall_s:g} s"
+        self._note(f"stall: {rule}: {verdict.sentence} Next: {verdict.next}.{where}")
+        if self._config.on_stall == "stop" and self.stalled is None:
+            self.stalled = verdict
+            self._stops_at = self.side.pulse.registry.clock() + _GRACE_S
+            if self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    run: Path, config: TrainerConfig, note: Callable[[str], None]
+) -> AsyncIterator[Watchman]:
+    """Watch the body. A stall ends it with DeadlineError if trainer.on_stall=stop."""
+    watchman = Watchman(run, config, note)
+    watchman.start()
+    try:
+        yield watchman
+    except asyncio.CancelledError:
+        if (stalled := watchman.stalled) is None:
+            raise
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        limit = f"trainer.stall_s = {config.stall_s:g}, trainer.on_stall=stop"
+        raise DeadlineError(f"{stalled.sentence} Next: {stalled.next}. Limit: {limit}") from None
+    finally:
+        watchman.close()

@@ -1,0 +1,1 @@
+"""Who waits for whom, since when, and who holds everybody up. It needs no other room."""

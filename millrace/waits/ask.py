@@ -1,0 +1,79 @@
+"""Ask every process of a run who waits, and ask the kernel about those that do not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.waits import kernel
+from millrace.waits.answer import Answer, Process
+from millrace.waits.graph import DRIVER
+from millrace.waits.side import FOLDER, short
+
+DEADLINE_S = 2.0
+"""Seconds that a process has for its answer. A stopped one never answers."""
+_MOST_BYTES = 256 * 2**20
+
+
+def processes(run: Path) -> list[dict[str, Any]]:
+    """Return what each process of a run wrote about itself: name, pid, host."""
+    found = []
+    for path in sorted((run / FOLDER).glob("[!.]*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+def ask(run: Path, own: Sequence[Answer] = ()) -> list[Answer]:
+    """Return an answer for each process of a run, the driver first.
+
+    `own` has answers that the caller knows already, with their kernel's view.
+    """
+    here, known = socket.gethostname(), {a.name for a in own}
+    told = [p for p in processes(run) if p["name"] not in known and p["host"] == here]
+    with ThreadPoolExecutor(max(1, len(told))) as pool:
+        each = list(pool.map(lambda p: _ask_one(run, p), told))
+    answers = {a.name: a for a in own}
+    for given in each:
+        for answer in given:
+            answers.setdefault(answer.name, answer)
+    local = [a for a in answers.values() if a.host == here]
+    family = kernel.descendants_of([a.pid for a in local])
+    seen = kernel.look([*(a.pid for a in local), *(p for c in family.values() for p in c)])
+    for answer in local:
+        answer.process = seen[answer.pid]
+        answer.children = [seen[pid] for pid in family[answer.pid]]
+        _judge_death(answer)
+    return sorted(answers.values(), key=lambda a: (a.name != DRIVER, a.name))
+
+
+def _judge_death(answer: Answer) -> None:
+    if answer.silent and answer.process is not None and answer.process.state in ("", "Z", "X"):
+        what = "the driver" if answer.name == DRIVER else f"worker {answer.name}"
+        answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
+
+
+def _ask_one(run: Path, told: dict[str, Any]) -> list[Answer]:
+    path = run / FOLDER / f"{told['name']}.sock"
+    data = b""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, short(path) as name:
+            client.settimeout(DEADLINE_S)
+            client.connect(name)
+            while (more := client.recv(2**16)) and len(data) < _MOST_BYTES:
+                data += more
+        return msgspec.json.decode(data, type=list[Answer])
+    except (OSError, msgspec.DecodeError):
+        return [Answer(told["name"], told["pid"], told["host"], silent=True)]
+
+
+def gone(process: Process | None) -> bool:
+    """Return whether a process has ended."""
+    return process is None or process.state in ("", "Z", "X")

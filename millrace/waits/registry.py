@@ -1,0 +1,185 @@
+"""The waits of a process: who waits, for whom, for what, since when. And what has moved.
+
+An actor is a task that others may wait for: the trainer, a sample, a session, a call that a worker
+serves. The current actor is a context variable, so tasks and threads inherit it. Nothing here waits,
+and nothing imports torch. A registered wait costs less than a microsecond (docs/failures.md).
+
+| call | meaning |
+|---|---|
+| `with acting("sample 17")` | the body is this actor; its parent waits for it |
+| `with waiting("rollout-1", "engine.generate")` | the body waits for someone |
+| `with doing("backward of micro-batch 3")` | the body works; with `by`, someone outside works for it |
+| `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Clock = Callable[[], float]
+
+
+class Registry:
+    """The open waits and actors of one process, and its counters."""
+
+    def __init__(self, name: str, clock: Clock = time.monotonic) -> None:
+        self.name = name
+        self.clock = clock
+        self.open: set[Wait] = set()
+        self.actors: set[Actor] = set()
+        self.counts: dict[str, int] = {}
+        self.gauges: dict[str, Callable[[], float]] = {}
+        self.facts: dict[str, Callable[[], str]] = {}
+        self.root = Actor("", None, self)
+        """What runs under no name."""
+
+    def progress(self) -> dict[str, float]:
+        """Return every counter and gauge."""
+        values: dict[str, float] = dict(self.counts)
+        for name, read in list(self.gauges.items()):
+            with suppress(LookupError, RuntimeError):  # it changed while another thread read it
+                values[name] = read()
+        return values
+
+
+class Actor:
+    """A named task. As a context manager, it is the current actor of its body."""
+
+    __slots__ = ("_before", "name", "parent", "registry", "since")
+
+    def __init__(self, name: str, parent: Actor | None, registry: Registry) -> None:
+        self.name = name
+        self.parent = parent
+        self.registry = registry
+        self.since = 0.0
+
+    def __enter__(self) -> Actor:
+        self.since = self.registry.clock()
+        self._before = _current.get()
+        _current.set(self)
+        self.registry.actors.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.registry.actors.discard(self)
+        _current.set(self._before)
+
+
+class Wait:
+    """One open wait, or one open piece of work."""
+
+    __slots__ = ("actor", "meeting", "number", "since", "what", "whom", "work")
+
+    def __init__(
+        self, whom: str, what: str, meeting: str = "", number: int = 0, work: bool = False
+    ) -> None:
+        self.whom = whom
+        self.what = what
+        self.meeting = meeting
+        self.number = number
+        self.work = work
+
+    def __enter__(self) -> Wait:
+        actor = self.actor = _current.get()
+        registry = actor.registry
+        self.since = registry.clock()
+        registry.open.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.actor.registry.open.discard(self)
+
+
+PROCESS = Registry("driver")
+"""The registry of this process."""
+
+_current: ContextVar[Actor] = ContextVar("actor", default=PROCESS.root)
+
+
+def current() -> Actor:
+    """Return the current actor."""
+    return _current.get()
+
+
+def acting(name: str) -> Actor:
+    """Name the body of a `with` block. The current actor becomes its parent."""
+    parent = _current.get()
+    return Actor(name, parent, parent.registry)
+
+
+def waiting(whom: str, what: str, meeting: str = "", number: int = 0) -> Wait:
+    """Register that the body of a `with` block waits for `whom` to do `what`.
+
+    `whom` is an actor, a process, or someone outside, such as "tool search". "a|b" means b where
+    there is no a. A name may end in "*", for all that begin so. In a `meeting` each member waits
+    for those that have not come to it with this `number` or a higher one.
+    """
+    return Wait(whom, what, meeting, number)
+
+
+def doing(what: str, by: str = "") -> Wait:
+    """Register that the body of a `with` block works on `what`.
+
+    `by` names who works for it outside of what millrace knows, such as "the disk".
+    """
+    return Wait(by, what, "", 0, True)
+
+
+def count(name: str, number: int = 1) -> None:
+    """Count a step of progress."""
+    counts = _current.get().registry.counts
+    counts[name] = counts.get(name, 0) + number
+
+
+def gauge(name: str, read: Callable[[], float]) -> None:
+    """Register a counter that is read only when somebody looks."""
+    _current.get().registry.gauges[name] = read
+
+
+def fact(name: str, read: Callable[[], str]) -> None:
+    """Register a line for reports, such as the state of the ledger."""
+    _current.get().registry.facts[name] = read
+
+
+async def as_actor(name: str, work: Awaitable[T]) -> T:
+    """Await `work` as the actor `name`."""
+    with acting(name):
+        return await work
+
+
+class measuring:  # noqa: N801 - a verb of this module, like the others
+    """Register a counter for a block, such as the CPU time of a start."""
+
+    __slots__ = ("_name", "_read", "_registry")
+
+    def __init__(self, name: str, read: Callable[[], float]) -> None:
+        self._name, self._read = name, read
+
+    def __enter__(self) -> None:
+        self._registry = _current.get().registry
+        self._registry.gauges[self._name] = self._read
+
+    def __exit__(self, *error: object) -> None:
+        self._registry.gauges.pop(self._name, None)
+
+
+class within:  # noqa: N801 - a verb of this module, like the others
+    """Make an actor the current one for a block, without beginning or ending it."""
+
+    __slots__ = ("_actor", "_before")
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    def __enter__(self) -> None:
+        self._before = _current.get()
+        _current.set(self._actor)
+
+    def __exit__(self, *error: object) -> None:
+        _current.set(self._before)

@@ -1,0 +1,206 @@
+"""Hangs of real processes: the side threads and the kernel say who it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import RewardConfig
+from millrace.config.recipe import load
+from millrace.environments.tools import CallLimits, FunctionTool, run_calls
+from millrace.rewards.pool import RewardPool
+from millrace.runtime.local import LocalRuntime
+from millrace.types import Completion, Prompt, tokens_of
+from millrace.waits import ask as asking
+from millrace.waits.ask import ask
+from millrace.waits.registry import PROCESS, acting, as_actor, waiting
+from millrace.waits.side import FOLDER, NAME, VARIABLE, Side
+from millrace.waits.verdict import Verdict, judge
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "DEADLINE_S", 0.3)
+
+
+@contextmanager
+def driver(run: Path) -> Iterator[Side]:
+    side = Side("driver")
+    side.loop = asyncio.get_running_loop()
+    side.start(run / FOLDER)
+    try:
+        yield side
+    finally:
+        side.close()
+        PROCESS.counts.clear()
+
+
+async def named(run: Path, side: Side, culprit: str) -> Verdict:
+    """Ask until the verdict names the culprit. Return it."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        verdict = await asyncio.to_thread(lambda: judge(ask(run, [side.answer()]), 0.5))
+        if (verdict.state == "still" and culprit in verdict.culprit) or time.monotonic() > end:
+            return verdict
+        await asyncio.sleep(0.1)
+
+
+def test_a_rollout_worker_that_a_signal_stopped(tmp_path: Path) -> None:
+    """VERL-Agent's and ROLL#253's: a process that is there and does nothing."""
+
+    async def run() -> Verdict:
+        (tmp_path / "logs").mkdir()
+        config = load(Path("quickstart"), [])
+        runtime = LocalRuntime(tmp_path / "logs", config.sides, gpus=[])
+        with driver(tmp_path) as side:
+            try:
+                peer = await runtime.start("rollout-0", "rollout", 0)
+                pid = next(a.pid for a in ask(tmp_path) if a.name == "rollout-0")
+                os.kill(pid, signal.SIGSTOP)
+                pinging = asyncio.create_task(as_actor("trainer", peer.call("ping")))
+                verdict = await named(tmp_path, side, "rollout-0")
+                os.kill(pid, signal.SIGCONT)
+                await pinging
+                return verdict
+            finally:
+                await runtime.close()
+
+    verdict = asyncio.run(run())
+    assert verdict.kind == "stopped" and "state T" in verdict.sentence, verdict.sentence
+    assert f"kill -CONT {verdict.answers[-1].pid}" in verdict.next
+
+
+def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:
+    """verl#3873's: rank 1 does not come, and its stack says where it is."""
+
+    async def run() -> Verdict:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        with driver(tmp_path) as side:
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.why.ranks", str(r), str(port)],
+                    env=os.environ | {VARIABLE: str(tmp_path / FOLDER), NAME: f"trainer-{r}"},
+                )
+                for r in range(2)
+            ]
+            try:
+                each = waiting("trainer-0", "engine.step"), waiting("trainer-1", "engine.step")
+                with acting("trainer"), each[0], each[1]:
+                    end = time.monotonic() + 60
+                    while len(ask(tmp_path)) < 3 or not all(
+                        a.progress.get("passes", (0, 0))[0] == 6 for a in ask(tmp_path)[1:]
+                    ):
+                        assert time.monotonic() < end
+                        await asyncio.sleep(0.2)
+                    return await named(tmp_path, side, "trainer-1")
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait()
+
+    verdict = asyncio.run(run())
+    assert verdict.culprit == "trainer-1/engine.step", verdict.sentence
+    assert verdict.sentence.startswith("trainer rank 1 has been in backward of micro-batch 7")
+    assert (
+        "wait for its all_reduce" in verdict.sentence
+        or "waits for its all_reduce" in verdict.sentence
+    )
+    culprit = next(a for a in verdict.answers if a.name == "trainer-1")
+    assert any("ranks.py" in line for stack in culprit.stacks.values() for line in stack)
+
+
+def test_a_reward_that_loops(tmp_path: Path) -> None:
+    """compose-rl#87's and SvS#3's: a score that computes for ever."""
+    (tmp_path / "loops.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    while True:\n        pass\n"
+    )
+
+    async def run() -> Verdict:
+        config = RewardConfig(function=f"{tmp_path}/loops.py:score", num_workers=1, timeout_s=600)
+        pool = RewardPool(config)
+        await pool.start()
+        prompt = Prompt(17, tokens_of([1]), "p", "d", "4", {}, {})
+        with driver(tmp_path) as side:
+            scoring = asyncio.create_task(
+                as_actor("sample 17", pool.score(prompt, [Completion("x")]))
+            )
+            try:
+                verdict = await named(tmp_path, side, "reward worker")
+            finally:
+                scoring.cancel()
+                await pool.close()
+                await asyncio.wait([scoring])
+            return verdict
+
+    verdict = asyncio.run(run())
+    assert "has not finished the score of prompt 17" in verdict.sentence
+    assert "it computes" in verdict.sentence and "reward.timeout_s" in verdict.next
+
+
+def test_a_tool_server_that_never_answers(tmp_path: Path) -> None:
+    """verl#2987's: a tool waits for the answer of a server."""
+
+    async def run() -> Verdict:
+        async def silent(reader: Any, writer: Any) -> None:
+            await asyncio.Event().wait()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+
+        async def search(query: str) -> str:
+            """Search.
+
+            Args:
+                query: what to look for.
+            """
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(query.encode())
+            return (await reader.read()).decode()
+
+        tools = {"search": FunctionTool(search)}
+        call = {"id": "1", "function": {"name": "search", "arguments": '{"query": "x"}'}}
+        calls = run_calls(tools, [call], CallLimits(), None, lambda name, value: None)
+        with driver(tmp_path) as side:
+            playing = asyncio.create_task(as_actor("session 3/1", calls))
+            verdict = await named(tmp_path, side, "tool search")
+            playing.cancel()
+            await asyncio.wait([playing])
+            return verdict
+
+    verdict = asyncio.run(run())
+    assert verdict.sentence.startswith("tool search has not finished a call for"), verdict.sentence
+    assert "session 3/1" in verdict.sentence and "agents.tool_deadline_s" in verdict.next
+
+
+def test_a_disk_that_blocks_the_drivers_event_loop(tmp_path: Path) -> None:
+    """slime#1888's and prime-rl#1713's: the event loop is late, and nothing is logged."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.why.full_disk", str(tmp_path)])
+    try:
+        end = time.monotonic() + 60
+        verdict = Verdict("", "")
+        while verdict.kind != "loop" and time.monotonic() < end:
+            time.sleep(0.2)
+            verdict = judge(ask(tmp_path), 0.5)
+    finally:
+        process.kill()
+        process.wait()
+    assert verdict.culprit == "driver"
+    assert "event loop has stood still" in verdict.sentence and "sinks.py" in verdict.sentence
+    assert "the metrics row of version" in verdict.sentence
+    gone: Callable[[], Verdict] = lambda: judge(ask(tmp_path), 0.5)  # noqa: E731
+    assert gone().kind == "dead"
