@@ -268,6 +268,9 @@ class Journal(NoJournal):
                 except OSError as error:
                     self._broken = path
                     return f"{error.filename or path}: {error.strerror or error}"
+                except TypeError as error:  # such as an object in a message of an agent
+                    self._broken = path
+                    return f"{path}: a sample cannot be packed: {error}"
         return ""
 
 

@@ -271,13 +271,29 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
             finish(ledger, kept, 2)
             await asyncio.sleep(1.0)
             writer.cancel()
-        assert kept.working and said[1:] == ["alarm over: the disk takes the journal again"]
+        assert said[1:] == ["alarm over: the disk takes the journal again"]
 
     with simulated_disk(), asyncio.Runner(loop_factory=WorldLoop) as runner:
         runner.run(main())
         first, second = map(journal_file.read, journal_file.files(folder))
     assert [f.sample_id for b in first.batches for f in b.finished] == [0]
     assert [f.sample_id for b in second.batches for f in b.finished] == [2]
+
+
+def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+    said, ledger = Said(), ledger_at(1, 0)
+    kept = Journal(tmp_path, ledger, HEADER, Past(), save_freq=1, note=said)
+    odd = Trajectory(ended="done", messages=({"content": object()},))
+    kept.finished(0, Sample(PROMPT, (odd,)))
+
+    async def main() -> None:
+        task = asyncio.create_task(kept.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+    assert "cannot be packed: cannot encode object" in said[0] and not kept.working
 
 
 def finish(ledger: Ledger, kept: Journal, i: int) -> None:
