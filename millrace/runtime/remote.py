@@ -12,7 +12,7 @@ from millrace.errors import MillraceError, SyncError, WorkerError
 from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion, Sample, SamplingParams, Segment, Tokens
-from millrace.waits.registry import acting
+from millrace.waits.registry import current, within
 
 _DEATH_REPORT_S = 3.0
 """How long to wait, after a failed call, for a worker to be reported dead.
@@ -58,7 +58,8 @@ class RemoteRolloutEngine:
         The task runs while there are requests.
         """
         last: tuple[int, int] | None = None
-        with acting("progress"), contextlib.suppress(MillraceError):  # a request raises the error
+        own = within(current().registry.root)  # The request that began it may end before.
+        with own, contextlib.suppress(MillraceError):  # the requests themselves raise the error
             while True:
                 await asyncio.sleep(self.peer.deadline_s / _POLLS_PER_DEADLINE)
                 stats = await self.stats()

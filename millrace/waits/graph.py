@@ -119,6 +119,10 @@ class Graph:
         for wait in node.waits:
             self.edges += [Edge(node.name, head, wait) for head in self._heads(node, wait)]
         self.edges += [Edge(node.name, child) for child in node.children]
+        if len(self.edges) == before and not node.is_process and answer.name != DRIVER:
+            # Such as vLLM's core: a process of the worker that has stopped.
+            parts = [a for n, a in self.answers.items() if n.startswith(f"{answer.name}-")]
+            self.edges += [Edge(node.name, a.name) for a in parts if a.silent]
         newest = node.newest_work
         if len(self.edges) == before and newest is not None and newest.whom:
             self.edges.append(Edge(node.name, self._outside(newest.whom), newest))
