@@ -31,6 +31,8 @@ class Watchman:
         self.side = Side(DRIVER)
         self.stalled: Verdict | None = None
         """The stall that ends the run."""
+        self.last: Verdict | None = None
+        """The newest stall."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._stops_at: float | None = None
@@ -61,10 +63,13 @@ class Watchman:
             sys.stderr.flush()
             os._exit(1)  # The event loop does not run any more. Workers end with this process.
         if self._config.stall_s:
-            self._watch.look(now, side.answer(stacks=False).still_s)
+            still = min((still for _, still in side.pulse.look().values()), default=None)
+            if still is not None and still < self._config.stall_s:
+                self.last = None  # It moves again.
+            self._watch.look(now, still)
 
     def _alarm(self, verdict: Verdict) -> None:
-        path = None
+        path, self.last = None, verdict
         with contextlib.suppress(OSError):  # the disk may be what is stuck
             path = save(verdict, self._run)
         where = f" ({path})" if path is not None else ""
@@ -93,5 +98,10 @@ async def watched(
             task.uncancel()
         limit = f"trainer.stall_s = {config.stall_s:g}, trainer.on_stall=stop"
         raise DeadlineError(f"{stalled.sentence} Next: {stalled.next}. Limit: {limit}") from None
+    except (DeadlineError, ExceptionGroup) as error:
+        late = error if isinstance(error, DeadlineError) else error.subgroup(DeadlineError)
+        if late is not None and watchman.last is not None:
+            note(f"the deadline was missed because of this stall: {watchman.last.sentence}")
+        raise
     finally:
         watchman.close()

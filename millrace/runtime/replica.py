@@ -14,6 +14,7 @@ from millrace.errors import DeadlineError, ReplicaLost, WorkerError
 from millrace.ports import RolloutStats
 from millrace.runtime.rpc import Peer
 from millrace.types import SamplingParams, Segment, Tokens
+from millrace.waits.registry import current, within
 
 _POLLS = 8
 """How often a replica is asked for its progress within the time that it may stand still."""
@@ -52,7 +53,8 @@ class RemoteRolloutEngine:
     ) -> tuple[Segment, ...]:
         self.requests += 1
         if self._follower is None:
-            self._follower = asyncio.create_task(self._follow(), name="progress")
+            with within(current().registry.root):
+                self._follower = asyncio.create_task(self._follow(), name="progress")
         try:
             segments: tuple[Segment, ...] = await self._call(
                 "engine.generate", (tokens, params, session), tuple[Segment, ...]

@@ -119,6 +119,10 @@ class Graph:
         for wait in node.waits:
             self.edges += [Edge(node.name, head, wait) for head in self._heads(node, wait)]
         self.edges += [Edge(node.name, child) for child in node.children]
+        if len(self.edges) == before and not node.is_process and answer.name != DRIVER:
+            # Such as vLLM's core: a process of the worker that has stopped.
+            parts = [a for n, a in self.answers.items() if n.startswith(f"{answer.name}-")]
+            self.edges += [Edge(node.name, a.name) for a in parts if a.silent]
         newest = node.newest_work
         if len(self.edges) == before and newest is not None and newest.whom:
             self.edges.append(Edge(node.name, self._outside(newest.whom), newest))
@@ -126,9 +130,13 @@ class Graph:
     def _heads(self, node: Node, wait: Waited) -> list[str]:
         for whom in wait.whom.split("|"):
             if "*" in whom:
-                names = [n for n in self.nodes if fnmatchcase(n, whom) and "/" not in n]
-                names = [n for n in names if self.nodes[n].answer is not node.answer or
-                         not self.nodes[n].is_process]  # fmt: skip
+                names = [
+                    n.name
+                    for n in self.nodes.values()
+                    if fnmatchcase(n.name, whom)
+                    and "/" not in n.name
+                    and not (n.is_process and n.answer is node.answer)
+                ]
                 if wait.meeting:
                     absent = [n for n in names if not self._has_come(n, wait)]
                     if absent or any(self._has_come(n, wait, 1) for n in names) or not names:
@@ -212,10 +220,11 @@ def roots(graph: Graph, patience_s: float) -> list[Root]:
         reasons = [e for name in circle for e in into[name]]
         found.append(_root(graph, sorted(circle), reasons, waiters, patience_s))
     found = [r for r in found if r.waiters or len(r.nodes) > 1 or r.severe]
-    return sorted(
-        found, key=lambda r: (r.severe, not r.moving, r.from_trainer, r.waiters, r.seconds),
-        reverse=True,
-    )  # fmt: skip
+
+    def weight(root: Root) -> tuple[float, ...]:
+        return root.severe, not root.moving, root.from_trainer, root.waiters, root.seconds
+
+    return sorted(found, key=weight, reverse=True)
 
 
 def _root(

@@ -148,3 +148,14 @@ def test_a_collective_is_read_from_the_stacks() -> None:
     assert collective_in({"MainThread": ["/a.py:1 f", "/b.py:2 g"]}) == ""
     waits = ["/millrace/train/learner.py:130 _clip_and_step"]
     assert collective_in({"MainThread": waits}) == "sum over all ranks"
+
+
+def test_who_waits_for_a_replica_waits_for_its_stopped_core() -> None:
+    waits = [Waited("sample 4", "rollout-0", "engine.generate", 60.0)]
+    serves = [Acted("engine.generate", "", 60.0)]
+    core = Answer("rollout-0-core-0", 7, silent=True, process=Process(7, "T"))
+    driver = Answer("driver", 1, "", waits, [Acted("sample 4", "", 60.0)], {"moves": (1.0, 60.0)})
+    verdict = judge([driver, Answer("rollout-0", 2, "", [], serves), core])
+    assert (
+        verdict.culprit == "rollout-0-core-0" and "everyone else waits for it" in verdict.sentence
+    )
