@@ -189,8 +189,13 @@ def engines_of(
     restarts: bool,
     starter: Starter,
 ) -> Engines:
-    """Return the engines in these workers. The sides take turns on `shared` devices."""
+    """Return the engines in these workers. The sides take turns on `shared` devices.
+
+    vLLM takes the memory that is free, and on shared devices the trainer may have it. So vLLM does
+    not start anew there.
+    """
     c, deadline_s = config.rollout, config.trainer.wait_deadline_s
+    restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
     replicas = [RemoteRolloutEngine(peer, stall_s=c.stall_s) for peer in rollouts]
     train, pool = RemoteTrainEngine(trainers), RolloutPool(replicas, roster, deadline_s=deadline_s)

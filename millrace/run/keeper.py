@@ -83,7 +83,11 @@ class Keeper:
 
     def _follow(self, replica: int, peer: Peer, incarnation: int) -> None:
         """Let the death of a worker be the loss of its replica."""
-        peer.on_death = partial(self.roster.lose, replica, incarnation)
+
+        def died(why: str) -> None:
+            self.roster.lose(replica, incarnation, why)
+
+        peer.on_death = died
         if peer.death is not None:
             self.roster.lose(replica, incarnation, peer.death)
 

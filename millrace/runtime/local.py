@@ -197,11 +197,9 @@ class LocalRuntime:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         worker.writer.close()
-        polls = [worker.process.poll, *(partial(_exit_code, p) for p in processes)]
-        if not await _wait_for_end(polls, GOODBYE_S):
-            _warn_of(
-                [p.pid for p, poll in zip(processes, polls[1:], strict=True) if poll() is None]
-            )
+        polls: list[Callable[[], int | None]] = [partial(_exit_code, p) for p in processes]
+        if not await _wait_for_end([worker.process.poll, *polls], GOODBYE_S):
+            _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
         _deafen(worker)
 
     def answers(self) -> list[Answer]:

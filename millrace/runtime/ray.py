@@ -18,7 +18,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -319,8 +319,8 @@ class RayRuntime:
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        groups = {"beat": 1, _WHY: 1}
-        remote: Any = ray.remote(concurrency_groups=groups)(RayHost)  # type: ignore[call-overload]
+        groups = {"concurrency_groups": {"beat": 1, _WHY: 1}}
+        remote: Any = ray.remote(**cast("Any", groups))(RayHost)
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}-{next(self._started)}",
             scheduling_strategy=self._bundle(node),
@@ -346,7 +346,7 @@ class RayRuntime:
                 f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s"
             ) from None
         except ray.exceptions.RayError as error:
-            raise WorkerError(f"worker {name} on {address} did not start: {error}") from error
+            raise WorkerError(f"worker {name} on {address} is dead: {error}") from error
         self._watch(self._pull(peer, actor, address))
         self._watch(self._beat(peer, actor, address))
         await peer.call("ping", deadline_s=START_DEADLINE_S)
@@ -359,8 +359,8 @@ class RayRuntime:
             return
         self._workers.remove(worker)
         if worker.process is not None:
-            there = self._bundle(worker.node)
-            options = {"num_cpus": 0, "scheduling_strategy": there, "max_retries": 0}
+            where = self._bundle(worker.node)
+            options: Any = {"num_cpus": 0, "scheduling_strategy": where, "max_retries": 0}
             kill: Any = ray.remote(**options)(kill_process)
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone
                 await asyncio.wait_for(kill.remote(*worker.process), GOODBYE_S)

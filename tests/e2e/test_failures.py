@@ -201,22 +201,38 @@ def killed_while_writing(chain: Chain) -> None:
     assert path is not None and not passed
 
 
-def lost_worker(chain: Chain, name: str) -> None:
-    """The last line names the dead worker and its signal.
+def lost_worker(chain: Chain, name: str, *overrides: str) -> str:
+    """Kill a worker whose loss ends the run. Return the last line.
 
     Errors of other workers, whose collectives broke, are not reported.
     """
-    chain.start()
+    chain.start(*overrides)
     log = chain.folder / "logs" / f"{name}.log"
     with log.open("a") as file:
         file.write("its last words\n")
     chain.worker(name).kill()
-    assert chain.end() == 1
-    *_, words, error = chain.said()
-    assert error.startswith(f"error: worker {name} was killed by SIGKILL; its log is {log}")
-    assert words == "its last words"
+    assert chain.end(40) == 1
     assert not any("Traceback" in line for line in chain.said()), (
         "an error of millrace's own is one message"
+    )
+    return chain.said()[-1]
+
+
+def lost_trainer(chain: Chain) -> None:
+    """The last lines name the dead worker and its signal, and have the end of its log."""
+    error = lost_worker(chain, "trainer-0")
+    log = chain.folder / "logs" / "trainer-0.log"
+    assert error.startswith(f"error: worker trainer-0 was killed by SIGKILL; its log is {log}")
+    assert chain.said()[-2] == "its last words"
+
+
+def lost_last_replica(chain: Chain) -> None:
+    """A run without any replica saves what it has, and says why it ends."""
+    error = lost_worker(chain, "rollout-0", "rollout.max_restarts=0")
+    assert "error: no replica is left: rollout-0 is retired: worker rollout-0 was killed" in error
+    newest = Checkpoints(chain.folder, keep=2).newest()[0]
+    assert (
+        newest is not None and newest.name == f"version-{history(chain.folder)[-1]['version']:06d}"
     )
 
 
@@ -237,8 +253,8 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         interrupted_twice(chain)
         killed(chain)
         killed_while_writing(chain)
-        lost_worker(chain, "rollout-0")
-        lost_worker(chain, "trainer-0")
+        lost_last_replica(chain)
+        lost_trainer(chain)
         completed_with_hanging_rewards(chain, tmp_path)
     finally:
         if chain.process is not None and chain.process.poll() is None:

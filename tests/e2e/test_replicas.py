@@ -63,7 +63,7 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
 
     async def main() -> None:
         progress = runs.progress()
-        progress.note = notes.append  # type: ignore[method-assign]
+        progress.note = notes.append  # type: ignore[method-assign, assignment]
         async with open_session(config, progress) as s:
             ledger = await start_state(s)
             async with asyncio.TaskGroup() as tasks:
