@@ -82,9 +82,14 @@ class Membership:
         sockets = [address for one in here for address in one.sockets]
         made = {
             r: make_group(
-                *(self._store.clone(), f"{generation}/{r}", self._wire),
-                *(names.index(self.me), len(names)),
-                *(self._agreed.timeout_s, door, sockets),
+                self._store.clone(),
+                f"{generation}/{r}",
+                self._wire,
+                names.index(self.me),
+                len(names),
+                self._agreed.timeout_s,
+                door,
+                sockets,
             )
             for r, names in groups.items()
         }

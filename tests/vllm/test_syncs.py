@@ -260,6 +260,13 @@ def test_only_what_continues_a_context_gets_its_salt() -> None:
         salts.remember(str(i), tokens_of([i]), old)
     assert len(salts._known) == Salts.SESSIONS
     assert salts.of("0", tokens_of([0, 1]), newest) == newest
+    salts.check()
+    salts.drop_all(9)
+    salts.remember("1/0", tokens_of([1]), newest)
+    salts.check()
+    salts.remember("1/0", tokens_of([1, 2]), old)
+    with pytest.raises(SyncError, match=r"KV of swap 3 is kept, .* none before swap 9"):
+        salts.check()
 
 
 def test_a_staging_that_never_ends_has_a_deadline(
