@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -30,14 +30,13 @@ from millrace.pipeline.validation import Result
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
-from millrace.rollout.patience import check
 from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import Change
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
+from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -292,36 +291,6 @@ async def train_to_end(
             await validate_now(trainer, record, "validating the final weights")
     await engines.pool.stats()  # The last figures of the accounts.
     return complete, seconds
-
-
-@contextmanager
-def saved_without_replicas(engines: WatchedEngines, stop: StopRequest) -> Iterator[None]:
-    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
-
-    The watch sees every change of a replica on its track.
-    """
-    roster = engines.pool.roster
-    check(roster)
-
-    def changed(change: Change) -> None:
-        engines.watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
-        if roster.over:
-            stop.request()
-
-    roster.saves = True
-    try:
-        with roster.told(changed):
-            yield
-    finally:
-        roster.saves = False
-    check(roster)
-
-
-async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
-    """Validate the live weights. Send them again if the replicas that had them are lost."""
-    while not await record.validate_now(trainer.queue.ledger.version, phase):
-        await trainer.revive()
-        check(trainer.rollouter.pool.roster)
 
 
 async def settle(

@@ -94,16 +94,14 @@ class VllmRolloutEngine:
         self._gate = asyncio.Event()
         """Closed while weights change. A request that waits here starts under the new version."""
         self._gate.set()
-        self._asleep = False
+        self._asleep = self._closed = False
         self._asleep_tags: list[str] = []
         """The memory that vLLM has freed: "weights", "kv_cache"."""
         self._lacks_weights = False
         """Whether the weights were discarded and not yet replaced."""
-        self._closed = False
         self._tokens = self._cancelled = 0
         self._prefill_tokens = self._reused_tokens = 0
-        self._busy_slot_s = 0.0
-        self._busy_since = perf_counter()
+        self._busy_slot_s, self._busy_since = 0.0, perf_counter()
         gauge("tokens", self._drawn)
 
     async def generate(

@@ -45,7 +45,8 @@ class _LogProbScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         # vLLM lists the blocks of every request in every step, to read the experts of its prompt.
         # Only a request without a drawn token needs them.
-        replays, self.enable_return_routed_experts = self.enable_return_routed_experts, False
+        replays: bool = self.enable_return_routed_experts
+        self.enable_return_routed_experts = False
         super()._update_after_schedule(scheduler_output)
         self.enable_return_routed_experts = replays
         for name in scheduler_output.num_scheduled_tokens if replays else ():

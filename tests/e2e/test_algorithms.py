@@ -22,6 +22,7 @@ from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer
 from millrace.runtime.worker import RolloutWorker, TrainWorker, make_worker
 from millrace.schedule.modes import MODES
+from millrace.waits.answer import Answer
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(240)
@@ -175,6 +176,12 @@ class InThisProcess:
         host = Host(worker, lambda frame: peer.receive(frame), self.tasks)
         peer = Peer(name, host.receive, deadline_s=60.0)
         return peer
+
+    async def end(self, peer: Peer) -> None:
+        return None
+
+    def answers(self) -> list[Answer]:
+        return []
 
     async def close(self) -> None:
         return None

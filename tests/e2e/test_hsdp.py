@@ -100,12 +100,17 @@ def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
             version = 99
             sent, received = await asyncio.gather(
                 all_of(s.engines.train.peers, "sender.transfer", (version,), TransferReport),
-                all_of(s.engines.sync._replicas, "receiver.transfer", (version,), TransferReport),
+                all_of(
+                    [r.peer for r in s.engines.pool.engines],
+                    "receiver.transfer",
+                    (version,),
+                    TransferReport,
+                ),
             )
             assert [report.bytes > 0 for report in sent] == [True, True, False, False]
             assert (
                 sum(report.bytes for report in sent) == received[0].bytes == rows[0]["sync/bytes"]
             )
-            assert await s.engines.sync.transport() == "gloo"
+            assert await s.engines.sync.remote.transport() == "gloo"
 
     asyncio.run(main())

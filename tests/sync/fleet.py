@@ -169,7 +169,7 @@ async def fleet(
     store = dist.HashStore()
     sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
-    joined = await asyncio.gather(
+    joined: Any = await asyncio.gather(
         *(
             join_sender(source, store, rank, Agreement.of(config))  # type: ignore[arg-type]
             for rank, source in enumerate(sources)
@@ -180,9 +180,8 @@ async def fleet(
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
-    yield Fleet(
-        sources, replicas, list(joined[:ranks]), list(joined[ranks:]), store, Agreement.of(config)
-    )  # type: ignore[arg-type]
+    ends = list(joined[:ranks]), list(joined[ranks:])
+    yield Fleet(sources, replicas, *ends, store, Agreement.of(config))
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

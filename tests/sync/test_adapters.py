@@ -93,9 +93,9 @@ async def fleet(
         sync={"bucket_mb": 1, "timeout_s": 20},
     )
     store = dist.HashStore()
-    sources = [Adapted(model(1), rank, drawn(0)) for rank in range(ranks)]
+    sources: Any = [Adapted(model(1), rank, drawn(0)) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
-    joined = await asyncio.gather(
+    joined: Any = await asyncio.gather(
         *(
             join_sender(source, store, rank, Agreement.of(config))
             for rank, source in enumerate(sources)
@@ -106,9 +106,8 @@ async def fleet(
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
-    yield Fleet(
-        sources, replicas, list(joined[:ranks]), list(joined[ranks:]), store, Agreement.of(config)
-    )  # type: ignore[arg-type]
+    ends = list(joined[:ranks]), list(joined[ranks:])
+    yield Fleet(sources, replicas, *ends, store, Agreement.of(config))
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:

@@ -28,8 +28,8 @@ class Hung(Attempt):
 
     agent: Any = None
 
-    def _session(self, run: Any) -> Any:
-        session = super()._session(run)
+    async def _session(self, run: Any) -> Any:
+        session = await super()._session(run)
         return session if self.agent is None else replace(session, agent=self.agent)
 
 

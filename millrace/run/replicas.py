@@ -1,0 +1,43 @@
+"""What a run does once the replicas with its live weights are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millrace.pipeline.record import RunRecord
+from millrace.pipeline.trainer import Trainer
+from millrace.rollout.patience import check
+from millrace.rollout.roster import Change
+from millrace.run.engines import WatchedEngines
+from millrace.run.stop import StopRequest
+
+
+@contextmanager
+def saved_without_replicas(engines: WatchedEngines, stop: StopRequest) -> Iterator[None]:
+    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
+
+    The watch sees every change of a replica on its track.
+    """
+    roster = engines.pool.roster
+    check(roster)
+
+    def changed(change: Change) -> None:
+        engines.watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        if roster.over:
+            stop.request()
+
+    roster.saves = True
+    try:
+        with roster.told(changed):
+            yield
+    finally:
+        roster.saves = False
+    check(roster)
+
+
+async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
+    """Validate the live weights. Send them again if the replicas that had them are lost."""
+    while not await record.validate_now(trainer.queue.ledger.version, phase):
+        await trainer.revive()
+        check(trainer.rollouter.pool.roster)
