@@ -32,6 +32,7 @@ class _LogProbScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.enable_return_routed_experts: bool
         self.log_probs: dict[str, array[float]] = {}
         self.experts: dict[str, bytearray] = {}
 

@@ -101,7 +101,7 @@ def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
             sent, received = await asyncio.gather(
                 all_of(s.engines.train.peers, "sender.transfer", (version,), TransferReport),
                 all_of(
-                    [r.peer for r in s.engines.pool.engines],
+                    [r.peer for r in s.engines.sync._replicas],
                     "receiver.transfer",
                     (version,),
                     TransferReport,
