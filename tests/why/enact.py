@@ -21,6 +21,8 @@ from millrace.waits.verdict import Verdict, judge
 SEEN_S = 10.0
 """Seconds without progress after which a run counts as standing still."""
 MOST_S = 50.0
+NEVER_S = 1e6
+"""A value of rollout.heartbeat_s and rollout.stall_s that no run reaches."""
 
 
 class Hung(Attempt):
@@ -66,12 +68,15 @@ def stuck(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True, ca
     return patched(owner, name, make)
 
 
-def scenario(mode: str, *, ranks: int = 2, replicas: int = 2, validates: bool = False) -> Scenario:
-    base = replace(draw(3), mode=mode, faults=(), ranks=ranks, replicas=replicas, slots=8)
+def scenario(mode: str, *, validates: bool = False, heals: bool = True) -> Scenario:
+    """Return a run without faults. Unless it `heals`, no replica is ever given up as lost."""
+    base = replace(draw(3), mode=mode, faults=(), ranks=2, replicas=2, slots=8)
     config = base.config
     keys = MODES[mode].over({"staleness_threshold": 1.0, "lookahead": 0})
     trainer = {"save_freq": 2, "async_save": True, "val_before_train": False}
     rollout = {"n": 2, "total_rollout_steps": 60, "test_freq": int(validates)}
+    if not heals:
+        rollout |= {"heartbeat_s": NEVER_S, "stall_s": NEVER_S}
     groups = config.algorithm.filter_groups.model_copy(update={"enable": False})
     sections = {
         "async_training": config.async_training.model_copy(

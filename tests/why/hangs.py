@@ -53,7 +53,8 @@ class Hang:
 
 def run(hang: Hang) -> Verdict:
     """Run the loops until they stand still, and return the verdict."""
-    verdict = enact(scenario(hang.mode, validates=hang.validates), hang.plant, MOST_S)[-1]
+    made = scenario(hang.mode, validates=hang.validates, heals=False)
+    verdict = enact(made, hang.plant, MOST_S)[-1]
     assert verdict.state == "still", f"{verdict.state}: {verdict.sentence}"
     return verdict
 
@@ -192,10 +193,10 @@ def _nothing_admitted(attempt: Hung) -> Any:
 
 def _parcels_lost(attempt: Hung) -> Any:
     def make(send: Any) -> Any:
-        async def planted(self: Any, rank: int, weights: int) -> Any:
-            report = await send(self, rank, weights)
-            if rank == 1:
-                self._boxes[rank, 1].get_nowait()
+        async def planted(self: Any, name: str, weights: int) -> Any:
+            report = await send(self, name, weights)
+            if name == "trainer-1":
+                self._of(name).boxes["rollout-1"].get_nowait()
             return report
 
         return planted
@@ -247,8 +248,9 @@ def _rank(number: int) -> Callable[..., bool]:
     return lambda self, *_: self._rank == number
 
 
-def _replica(number: int) -> Callable[..., bool]:
-    return lambda self, *_: self._replica == number
+def _end(name: str) -> Callable[..., bool]:
+    """Return the condition of one end of the weight sync."""
+    return lambda self, *_: self._name == name
 
 
 def _session(start: str) -> Callable[..., bool]:
@@ -278,9 +280,9 @@ HANGS = [
     Hang("NeMo#3488", "a rank does not come to the all-reduce", lambda a: stuck(FaultyTrainer, "step", _rank(1), 3), "trainer-1/engine.step", "everyone else waits for its all-reduce"),
     Hang("NeMo#3938", "all ranks come to the all-reduce, and it does not end", _network, "the network of a step", "all have come to all-reduce"),
     Hang("verl#3734", "a rank makes fewer micro-batches than the others", _rank_leaves, "trainer-1", "trainer rank 1 does not serve all-reduce"),
-    Hang("NeMo#3238", "a rank does not send its weights", lambda a: stuck(Sender, "transfer", _rank(1), 3), "trainer-1/sender.transfer", "sender.transfer"),
+    Hang("NeMo#3238", "a rank does not send its weights", lambda a: stuck(Sender, "transfer", _end("trainer-1"), 3), "trainer-1/sender.transfer", "sender.transfer"),
     Hang("open-instruct#1535", "a bucket is lost on the way to a replica", _parcels_lost, "trainer-?", "does not serve bucket 1"),
-    Hang("trl#3467", "a replica does not make the new weights live", lambda a: stuck(Receiver, "activate", _replica(1), 3), "rollout-1/receiver.activate", "receiver.activate"),
+    Hang("trl#3467", "a replica does not make the new weights live", lambda a: stuck(Receiver, "activate", _end("rollout-1"), 3), "rollout-1/receiver.activate", "receiver.activate"),
     Hang("verl#5815", "a rank does not come to the save", lambda a: stuck(FaultyTrainer, "save", _rank(1)), "trainer-1/engine.save", "everyone else waits for its all-reduce"),
     Hang("NeMo#3504", "a shared file system does not take a checkpoint", _thread, "the disk", "the files of version"),
     Hang("OpenRLHF#865", "a rank does not come to the start", lambda a: stuck(FaultyTrainer, "begin", _rank(1)), "trainer-1/engine.begin", "trainer rank 1"),

@@ -44,7 +44,7 @@ def test_a_quiet_hour_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("millrace.simulate.faults.attempt.DEADLINE_S", 1e5)
     verdicts = enact(made, lambda attempt: None, 3600.0, look_s=10.0)
-    assert len(verdicts) == 360 and {v.state for v in verdicts} == {"moving"}
+    assert len(verdicts) >= 360 and {v.state for v in verdicts} == {"moving"}
     assert alarms_of(verdicts, 10.0) == []
     moved = [v.answers[0].progress.get("moves", (0, 0))[0] for v in verdicts]
     assert moved[-1] > moved[0], "the hour was not quiet but dead"
