@@ -72,7 +72,9 @@ class StateWriter:
             )
             refused = all(_is_of_disk(e) for e, _ in error.failures.values())
             kind = DiskError if refused else CheckpointError
-            raise kind(f"{folder} was not written: {causes}") from error
+            fix = ". Fix: a disk with free space that works, then trainer.resume=auto"
+            text = f"{folder} was not written: {causes}{fix if refused else ''}"
+            raise kind(text) from error
 
 
 def _is_of_disk(error: BaseException | None) -> bool:

@@ -284,7 +284,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     assert "has trained 800. Fix: a larger value" in " ".join(done.err.split())
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_the_reason(
+def test_a_run_trains_to_its_end_on_a_full_disk_and_then_names_the_folder_and_the_reason(
     tmp_path: Path,
 ) -> None:
     """A limit on the size of files simulates a full disk.
@@ -299,16 +299,16 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_folder_and_th
     )
     assert done.returncode == 1, done.stderr
     folder = tmp_path / "run" / "checkpoints"
+    said = " ".join((done.stdout + done.stderr).split())
+    assert said.count("alarm: the disk refuses a checkpoint.") == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        f"error: trainer-0: {folder}/.writing-000003/engine was not written: rank 0: "
-    ), done.stderr
-    assert last.endswith("OSError: [Errno 27] File too large")
+    assert last.startswith(f"error: trainer-0: {folder}/.writing-"), done.stderr
+    assert "OSError: [Errno 27] File too large. Fix: a disk with free space" in last
     assert "Traceback" not in done.stderr
     assert Checkpoints(tmp_path / "run", keep=2).all() == []
-    assert [row["version"] for row in runs.rows(tmp_path / "run")][:3] == [1, 2, 3], (
-        "the row comes before the checkpoint"
-    )
+    rows = runs.rows(tmp_path / "run")
+    assert rows[-1]["checkpoint/refused"] > 0
+    assert runs.audit(tmp_path / "run")["trained"] == rows[-1]["version"] * 16
 
 
 def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
